@@ -20,7 +20,7 @@ import torch
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
-from megarl.checkpoint.save import contribution, copy_to_host, gather, plan_gathering
+from megarl.checkpoint.save import contribution, copy_to_host, gather, plan_gathering, refuse_unfinite
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
@@ -82,8 +82,11 @@ async def measure_adapter(
                 full = await full_publish(server)
                 full_s = await seconds_of(full.send)
                 with _published(other, lora, folder) as bench:
-                    yield await _measure_publish(bench, full_s=full_s, full_bytes=full.num_bytes)
-                    yield await _measure_requests(bench, REQUESTS[device])
+                    ours_s = await seconds_of(bench.publish)
+                    yield _publish_figure(bench, ours_s=ours_s, full_s=full_s, full_bytes=full.num_bytes)
+                    yield await _measure_bare_load(bench, ours_s=ours_s)
+                    async for figure in _measure_requests(bench, REQUESTS[device]):
+                        yield figure
     except (MegarlError, RuntimeError, TimeoutError) as error:
         yield Failure(part="adapter", reason=f"{type(error).__name__}: {error}"[:500])
 
@@ -92,7 +95,7 @@ async def measure_adapter(
 class _Bench:
     server: Server
     publisher: AdapterPublisher
-    spent: Mapping[str, list[float]]
+    parts: _Parts
     num_bytes: int
     version: int = 0
 
@@ -125,7 +128,7 @@ def _published(server: Server, lora: LoraConfig, folder: Path) -> Iterator[_Benc
     )
     num_bytes = sum(spec.num_bytes for spec in tensors.values())
     try:
-        yield _Bench(server=server, publisher=publisher, spent=parts.spent, num_bytes=num_bytes)
+        yield _Bench(server=server, publisher=publisher, parts=parts, num_bytes=num_bytes)
     finally:
         parts.close()
 
@@ -153,6 +156,7 @@ class _Parts:
 
     def _store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
         start = time.perf_counter()
+        refuse_unfinite(self._tensors)
         copies = copy_to_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
         gathered = gather(self._gathering, copies, self._group)
         middle = time.perf_counter()
@@ -179,9 +183,8 @@ class _Parts:
         self._group.close()
 
 
-async def _measure_publish(bench: _Bench, *, full_s: float, full_bytes: int) -> Figure:
-    ours_s = await seconds_of(bench.publish)
-    parts = ", ".join(f"{name} {1e3 * median(times):.0f}" for name, times in bench.spent.items())
+def _publish_figure(bench: _Bench, *, ours_s: float, full_s: float, full_bytes: int) -> Figure:
+    parts = ", ".join(f"{name} {1e3 * median(times):.0f}" for name, times in bench.parts.spent.items())
     return Figure(
         key="adapter publish",
         name=f"publish of an adapter of {bench.num_bytes / 1e6:.0f} MB ({parts}; goal: ratio {GOAL})",
@@ -192,37 +195,61 @@ async def _measure_publish(bench: _Bench, *, full_s: float, full_bytes: int) -> 
     )
 
 
-async def _measure_requests(bench: _Bench, requests: Requests) -> Figure:
-    """Compare the rate of the same requests without publishes and with one after the other, in turn."""
+async def _measure_bare_load(bench: _Bench, *, ours_s: float) -> Figure:
+    """Time SGLang alone: it loads and unloads an adapter that lies in its node's memory already."""
+    client, stored = bench.server.client, await bench.parts.store_adapter(0, Path("base"))
+    async with bench.parts.placed_adapter(0, stored, timeout_s=_TIMEOUT_S) as folder:
+
+        async def load_and_unload() -> None:
+            await client.load_adapter("bare", folder, timeout_s=_TIMEOUT_S)
+            await client.unload_adapter("bare", timeout_s=_TIMEOUT_S)
+
+        floor_s = await seconds_of(load_and_unload)
+    return Figure(
+        key="adapter bare load",
+        name="the same publish",
+        value=1e3 * ours_s,
+        unit="ms",
+        against=f"SGLang loads and unloads a folder of it alone in {1e3 * floor_s:.0f} ms",
+        ratio=floor_s / ours_s,
+    )
+
+
+async def _measure_requests(bench: _Bench, requests: Requests) -> AsyncIterator[Figure]:
+    """Compare the rate of the same requests without publishes, with one, and with one after the other, in turn."""
     prompts = random_prompts(requests.num, requests.prompt_tokens)
     generator = generator_of(bench.server, num_rollouts=1, max_response_tokens=requests.response_tokens)
-    num_tokens, seconds = {"quiet": 0, "during": 0}, {"quiet": 0.0, "during": 0.0}
-    num_publishes = 0
+    max_publishes = {"quiet": 0, "one": 1, "many": 1000}
+    num_tokens, seconds, num_publishes = (dict.fromkeys(max_publishes, 0.0) for _ in range(3))
 
     async def generate() -> int:
         groups = await asyncio.gather(*(generator.generate(prompt) for prompt in prompts))
         return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
 
     await generate()
-    for kind in ("quiet", "during") * _NUM_TURNS:
+    for kind in tuple(max_publishes) * _NUM_TURNS:
         await bench.publish()
         await bench.touch()
         start = time.perf_counter()
         generated = asyncio.create_task(generate())
         await asyncio.sleep(0)
-        while kind == "during" and not generated.done():
+        for _ in range(max_publishes[kind]):
+            if generated.done():
+                break
             await bench.publish()
             await bench.touch()
-            num_publishes += 1
+            num_publishes[kind] += 1
         num_tokens[kind] += await generated
         seconds[kind] += time.perf_counter() - start
-    quiet, during = (num_tokens[kind] / seconds[kind] for kind in ("quiet", "during"))
-    each_s = (seconds["during"] - num_tokens["during"] / quiet) / max(num_publishes, 1)
-    return Figure(
-        key="adapter requests",
-        name=f"{requests.num} requests while {num_publishes} adapters are published one after the other",
-        value=during,
-        unit="tokens/s",
-        against=f"without publishes, {quiet:.0f} tokens/s; each publish takes {1e3 * each_s:.0f} ms from them",
-        ratio=during / quiet,
-    )
+    quiet = num_tokens["quiet"] / seconds["quiet"]
+    for kind, words in (("one", "one adapter is published"), ("many", "adapters are published one after the other")):
+        lost_s = (seconds[kind] - num_tokens[kind] / quiet) / max(num_publishes[kind], 1)
+        yield Figure(
+            key=f"adapter requests, {kind}",
+            name=f"{requests.num} requests of {seconds[kind] / _NUM_TURNS:.1f} s, while {words} "
+            f"({num_publishes[kind]:.0f} in all; each takes {1e3 * lost_s:.0f} ms from them)",
+            value=num_tokens[kind] / seconds[kind],
+            unit="tokens/s",
+            against=f"without publishes, {quiet:.0f} tokens/s",
+            ratio=num_tokens[kind] * seconds["quiet"] / (seconds[kind] * num_tokens["quiet"]),
+        )

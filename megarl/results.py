@@ -159,6 +159,10 @@ class PublishResult:
     """Lower bound of `busiest_bytes`."""
     seconds: float
     num_engines: int
+    num_adapters: int | None = None
+    """Versions of the adapter that one engine had at most, before old ones were unloaded; None for whole models."""
+    max_adapters: int | None = None
+    """Versions that an engine has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,9 +281,9 @@ PUBLISH_FLOOR = _gauge(
 PUBLISH_TOTAL = _gauge(
     "publish", "publish_total_bytes", "Bytes that all engines received in the last publish", source="publish.num_bytes"
 )
-PUBLISHED_ENGINES = _gauge(
-    "publish", "published_engines", "Engines that took the last publish", source="publish.num_engines"
-)
+PUBLISHED_ENGINES = _gauge("publish", "published_engines", "Engines in the last publish", source="publish.num_engines")
+ADAPTERS = _gauge("publish", "adapter_versions", "Versions of an adapter on one engine", source="publish.num_adapters")
+MAX_ADAPTERS = _gauge("publish", "adapter_versions_limit", "The most that it may have", source="publish.max_adapters")
 
 LOSS = _update("loss", "Loss of the last step's updates", field="loss")
 GRAD_NORM = _update("grad_norm", "Gradient norm before clipping", field="grad_norm")

@@ -9,11 +9,13 @@ engine that starts on the node removes the folders that nobody holds.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -47,6 +49,10 @@ _SPARE = 2
 _PREFIX = "megarl_adapter_"
 _LEFT_S = 5.0
 """For a process to lock a folder that it has just made."""
+_READ_S = 60.0
+"""Seconds after which every TP rank has read an adapter."""
+_MAX_READ = 2
+"""Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
 _DIGESTING_THREADS = 4
 _locks: dict[Path, int] = {}
 """Descriptors of the folders that this process has placed."""
@@ -155,6 +161,41 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
                 view = view[file.write(view) :]
 
 
+class ReadAdapters:
+    """Folders that an engine has read, or is still reading.
+
+    An engine answers when its first TP rank has read an adapter. Another rank that no longer found it would lack the
+    adapter, and end the engine at the first request.
+    """
+
+    def __init__(self) -> None:
+        self._folders: deque[Path] = deque()
+        self._tidying: asyncio.Future[None] | None = None
+
+    async def add(self, folder: Path) -> None:
+        """Remove the folder after a while; the publish goes on meanwhile."""
+        if self._tidying is not None:
+            await self._tidying
+        self._folders.append(folder)
+        loop = asyncio.get_running_loop()
+        self._tidying = loop.run_in_executor(None, self._tidy, folder)
+        loop.call_later(_READ_S, remove_adapter, folder)
+
+    def _tidy(self, newest: Path) -> None:
+        make_room(newest)
+        while len(self._folders) > _MAX_READ:
+            remove_adapter(self._folders.popleft())
+
+    async def remove(self) -> None:
+        """Remove all folders: the engine has ended."""
+        if self._tidying is not None:
+            await self._tidying
+        for folder in (*self._folders, *_rooms.values()):
+            remove_adapter(folder)
+        self._folders.clear()
+        _rooms.clear()
+
+
 def make_room(folder: Path) -> None:
     """Let the next adapter, which is as large as that of the folder, find its pages in the node's memory: they take as
     long to get as to write."""
@@ -169,11 +210,6 @@ def make_room(folder: Path) -> None:
             _rooms[num_bytes] = room
         except OSError:
             remove_adapter(room)
-
-
-def remove_rooms() -> None:
-    while _rooms:
-        remove_adapter(_rooms.popitem()[1])
 
 
 def remove_adapter(folder: Path) -> None:

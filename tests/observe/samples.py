@@ -250,6 +250,8 @@ def published(version: int) -> Published:
             floor_bytes=1024,
             seconds=0.25,
             num_engines=2,
+            num_adapters=2,
+            max_adapters=3,
         )
     )
 

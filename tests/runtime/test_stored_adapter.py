@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,12 +17,12 @@ from megarl.errors import WeightSyncError
 from megarl.runtime import stored_adapter
 from megarl.runtime.stored_adapter import (
     Content,
+    ReadAdapters,
     StoredAdapter,
     make_room,
     place_adapter,
     remove_adapter,
     remove_left_adapters,
-    remove_rooms,
     store_adapter,
 )
 
@@ -87,12 +88,6 @@ def test_the_next_adapter_is_written_to_the_pages_that_are_kept_for_it(
     assert (second / "adapter_model.safetensors").stat().st_ino == pages
     files = [(folder / "adapter_model.safetensors").read_bytes() for folder in (first, second)]
     assert files[0] == files[1]
-    make_room(second)
-    for folder in (first, second):
-        remove_adapter(folder)
-    assert len(list(scratch.iterdir())) == 1
-    remove_rooms()
-    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize(("name", "place"), [("a", 23), ("b", -1)])
@@ -117,6 +112,33 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     with pytest.raises(WeightSyncError, match=r"adapter of version 3 was not written: .*No space left"):
         place_adapter(*stored, engine=0)
     assert list(scratch.iterdir()) == []
+
+
+def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
+    stored: tuple[StoredAdapter, Content], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def left(*numbers: int) -> None:
+        """Wait until these folders are there, with one for the next adapter."""
+        async with asyncio.timeout(30):
+            while {path.name[-2:] for path in scratch.iterdir() if (path / "adapter_config.json").exists()} != {
+                f"_{number}" for number in numbers
+            }:
+                await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        read = ReadAdapters()
+        for engine in range(3):
+            await read.add(place_adapter(*stored, engine=engine))
+        await left(1, 2)
+        await read.remove()
+        assert list(scratch.iterdir()) == []
+        monkeypatch.setattr(stored_adapter, "_READ_S", 0.01)
+        await read.add(place_adapter(*stored, engine=3))
+        await left()
+        await read.remove()
+        assert list(scratch.iterdir()) == []
+
+    asyncio.run(scenario())
 
 
 def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(

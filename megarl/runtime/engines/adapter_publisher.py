@@ -72,6 +72,7 @@ class AdapterPublisher:
         self._failed = failed
         self._compare: tuple[Compare, int] | None = None
         self._num_published = 0
+        self._num_alive = 0
         self._served: StoredAdapter | None = None
         self._turn = asyncio.Lock()
         """Held during a publish: versions are loaded one after the other."""
@@ -92,7 +93,14 @@ class AdapterPublisher:
             seconds = time.monotonic() - started
         num_bytes = len(engines) * stored.num_bytes
         logger.info("published adapter version=%d engines=%d seconds=%.3f", version, len(engines), seconds)
-        return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=len(engines))
+        return PublishResult(
+            version=version,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            num_engines=len(engines),
+            num_adapters=self._num_alive,
+            max_adapters=self._num_loaded,
+        )
 
     async def catch_up(self, engine: Engine) -> bool:
         """Load the committed version on a stale engine; return False if there is none, or if it is not kept here."""
@@ -155,6 +163,7 @@ class AdapterPublisher:
             if engine.index in reasons:
                 self._fleet.report(engine, FellBehind(reason=reasons[engine.index]))
         await self._fleet.committed(version, serving, adapter=name)
+        self._num_alive = max(len(_names(engine)) for engine in serving)
         await asyncio.gather(*(self._unload_unused(engine) for engine in serving))
         return serving
 

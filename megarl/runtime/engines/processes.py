@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,14 +27,7 @@ from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
 from megarl.runtime.engines.adoption import Adoption, KeptActors
-from megarl.runtime.stored_adapter import (
-    StoredAdapter,
-    make_room,
-    place_adapter,
-    remove_adapter,
-    remove_left_adapters,
-    remove_rooms,
-)
+from megarl.runtime.stored_adapter import ReadAdapters, StoredAdapter, place_adapter, remove_left_adapters
 from megarl.runtime.trainers.worker_group import exit_detail
 
 Arguments = TypeVarTuple("Arguments")
@@ -46,20 +38,12 @@ _MAX_STARTS = 3
 """Starts of one engine, if each finds a port taken."""
 
 
-_READ_S = 60.0
-"""Seconds after which every TP rank has read an adapter."""
-_MAX_READ = 2
-"""Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
-
-
 class EngineHost:
     """The actor that starts, watches and stops one engine on one node. It runs several calls at a time."""
 
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
-        self._read: deque[Path] = deque()
-        """Folders of adapters that the engine has read, or is still reading."""
-        self._tidying: asyncio.Future[None] | None = None
+        self._adapters = ReadAdapters()
         self._is_ready = False
 
     async def find_address(self, bind: str | None) -> str:
@@ -90,21 +74,8 @@ class EngineHost:
         return await asyncio.to_thread(place_adapter, stored, content, engine=index)
 
     async def remove_adapter(self, folder: Path) -> None:
-        """Remove a folder that the engine has read, after a while.
-
-        An engine answers when its first TP rank has read it. Another rank that no longer found it would lack the
-        adapter, and end the engine at the first request.
-        """
-        self._read.append(folder)
-        loop = asyncio.get_running_loop()
-        # The publish goes on meanwhile.
-        self._tidying = loop.run_in_executor(None, self._tidy, folder)
-        loop.call_later(_READ_S, remove_adapter, folder)
-
-    def _tidy(self, folder: Path) -> None:
-        make_room(folder)
-        while len(self._read) > _MAX_READ:
-            remove_adapter(self._read.popleft())
+        """Remove a folder that the engine has read, after a while."""
+        await self._adapters.add(folder)
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -113,11 +84,7 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Stop the engine."""
-        if self._tidying is not None:
-            await self._tidying
-        while self._read:
-            remove_adapter(self._read.popleft())
-        remove_rooms()
+        await self._adapters.remove()
         engine, self._engine, self._is_ready = self._engine, None, False
         if engine is not None:
             await asyncio.to_thread(engine.stop)

@@ -235,6 +235,11 @@ OPERATIONS = Dashboard(
                 Panel(
                     title="Engines that took the last publish", unit="none", queries=(value(names.PUBLISHED_ENGINES),)
                 ),
+                Panel(
+                    title="Versions of an adapter on one engine",
+                    unit="none",
+                    queries=(value(names.ADAPTERS, "most"), value(names.MAX_ADAPTERS, "limit")),
+                ),
             ),
         ),
         PanelRow(

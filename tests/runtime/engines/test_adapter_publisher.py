@@ -100,6 +100,7 @@ def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_unload
         for version in (0, 1):
             result = await publisher.publish(PolicyVersion(version))
             assert (result.version, result.num_engines, result.num_bytes) == (version, 2, 512)
+            assert (result.num_adapters, result.max_adapters) == (version + 1, 3), "two until the older is unloaded"
         assert served(fleet) == [(1, "policy@1")] * 2
         assert engines.loaded == {0: ["policy@1"], 1: ["policy@1"]}
         assert all(engine.weights_version == 0 for engine in fleet.engines), "the base did not change"
@@ -118,6 +119,7 @@ def test_a_request_keeps_its_adapter_and_counts_until_it_ends() -> None:
             # Nobody used version 1.
             assert engines.loaded == {0: ["policy@0", "policy@2"]}
             assert engine.adapters["policy@0"] == 1
+            assert (await publisher.publish(PolicyVersion(2))).num_adapters == 3
         await publisher.publish(PolicyVersion(3))
         assert engines.loaded == {0: ["policy@3"]}
 

@@ -88,32 +88,6 @@ def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatc
     assert ScriptedEngine.num_starts == 3
 
 
-def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [tmp_path / str(index) for index in range(4)]
-
-    def left() -> list[str]:
-        return sorted(path.name for path in tmp_path.iterdir())
-
-    async def scenario() -> None:
-        host = EngineHost()
-        for folder in folders[:3]:
-            folder.mkdir()
-            await host.remove_adapter(folder)
-        assert left() == ["1", "2"]
-        await host.stop()
-        assert left() == []
-        monkeypatch.setattr(engines, "_READ_S", 0.01)
-        folders[3].mkdir()
-        await host.remove_adapter(folders[3])
-        async with asyncio.timeout(30):
-            while left():
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
-
-
 PROMPT = tuple(range(3, 12))
 NUM_TOKENS = 6
 

@@ -37,7 +37,6 @@ STEP = (
     *("runtime/engines/publisher", "runtime/trainers/actor", "rollout/control", "rollout/commands", "rollout/loader"),
     *(
         "weights/executors/transfer",
-        "weights/executors/rounds",
         "weights/executors/channel",
         "weights/executors/group",
         "weights/executors/digest_sums",

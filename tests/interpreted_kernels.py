@@ -14,8 +14,9 @@ from megarl.train.layers import Rotation, gated, rotated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import MODULUS, _bits, _seeds, bits_of_matrix, digest
-from megarl.weights.executors.digest_kernel import digest_rows
 from megarl.weights.executors.digest_sums import DigestSums, Summand
+from megarl.weights.executors.fp8 import LARGEST, quantise
+from megarl.weights.executors.kernels import digest_rows, quantise_blocks
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -76,25 +77,27 @@ def digests() -> float:
 
 
 def digests_in_one_launch() -> float:
-    for dtype in (torch.bfloat16, torch.float32):
-        values = torch.randn(70, 1536).to(dtype)
+    fp8 = torch.float8_e4m3fn
+    mixed = (fp8, torch.float32, torch.bfloat16, fp8)
+    for dtypes in ((torch.bfloat16,) * 4, (torch.float32,) * 4, (fp8,) * 4, mixed):
+        a, b, c, d = (torch.randn(70, 1536).to(dtype) for dtype in dtypes)
         boxes = [
-            ("x", values, Slice(name="a", offsets=(3, 16), shape=(70, 1536))),
-            ("y", values[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(70, 64))),
-            ("x", values[5], Slice(name="c", offsets=(7,), shape=(1536,))),
-            ("y", values[:3, 1:38], Slice(name="d", offsets=(2, 9), shape=(3, 37))),
+            ("x", a, Slice(name="a", offsets=(3, 16), shape=(70, 1536))),
+            ("y", b[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(70, 64))),
+            ("x", c[5], Slice(name="c", offsets=(7,), shape=(1536,))),
+            ("y", d[:3, 1:38], Slice(name="d", offsets=(2, 9), shape=(3, 37))),
         ]
         parts = [
-            Summand(key=key, dtype=dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()])
+            Summand(key=key, dtype=part.dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()])
             for key, part, box in boxes
         ]
         sums = DigestSums(parts)
-        copies = [torch.zeros(part.shape, dtype=dtype) for _, part, _ in boxes]
+        copies = [torch.zeros(part.shape, dtype=part.dtype) for _, part, _ in boxes]
         kernel = sums._prepared(torch.device("cpu"))
         found = kernel.compute(
             [bits_of_matrix(part) for _, part, _ in boxes], [bits_of_matrix(copy) for copy in copies]
         )
-        if not all(torch.equal(copy, part) for copy, (_, part, _) in zip(copies, boxes, strict=True)):
+        if not all(torch.equal(copy.float(), part.float()) for copy, (_, part, _) in zip(copies, boxes, strict=True)):
             return 1.0
         again = kernel.compute([bits_of_matrix(part) for _, part, _ in boxes])
         if not torch.equal(found, again):
@@ -106,7 +109,22 @@ def digests_in_one_launch() -> float:
     return 0.0
 
 
-CHECKS = (activation, rotation, scores, digests, digests_in_one_launch)
+def fp8_blocks() -> float:
+    """Compare elements before they are rounded, which the interpreter does wrongly, and scales."""
+    worst = 0.0
+    for rows, columns in ((256, 384), (130, 140)):
+        matrix = (torch.randn(rows, columns + 8) * torch.logspace(-6, 2, rows)[:, None]).bfloat16()[:, :columns]
+        matrix[:128, :128] = 0
+        expected, found = (torch.zeros(rows, columns, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float32))
+        scales, found_scales = (torch.zeros(-(-rows // 128), -(-columns // 128)) for _ in range(2))
+        quantise(matrix, expected, scales)
+        quantise_blocks(matrix, found, found_scales, block=128, largest=LARGEST)
+        rounded = found.to(torch.float8_e4m3fn).float()
+        worst = max(worst, distance(rounded, expected.float()), distance(found_scales, scales))
+    return worst
+
+
+CHECKS = (activation, rotation, scores, digests, digests_in_one_launch, fp8_blocks)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

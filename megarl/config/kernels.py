@@ -1,24 +1,34 @@
-"""The choice between Megatron's own linear layers and those of Transformer Engine, and what each of them needs.
+"""The precision of linear layers: the choice between Megatron's own and those of Transformer Engine, FP8 in engines.
 
-Parameters have the same shapes with both, and the same names in `weights.layouts`: nothing but a rank depends on it.
+A trainer's parameters have the same shapes with both, and the same names in `weights.layouts`: nothing but a rank
+depends on it. An engine's parameters differ: `weights.layouts.fp8`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 
-from megarl.config.model import ModelShape
-from megarl.config.roles import ModelParallelConfig, RolesConfig
+from megarl.config.model import Family, ModelShape
+from megarl.config.roles import ModelParallelConfig, RolesConfig, RolloutRoleConfig
 from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
 
 _PACKAGES = {"te": "transformer_engine", "deepep": "deep_ep"}
 _FP8_COLUMNS = 16
 """The widths of a matrix in FP8 are multiples of this."""
-_FP8_BLOCK = 128
-"""Parts of a sequence are gathered in FP8 with blockwise scaling if their width is a multiple of this."""
+FP8_BLOCK = 128
+"""Rows and columns of a block with one scale. Parts of a sequence are gathered in FP8 with blockwise scaling if their
+width is a multiple of this."""
 _WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
+_HOPPER: tuple[GpuName, ...] = ("h100", "h200", "h20")
+WITH_CACHE_SCALES: tuple[Family, ...] = (Family.QWEN2, Family.LLAMA)
+"""Families whose attention gets scales of an FP8 cache in SGLang as soon as weights are in FP8."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that engines stack in one parameter, which has one precision."""
+_LAYERS = "model.layers."
+_EXPERTS = ".mlp.experts."
 _BF16_LAYERS = 2
 """The first and the last."""
 ENGINE_ONLY = {
@@ -79,6 +89,111 @@ def _exchange(split: ModelParallelConfig, prefix: str, device: Device) -> Iterat
     for reason in (reason for reason, holds in reasons.items() if holds):
         message = f"{split.context_exchange} is for GPUs that share sequences, and {reason}; remove it"
         yield Problem(key=f"{prefix}context_exchange", message=message)
+
+
+def check_engine_precision(
+    rollout: RolloutRoleConfig, *, is_adapted: bool, device: Device, gpu: GpuName | None
+) -> Iterator[Problem]:
+    """Yield what keeps engines from FP8 weights, whatever the model."""
+    key = "roles.rollout.precision"
+    if rollout.precision == "bf16":
+        if rollout.keep_bf16:
+            yield Problem(key="roles.rollout.keep_bf16", message="has no effect with precision bf16; remove it")
+        return
+    if device == "cpu":
+        message = "fp8 needs Hopper GPUs, and run.device is cpu, where SGLang has no FP8 kernels without AMX; use bf16"
+        yield Problem(key=key, message=message)
+    elif gpu in _WITHOUT_FP8:
+        yield Problem(key=key, message=f"cluster.gpu {gpu} has no FP8; use bf16")
+    elif gpu is not None and gpu not in _HOPPER:
+        message = (
+            f"fp8 is for Hopper GPUs, and cluster.gpu is {gpu}, where SGLang can repack FP8 weights when it starts "
+            "and then takes no new ones; use bf16"
+        )
+        yield Problem(key=key, message=message)
+    if is_adapted:
+        message = "fp8 is for weights that are published, and with model.lora the base stays as loaded; use bf16"
+        yield Problem(key=key, message=message)
+
+
+def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: RolloutRoleConfig) -> Iterator[Problem]:
+    """Yield what keeps a model of this shape from being published in FP8: cuts through blocks, unknown modules."""
+    if rollout.fp8_keep is None:
+        return
+    if shape.hidden % FP8_BLOCK:
+        message = f"fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, and it is {shape.hidden}; use bf16"
+        yield Problem(key="roles.rollout.precision", message=message)
+    is_mixture = shape.experts is not None
+    parts = {
+        "actor": (actor.tensor, actor.ranks_per_expert if is_mixture else actor.tensor),
+        "rollout": (rollout.tensor, max(1, rollout.tensor // rollout.expert)),
+    }
+    for role, (tensor, ffn_ranks) in parts.items():
+        rows = {
+            "queries": shape.num_heads * shape.head_dim // tensor,
+            "keys": max(1, shape.num_kv_heads // tensor) * shape.head_dim,
+            "each feed-forward block": shape.ffn_hidden // ffn_ranks,
+        }
+        for name, count in rows.items():
+            if count % FP8_BLOCK:
+                name_of_split = "split" if shape.experts is None else "split, such as a larger expert"
+                message = (
+                    f"{tensor} gives a rank {count} rows of {name}, and FP8 weights are cut at multiples of "
+                    f"{FP8_BLOCK}; choose another {name_of_split}, or set roles.rollout.precision: bf16"
+                )
+                yield Problem(key=f"roles.{role}.tensor", message=message)
+    yield from _kept(shape, rollout.fp8_keep)
+    cache = rollout.sglang.get("kv_cache_dtype")
+    if rollout.has_fp8_cache and shape.family in WITH_CACHE_SCALES:
+        message = (
+            f"{cache} with FP8 weights: SGLang starts {shape.family} models with random scales of the cache then; "
+            "remove it, or set roles.rollout.precision: bf16"
+        )
+        yield Problem(key="roles.rollout.sglang.kv_cache_dtype", message=message)
+
+
+def _kept(shape: ModelShape, keep: Sequence[str]) -> Iterator[Problem]:
+    key = "roles.rollout.keep_bf16"
+    for pattern in keep:
+        if not kept_modules(shape, [pattern]):
+            message = f"{pattern} matches no module in FP8; they are such as {', '.join(_modules(shape, 0))}"
+            yield Problem(key=key, message=message)
+    kept = set(kept_modules(shape, keep))
+    for index in range(shape.num_layers):
+        modules = {name.rpartition(".")[2]: name for name in _modules(shape, index)}
+        for fused in (names for names in _FUSED if names[0] in modules):
+            apart = {modules[name] in kept for name in fused}
+            if len(apart) > 1:
+                message = (
+                    f"keeps a part of {', '.join(fused)} in layer {index}, which engines stack in one parameter; "
+                    "keep all of them or none"
+                )
+                yield Problem(key=key, message=message)
+                return
+
+
+def is_in_fp8(name: str, keep: Sequence[str]) -> bool:
+    """Whether engines with FP8 weights have a tensor of a checkpoint in FP8: all but norms, router and vocabulary.
+
+    The experts of a layer are one module, `mlp.experts`, to the patterns of `keep`.
+    """
+    if not (name.startswith(_LAYERS) and name.endswith("_proj.weight")):
+        return False
+    block, experts, _ = name.partition(_EXPERTS)
+    module = block + _EXPERTS[:-1] if experts else name.removesuffix(".weight")
+    return not any(fnmatchcase(module, pattern) for pattern in keep)
+
+
+def kept_modules(shape: ModelShape, keep: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that would be in FP8, and stay in bfloat16 by a pattern of `keep`."""
+    names = (name for index in range(shape.num_layers) for name in _modules(shape, index))
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in keep))
+
+
+def _modules(shape: ModelShape, index: int) -> list[str]:
+    attention = [f"self_attn.{name}" for name in (*_FUSED[0], "o_proj")]
+    feed_forward = ["experts"] if shape.experts is not None else [*_FUSED[1], "down_proj"]
+    return [f"{_LAYERS}{index}.{name}" for name in (*attention, *(f"mlp.{name}" for name in feed_forward))]
 
 
 def _options(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
@@ -144,9 +259,9 @@ def check_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) 
         if width % _FP8_COLUMNS:
             message = f"fp8 needs widths that are multiples of {_FP8_COLUMNS}, and the {name} is {width}; use bf16"
             yield Problem(key=key, message=message)
-    if split.fp8_scaling == "blockwise" and split.is_sequence_parallel and shape.hidden % _FP8_BLOCK:
+    if split.fp8_scaling == "blockwise" and split.is_sequence_parallel and shape.hidden % FP8_BLOCK:
         message = (
-            f"blockwise needs a hidden size that is a multiple of {_FP8_BLOCK} with is_sequence_parallel, "
+            f"blockwise needs a hidden size that is a multiple of {FP8_BLOCK} with is_sequence_parallel, "
             f"and it is {shape.hidden}; use tensorwise"
         )
         yield Problem(key=f"{prefix}fp8_scaling", message=message)

@@ -230,6 +230,16 @@ class EngineRoleConfig(Section):
         """Whether the tokens of a request are independent of its batch, by the recipe or else by the device."""
         return device == "cpu" if self.is_deterministic is None else self.is_deterministic
 
+    @property
+    def fp8_keep(self) -> tuple[str, ...] | None:
+        """The patterns of modules in bfloat16 beside FP8 weights; None: no weights are in FP8."""
+        return None
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are cached in FP8, with scale 1."""
+        return str(self.sglang.get("kv_cache_dtype", "")).startswith("fp8")
+
 
 class FrozenRoleConfig(EngineRoleConfig):
     """A model that is never trained and never published to, on engines in a pool of its own or of other roles."""
@@ -262,6 +272,12 @@ TeacherConfig: TypeAlias = Annotated[TeacherRanksConfig | TeacherEnginesConfig, 
 
 
 class RolloutRoleConfig(EngineRoleConfig):
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """The weights and products of linear layers in engines: bfloat16 (float32 on CPUs), or FP8 with a scale for each
+    block of 128 x 128, quantised by the trainer ranks at each publish: half the weights, half the traffic. Head,
+    embedding, norms, router and attention stay in bfloat16. Needs Hopper GPUs and `algorithm.correction`."""
+    keep_bf16: tuple[str, ...] = ()
+    """Patterns of further modules in bfloat16 with fp8, such as `model.layers.0.*`, `*.o_proj` or `*.mlp.experts`."""
     publish_folder: Path | None = None
     """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
     release: Literal["kv_cache", "everything"] = "kv_cache"
@@ -280,6 +296,10 @@ class RolloutRoleConfig(EngineRoleConfig):
     workers: NonNegativeInt | None = None
     """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
     until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 1."""
+
+    @property
+    def fp8_keep(self) -> tuple[str, ...] | None:
+        return self.keep_bf16 if self.precision == "fp8" else None
 
 
 class RolesConfig(Section):

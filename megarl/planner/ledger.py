@@ -36,6 +36,7 @@ TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 GRAPH_BYTES = 3 * GIB // 2
 """Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 
+_DERIVED = "FP8 tensors"
 _PIECE_ITEM_BYTES = 16
 """Master weight and moments in float32, and as much again as one of them for Adam's arithmetic."""
 ALLOCATOR_SHARE = 0.05
@@ -210,8 +211,7 @@ class _ModelMemory:
     def built(self) -> tuple[LedgerItem, ...]:
         """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer."""
         trained = self._model.stages if self._model.is_trained else []
-        # Gradients are float32.
-        size = 4 if self._work.device == "cpu" else 2
+        size = 4 if self._work.device == "cpu" else 2  # of a weight; gradients are float32
         copied = [
             (
                 *self._without(self._held[stage.stage], "optimizer"),
@@ -229,7 +229,7 @@ class _ModelMemory:
     @property
     def resting(self) -> tuple[LedgerItem, ...]:
         """Memory while engines generate."""
-        return self._without(self.trimmed, "weights") if self._offload == "everything" else self.trimmed
+        return self._without(self.trimmed, _DERIVED, *(("weights",) if self._offload == "everything" else ()))
 
     def busy(self, phase: MemoryPhase) -> tuple[LedgerItem, ...]:
         """Memory of the fullest stage while the model computes; empty if it does not in this phase."""
@@ -252,6 +252,8 @@ class _ModelMemory:
             yield LedgerItem(name="communicators", num_bytes=num_bytes, is_exact=False)
         if self._model.role == "actor":
             yield from _publish_items(self._deployment)
+            if self._deployment.roles.rollout and self._deployment.roles.rollout.fp8_keep is not None:
+                yield self._item(_DERIVED, stage.weight_bytes // 2, is_exact=False)
 
     def _scoring(self, stage: int) -> Iterator[LedgerItem]:
         yield from self._pass(stage, forward_bytes(self._work), has_gradients=False)

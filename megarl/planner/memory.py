@@ -13,6 +13,7 @@ from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.planner.hardware import GpuModel
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
+from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -216,8 +217,8 @@ def engine_memory(
     `capacity_bytes` is None on a CPU. SGLang has room for `num_adapters` and for requests without one.
     """
     device: Device = "cpu" if capacity_bytes is None else "cuda"
-    item_bytes = ITEM_BYTES[dtype_on(device)]
-    weights = _engine_weights(shape, rollout.tensor, rollout.expert, device)
+    item_bytes = 1 if rollout.has_fp8_cache else ITEM_BYTES[dtype_on(device)]
+    weights = _engine_weights(shape, rollout.tensor, rollout.expert, device, rollout.fp8_keep)
     adapter_bytes = 0
     if lora is not None:
         adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
@@ -247,16 +248,16 @@ class _EngineWeights:
 
 
 @cache
-def _engine_weights(shape: ModelShape, tensor: int, expert: int, device: Device) -> _EngineWeights:
+def _engine_weights(
+    shape: ModelShape, tensor: int, expert: int, device: Device, fp8_keep: tuple[str, ...] | None
+) -> _EngineWeights:
     """Return the weights of the fullest TP rank; cached, because a search for proposals computes few engines often."""
-    layout = sglang_layout(
-        replace(shape, num_layers=1),
-        tensor=tensor,
-        expert=expert,
-        dtype=dtype_on(device),
-        is_cpu_engine=device == "cpu",
-    )
-    layers = shape.num_layers
+    # All layers are alike, unless patterns name some of them.
+    layers = shape.num_layers if not fp8_keep else 1
+    one = shape if fp8_keep else replace(shape, num_layers=1)
+    layout = sglang_layout(one, tensor=tensor, expert=expert, dtype=dtype_on(device), is_cpu_engine=device == "cpu")
+    if fp8_keep is not None:
+        layout = fp8_engine_layout(layout, one, fp8_keep)
     return _EngineWeights(
         held_bytes=max(
             sum(repeats(name, layers) * spec.num_bytes for name, spec in holding.tensors.items())

@@ -25,6 +25,7 @@ from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.algebra.traffic import giver_location
 from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -130,9 +131,11 @@ def publish_plan(deployment: Deployment) -> Plan:
     assert rollout is not None, "no engine to publish to"
     shape, dtype = deployment.models["actor"].work.shape, dtype_on(deployment.device)
     source = megatron_layout(shape, placement.parallel, dtype=dtype)
+    if rollout.fp8_keep is not None:
+        source = fp8_trainer_layout(source, rollout.fp8_keep)
 
     def engines(count: int) -> Layout:
-        return sglang_layout(
+        layout = sglang_layout(
             shape,
             tensor=rollout.tensor,
             expert=rollout.expert,
@@ -140,6 +143,7 @@ def publish_plan(deployment: Deployment) -> Plan:
             dtype=dtype,
             is_cpu_engine=deployment.device == "cpu",
         )
+        return layout if rollout.fp8_keep is None else fp8_engine_layout(layout, shape, rollout.fp8_keep)
 
     numbers = _node_numbers(placement)
     trainer_gpus = [_number(rank.place, numbers) for rank in placement.ranks]

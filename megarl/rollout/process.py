@@ -75,11 +75,10 @@ class EngineSpec:
     cached_tokens: int | None = None  # size of the KV cache if the recipe has none; None: what is left
     num_nodes: int = 1  # with equal shares of the TP ranks
     node: int = 0  # that of this process, among those of the engine
-    rendezvous: str | None = None
-    """Address and port on the first node where the processes of several nodes meet."""
-    adapters: EngineAdapters | None = None
-    """The adapters that it can serve beside its base; None: it serves the weights that are published."""
+    rendezvous: str | None = None  # address and port on the first node where the processes of several nodes meet
+    adapters: EngineAdapters | None = None  # served beside its base; None: it serves the weights that are published
     has_float32_head: bool = False  # logits stay in float32
+    quantization: str | None = None  # fields of config.json for FP8 weights, as JSON
     returns_routes: bool = False  # replies can have the experts of tokens
     bind: str | None = None  # `network.bind` of the recipe, from which the starting process derives `host`
     host: str = LOOPBACK
@@ -267,6 +266,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--log-level-http": "warning",
         **_memory_options(spec),
         **_node_options(spec),
+        **({"--quantization": "fp8", "--json-model-override-args": spec.quantization} if spec.quantization else {}),
     }
     if spec.device == "cpu":
         options["--attention-backend"] = "torch_native"

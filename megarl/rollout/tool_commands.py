@@ -26,6 +26,7 @@ from megarl.compare.recordings import (
 )
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import Layout
+from megarl.weights.executors.tensors import bytes_of
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 FILE_PREFIX = "engine_"
@@ -151,8 +152,8 @@ class EngineRecorder:
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=16).digest(), "big")
+    raw = bytes_of(tensor.detach().cpu().contiguous())
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=16).digest(), "big")
 
 
 def _dump(model: torch.nn.Module, path: Path) -> None:

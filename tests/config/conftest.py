@@ -75,6 +75,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "longrope", rope_scaling={"rope_type": "longrope", "factor": 4.0})
     write_model(folder / "six_kv_heads", num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
     write_model(folder / "narrow", intermediate_size=130)
+    write_model(folder / "in_blocks", hidden_size=256, intermediate_size=512)
     write_model(folder / "mixture", **MIXTURE)
     write_model(folder / "partly_dense", **{**MIXTURE, "mlp_only_layers": [0]})
     write_model(folder / "one_expert_each", **{**MIXTURE, "num_experts_per_tok": 1})

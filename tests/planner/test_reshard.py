@@ -145,3 +145,19 @@ def test_no_scheme_that_gathers_whole_models_moves_less() -> None:
     found = resharded(make_recipe(), SHAPE)
     assert found.gathered_bytes > found.total_bytes
     assert all(found.floor_bytes[link] <= found.busiest_bytes[link] for link in LinkClass)
+
+
+@pytest.mark.parametrize("shape", [LARGE, replace(MIXTURE, ffn_hidden=1024)], ids=["dense", "mixture"])
+def test_engines_with_fp8_weights_hold_and_receive_half(shape: ModelShape) -> None:
+    split = ("roles.actor={pool: train, tensor: 4, pipeline: 2}", "roles.rollout.tensor=4")
+    in_fp8 = (*split, "roles.rollout.precision=fp8")
+    kept = "roles.rollout.keep_bf16=['*.o_proj', 'model.layers.0.*']"
+    recipes = [make_recipe(*split), make_recipe(*in_fp8), make_recipe(*in_fp8, kept)]
+    deployments = [deployed(recipe, shape) for recipe in recipes]
+    moved = [reshard(each).total_bytes for each in deployments]
+    held = [each.engine.weight_bytes for each in deployments if each.engine is not None]
+    matrices = 1 - 2 * 2 * shape.vocab * shape.hidden / model_bytes(shape)
+    for whole, half, between in (moved, held):
+        # Norms, router and scales are small beside the matrices; embedding and head stay.
+        assert half / whole == pytest.approx(1 - matrices / 2, abs=0.02)
+        assert half < between < whole

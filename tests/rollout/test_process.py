@@ -80,6 +80,15 @@ def test_an_engine_that_a_publish_fills_reads_no_weights_and_has_no_version(tmp_
     assert not options["--weight-version"].isdigit()
 
 
+def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_path: Path) -> None:
+    spec = replace(engine_spec(tmp_path / "model", tmp_path), device="cuda", quantization='{"quantization_config": {}}')
+    options = dict(pairwise(command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")))
+    assert options["--quantization"] == "fp8"
+    assert options["--json-model-override-args"] == '{"quantization_config": {}}'
+    plain = command_line(replace(spec, quantization=None), port=1234, keys_path=tmp_path / "keys.yaml")
+    assert not {"--quantization", "--json-model-override-args"} & set(plain)
+
+
 def test_the_cache_of_an_engine_beside_trainers_has_the_planned_size_whatever_is_free(tmp_path: Path) -> None:
     plain = replace(engine_spec(tmp_path / "model", tmp_path), device="cuda", cached_tokens=70_000)
     shared = replace(plain, shares_devices=True)
@@ -146,7 +155,9 @@ def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: Path) -> None:
     plain = engine_spec(tmp_path / "model", tmp_path)
-    spec = replace(plain, device=device, shares_devices=True, num_nodes=2, rendezvous="10.0.0.1:4000")
+    spec = replace(
+        plain, device=device, shares_devices=True, num_nodes=2, rendezvous="10.0.0.1:4000", quantization="{}"
+    )
     words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
     own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}
     assert own <= set(read_library("sglang").fields)

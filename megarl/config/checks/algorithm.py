@@ -179,6 +179,12 @@ def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: Sampling
                 message=f"{value:g} samples from a part of the distribution that is trained; "
                 "leave it out, or set algorithm.correction: {kind: tis}",
             )
+    if roles.rollout is not None and algorithm.correction is None and not isinstance(algorithm, PairConfig):
+        is_fp8 = {"precision": roles.rollout.fp8_keep is not None, "sglang.kv_cache_dtype": roles.rollout.has_fp8_cache}
+        for name in (name for name, is_set in is_fp8.items() if is_set):
+            message = "FP8 samples from another distribution than the one that is trained; "
+            message += "use bf16, or set algorithm.correction: {kind: tis}"
+            yield Problem(key=f"roles.rollout.{name}", message=message)
 
 
 def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from megarl.config.checks.roles import (
     check_step,
     check_unused_keys,
 )
-from megarl.config.kernels import check_kernels, check_packages
+from megarl.config.kernels import check_engine_precision, check_kernels, check_packages
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
@@ -152,9 +152,10 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
-    yield from check_kernels(
-        recipe.roles, is_adapted=recipe.model.lora is not None, device=recipe.run.device, gpu=recipe.cluster.gpu
-    )
+    device, is_adapted, gpu = recipe.run.device, recipe.model.lora is not None, recipe.cluster.gpu
+    yield from check_kernels(recipe.roles, is_adapted=is_adapted, device=device, gpu=gpu)
+    if recipe.roles.rollout is not None:
+        yield from check_engine_precision(recipe.roles.rollout, is_adapted=is_adapted, device=device, gpu=gpu)
     if recipe.model.lora is not None:
         yield from check_lora_roles(recipe.roles)
         if recipe.roles.rollout is not None:

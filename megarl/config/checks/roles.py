@@ -11,7 +11,7 @@ from megarl.config.checks.splits import (
     check_megatron_split,
     check_stages,
 )
-from megarl.config.kernels import check_widths
+from megarl.config.kernels import check_blocks, check_widths
 from megarl.config.lora import check_lora
 from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
@@ -37,6 +37,8 @@ _KEYS_OF_STARTED_ENGINES = (
     "is_deterministic",
     "start_timeout_s",
     "sglang",
+    "precision",
+    "keep_bf16",
 )
 
 
@@ -68,6 +70,7 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
         yield from check_lora(recipe.model.lora, shape)
     if recipe.roles.rollout is not None:
         yield from _rollout_split(shape, recipe.roles.rollout, device=recipe.run.device)
+        yield from check_blocks(shape, recipe.roles.actor, recipe.roles.rollout)
         if recipe.replays_routing(shape):
             yield from _routes(recipe.roles.rollout)
     if shape.experts is None and recipe.train.routing is not None:

@@ -44,6 +44,7 @@ from megarl.types import PolicyVersion
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.fp8 import quantization_config
 from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -152,6 +153,7 @@ async def start_serving(
         loads_weights=lora is not None,
         adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
         has_float32_head=recipe.model.has_float32_head,
+        quantization=quantization_config(shape, config.fp8_keep),
         returns_routes=recipe.replays_routing(shape),
         shares_devices=pool.is_shared,
         cached_tokens=planned_cached_tokens(shape, config, gpu, lora=lora, num_adapters=num_adapters) if gpu else None,
@@ -356,6 +358,7 @@ async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
+    is_shared = config.pool == recipe.roles.actor.pool
     return TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
@@ -365,7 +368,9 @@ def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, 
         engine_dtype=recipe.run.dtype,
         is_cpu_engine=recipe.run.device == "cpu",
         expert=config.expert,
-        shares_devices=config.pool == recipe.roles.actor.pool,
+        shares_devices=is_shared,
         relays=config.relays_weights,
-        keeps_open=recipe.roles.actor.offload != "everything",
+        # The memory of FP8 tensors is given back to the engines of a shared pool.
+        keeps_open=recipe.roles.actor.offload != "everything" and (config.fp8_keep is None or not is_shared),
+        fp8_keep=config.fp8_keep,
     )

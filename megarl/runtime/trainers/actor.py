@@ -16,6 +16,7 @@ from megarl.runtime.trainers.ranks import RankGroup
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.fp8 import Fp8Tensors
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -34,13 +35,17 @@ class PublishingActor(ActorRank):
         self._bind = bind
         self._group: TransferGroup | None = None
         self._sender: Sender | None = None
+        self._fp8: Fp8Tensors | None = None
 
     def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         """Form a transfer group with the engine ranks, which join at the same time."""
         earlier, self._group, self._sender = self._group, None, None
         if earlier is not None:
             earlier.close()
-        plan = transfer.plan()
+        plan, tensors = transfer.plan(), self.tensors()
+        if transfer.fp8_keep is not None:
+            self._fp8 = Fp8Tensors(plan, self._spec.rank, self._holding, tensors)
+            tensors = self._fp8.tensors
         self._group = TransferGroup.join(
             rendezvous.address,
             name=rendezvous.name,
@@ -54,7 +59,7 @@ class PublishingActor(ActorRank):
         self._sender = Sender(
             plan,
             self._spec.rank,
-            self.tensors(),
+            tensors,
             self._group,
             bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
@@ -70,7 +75,14 @@ class PublishingActor(ActorRank):
             )
         assert self._sender is not None, "join comes first"
         self._refuse_other(version)
+        if self._fp8 is not None:
+            self._fp8.fill()
         return self._sender.send(version)
+
+    def release(self) -> None:
+        if self._fp8 is not None:
+            self._fp8.free()
+        super().release()
 
     def _refuse_other(self, version: int) -> None:
         held = self.version()

@@ -16,14 +16,14 @@ from typing import TypeAlias
 Index: TypeAlias = tuple[int, ...]
 """Offsets into a tensor, or its extents: one number per dimension."""
 
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     shape: Index
     dtype: str
-    """Spelled as in torch and `config.json`: float32, bfloat16 or float16."""
+    """Spelled as in torch and `config.json`; a key of ITEM_BYTES."""
 
     @property
     def num_bytes(self) -> int:

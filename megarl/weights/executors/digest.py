@@ -57,7 +57,7 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     bits, lift = _bits(values.detach())
     seeds = _seeds(box.name)
     if bits.is_cuda and bits.dim() <= MATRIX_DIMENSIONS:
-        from megarl.weights.executors.digest_kernel import digest_rows  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.weights.executors.kernels import digest_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         first_row = box.offsets[0] if bits.dim() == MATRIX_DIMENSIONS else 0
         matrix = bits if bits.dim() == MATRIX_DIMENSIONS else bits[None]
@@ -97,7 +97,7 @@ def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, 
 def _bits(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the elements as integers, and a number that makes all of them positive: a zero counts too."""
     # A view as integers wants a contiguous last dimension, which a box of columns may not have.
-    width = {4: torch.int32, 2: torch.int16}[values.element_size()]
+    width = {4: torch.int32, 2: torch.int16, 1: torch.int8}[values.element_size()]
     return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * values.element_size())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
@@ -26,7 +26,7 @@ from megarl.weights.executors.digest import (
 from megarl.weights.executors.tensors import box_of, device_of, first_few, source_view, torch_dtype
 
 if TYPE_CHECKING:
-    from megarl.weights.executors.digest_kernel import MatrixSums
+    from megarl.weights.executors.kernels import MatrixSums
 
 
 def check_digests(sent: Iterable[Mapping[tuple[int, str], int]], arrived: Mapping[int, Mapping[str, int]]) -> None:
@@ -83,7 +83,7 @@ class DigestSums(Generic[Key]):
         self._summands = summands
         self._digest = digest
         self._keys = list(dict.fromkeys(summand.key for summand in summands))
-        self._dtypes = {summand.dtype for summand in summands}
+        self._dtypes = [summand.dtype for summand in summands]
         self._kernel: MatrixSums | None = None
         self._matrices: _Matrices | None = None
 
@@ -110,13 +110,13 @@ class DigestSums(Generic[Key]):
         """Return the bits for the kernel; None where it does not suit."""
         if self._matrices is None or self._matrices.values is not values or self._matrices.into is not into:
             self._matrices = None
-            if self._digest is digest_tensor and _suit_kernel([*values, *(into or ())], self._dtypes):
+            if self._digest is digest_tensor and all(_suit_kernel(each, self._dtypes) for each in (values, into or ())):
                 self._matrices = _Matrices.of(values, into)
         return self._matrices
 
     def _prepared(self, device: torch.device) -> MatrixSums:
         if self._kernel is None:
-            from megarl.weights.executors.digest_kernel import (  # noqa: PLC0415 - triton is only on GPU machines
+            from megarl.weights.executors.kernels import (  # noqa: PLC0415 - triton is only on GPU machines
                 MatrixKeys,
                 MatrixSums,
             )
@@ -125,8 +125,7 @@ class DigestSums(Generic[Key]):
             for each in self._summands:
                 rows, columns = box_keys(each.box, each.canonical_shape, device)
                 matrices.append(MatrixKeys(rows=rows, columns=columns, sum_index=indices[each.key]))
-            lift = 1 << (8 * self._summands[0].dtype.itemsize)
-            self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
+            self._kernel = MatrixSums(matrices, num_sums=len(self._keys))
         return self._kernel
 
 
@@ -149,12 +148,10 @@ class _Matrices:
         )
 
 
-def _suit_kernel(tensors: Sequence[torch.Tensor], dtypes: Set[torch.dtype]) -> bool:
-    kinds = {(tensor.device.type, tensor.dtype) for tensor in tensors}
-    return (
-        len(dtypes) == 1
-        and kinds == {("cuda", dtype) for dtype in dtypes}
-        and all(tensor.stride(-1) == 1 and tensor.dim() <= MATRIX_DIMENSIONS for tensor in tensors)
+def _suit_kernel(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    return bool(dtypes) and all(
+        tensor.is_cuda and tensor.dtype == dtype and tensor.stride(-1) == 1 and tensor.dim() <= MATRIX_DIMENSIONS
+        for tensor, dtype in zip(tensors, dtypes, strict=False)
     )
 
 

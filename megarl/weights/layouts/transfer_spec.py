@@ -10,6 +10,7 @@ from megarl.config.model import ModelShape
 from megarl.weights.algebra.locality import Gpu, Link, Locations, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
+from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -38,6 +39,8 @@ class TransferSpec:
     """Whether nodes of engines forward weights to each other."""
     keeps_open: bool = True
     """Whether engines keep the trainer's memory open between publishes; the trainer cannot free it meanwhile."""
+    fp8_keep: tuple[str, ...] | None = None
+    """Patterns of the modules in `engine_dtype` beside FP8 weights; None: no weights are in FP8."""
 
     @property
     def direct(self) -> Link:
@@ -66,7 +69,7 @@ class TransferSpec:
         return self.parallel.world_size + target_rank
 
     def engine_layout(self) -> Layout:
-        return sglang_layout(
+        layout = sglang_layout(
             self.shape,
             tensor=self.tensor,
             expert=self.expert,
@@ -74,9 +77,12 @@ class TransferSpec:
             dtype=self.engine_dtype,
             is_cpu_engine=self.is_cpu_engine,
         )
+        return layout if self.fp8_keep is None else fp8_engine_layout(layout, self.shape, self.fp8_keep)
 
     def trainer_layout(self) -> Layout:
-        return megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
+        """The tensors that trainer ranks send: their weights, and the FP8 tensors that they derive."""
+        layout = megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
+        return layout if self.fp8_keep is None else fp8_trainer_layout(layout, self.fp8_keep)
 
     def with_engines(self, positions: Sequence[int]) -> TransferSpec:
         """The transfer to the engines at `positions` only, in this order; each keeps its GPUs."""

@@ -1,10 +1,11 @@
-"""Digests on a GPU in one pass over the bytes, of one matrix or of many: bit-equal to `digest_tensor`.
+"""The kernels of a publish on a GPU: digests, bit-equal to `digest_tensor`, and FP8 blocks, bit-equal to `quantise`.
 
-The pass over many matrices can copy them on the way: then every byte is read once.
+Each reads every byte once. The pass of the digests over many matrices can copy them on the way.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,16 +50,16 @@ class MatrixKeys:
 class _Launch:
     places: torch.Tensor  # [matrices, fields], int64
     owners: torch.Tensor  # [tiles], int32: the matrix of each tile
+    item_bytes: int
     is_aligned: bool
 
 
 class MatrixSums:
-    """The sums over many matrices of one dtype, in one launch, or two if some are not aligned."""
+    """The sums over many matrices, in one launch for each size of an element, or two if some are not aligned."""
 
-    def __init__(self, keys: Sequence[MatrixKeys], *, num_sums: int, lift: int) -> None:
+    def __init__(self, keys: Sequence[MatrixKeys], *, num_sums: int) -> None:
         self._keys = keys  # the kernel has their addresses only
         self._num_sums = num_sums
-        self._lift = lift
         self._device = keys[0].rows.device
         self._known: list[tuple[int, int, int, int]] = []
         self._launches: list[_Launch] = []
@@ -74,17 +75,17 @@ class MatrixSums:
             for matrix, target in zip(matrices, into, strict=True)
         ]
         if known != self._known:
-            self._known, self._launches = known, self._located(known, matrices[0].element_size())
+            self._known, self._launches = known, self._located(known, [each.element_size() for each in matrices])
         totals = torch.zeros(self._num_sums, dtype=torch.int64, device=self._device)
         for launch in self._launches:
             _sum_tiles[(len(launch.owners),)](
                 launch.places,
                 launch.owners,
                 totals,
-                self._lift,
+                1 << (8 * launch.item_bytes),
                 FIELDS=launch.places.shape[1],
-                IS_WIDE=matrices[0].element_size() == torch.int32.itemsize,
-                ALIGNMENT=_ALIGNED_BYTES // matrices[0].element_size() if launch.is_aligned else 1,
+                ITEM_BYTES=launch.item_bytes,
+                ALIGNMENT=_ALIGNED_BYTES // launch.item_bytes if launch.is_aligned else 1,
                 COPIES=targets is not None,
                 ROWS=_TILE_ROWS,
                 STEP=_STEP,
@@ -92,12 +93,12 @@ class MatrixSums:
             )
         return totals
 
-    def _located(self, known: Sequence[tuple[int, int, int, int]], item_bytes: int) -> list[_Launch]:
-        """Return the launches: tables of addresses and sizes."""
-        tables: dict[bool, list[list[int]]] = {True: [], False: []}
-        owners: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        num_tiles = {True: 0, False: 0}
-        for each, (address, stride, target, target_stride) in zip(self._keys, known, strict=True):
+    def _located(self, known: Sequence[tuple[int, int, int, int]], sizes: Sequence[int]) -> list[_Launch]:
+        """Return the launches, tables of addresses and sizes; `sizes` are the bytes of an element of each matrix."""
+        tables: defaultdict[tuple[int, bool], list[list[int]]] = defaultdict(list)
+        owners: defaultdict[tuple[int, bool], list[torch.Tensor]] = defaultdict(list)
+        num_tiles: defaultdict[tuple[int, bool], int] = defaultdict(int)
+        for each, (address, stride, target, target_stride), item_bytes in zip(self._keys, known, sizes, strict=True):
             rows, columns = len(each.rows), len(each.columns)
             steps = (stride, target_stride) if rows > 1 else ()
             is_aligned = not any(
@@ -106,19 +107,18 @@ class MatrixSums:
             )
             tiles_per_row = triton.cdiv(columns, _TILE_COLUMNS)
             count = triton.cdiv(rows, _TILE_ROWS) * tiles_per_row
-            keys = [each.rows.data_ptr(), each.columns.data_ptr()]
-            size = [rows, columns, stride if rows > 1 else 0, tiles_per_row, num_tiles[is_aligned], each.sum_index]
-            owners[is_aligned].append(torch.full((count,), len(tables[is_aligned]), dtype=torch.int32))
-            tables[is_aligned].append([address, *keys, *size, target, target_stride if rows > 1 else 0])
-            num_tiles[is_aligned] += count
+            keys, kind = [each.rows.data_ptr(), each.columns.data_ptr()], (item_bytes, is_aligned)
+            size = [rows, columns, stride if rows > 1 else 0, tiles_per_row, num_tiles[kind], each.sum_index]
+            owners[kind].append(torch.full((count,), len(tables[kind]), dtype=torch.int32))
+            tables[kind].append([address, *keys, *size, target, target_stride if rows > 1 else 0])
+            num_tiles[kind] += count
         return [
             _Launch(
                 torch.tensor(table, dtype=torch.int64).to(self._device),
-                torch.cat(owners[is_aligned]).to(self._device),
-                is_aligned,
+                torch.cat(owners[kind]).to(self._device),
+                *kind,
             )
-            for is_aligned, table in tables.items()
-            if table
+            for kind, table in tables.items()
         ]
 
 
@@ -129,7 +129,7 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     totals,
     lift,
     FIELDS: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr,  # noqa: N803
+    ITEM_BYTES: tl.constexpr,  # noqa: N803
     ALIGNMENT: tl.constexpr,  # noqa: N803
     COPIES: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -137,8 +137,8 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
     place = places + tl.load(owners + tl.program_id(0)) * FIELDS
-    element = tl.int32 if IS_WIDE else tl.int16
-    bytes_of_alignment: tl.constexpr = ALIGNMENT * (4 if IS_WIDE else 2)
+    element = tl.int32 if ITEM_BYTES == 4 else tl.int16 if ITEM_BYTES == 2 else tl.int8
+    bytes_of_alignment: tl.constexpr = ALIGNMENT * ITEM_BYTES
     source = tl.multiple_of(tl.load(place).to(tl.pointer_type(element)), bytes_of_alignment)
     target = tl.multiple_of(tl.load(place + 9).to(tl.pointer_type(element)), bytes_of_alignment)
     row_keys = tl.load(place + 1).to(tl.pointer_type(tl.int64))
@@ -163,10 +163,10 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
         value = tl.load(source + row[:, None] * row_stride + column[None, :], mask=is_inside, other=0)
         if COPIES:
             tl.store(target + row[:, None] * target_stride + column[None, :], value, mask=is_inside)
-        if IS_WIDE:
+        if ITEM_BYTES == 4:
             low += (value.to(tl.int64) + lift).to(tl.uint64) * row_key[:, None]
         else:
-            # A lifted value has 17 bits: two products of 32 bits do the work of one of 64, and no sum overflows.
+            # A lifted value has 17 bits or fewer: two products of 32 bits do for one of 64, and no sum overflows.
             lifted = (value.to(tl.int32) + lift).to(tl.uint32)
             key_low, key_high = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
             low += lifted.to(tl.uint64) * key_low[:, None].to(tl.uint64)
@@ -210,3 +210,40 @@ def _digest(  # type: ignore[no-untyped-def]
         weighted = (value.to(tl.int64) + lift) * _key(row + first_row, row_seed)
         sums += tl.where(is_inside, weighted, 0)
     tl.atomic_add(total, tl.sum(sums * _key(column + first_column, column_seed)))
+
+
+def quantise_blocks(
+    matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor, *, block: int, largest: float
+) -> None:
+    """Write the FP8 elements of a matrix with contiguous columns, and the scale of each block of `block` x `block`."""
+    rows, columns = matrix.shape
+    assert matrix.stride(1) == elements.stride(1) == scales.stride(1) == 1, "columns that are not contiguous"
+    grid = (triton.cdiv(rows, block), triton.cdiv(columns, block))
+    strides = (matrix.stride(0), elements.stride(0), scales.stride(0))
+    _quantise[grid](matrix, elements, scales, rows, columns, *strides, largest, BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _quantise(  # type: ignore[no-untyped-def]
+    matrix,
+    elements,
+    scales,
+    rows,
+    columns,
+    matrix_stride,
+    element_stride,
+    scale_stride,
+    largest,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_inside = (row < rows) & (column < columns)
+    value = tl.load(matrix + row * matrix_stride + column, mask=is_inside, other=0).to(tl.float32)
+    magnitude = tl.max(tl.max(tl.abs(value), axis=1), axis=0)
+    # Exact division: the host's, to the last bit.
+    scale = tl.where(magnitude > 0, tl.div_rn(magnitude, largest), 1.0)
+    result = tl.div_rn(value, scale)
+    result = tl.minimum(tl.maximum(result, -largest), largest)
+    tl.store(elements + row * element_stride + column, result.to(elements.dtype.element_ty), mask=is_inside)
+    tl.store(scales + tl.program_id(0) * scale_stride + tl.program_id(1), scale)

@@ -149,8 +149,7 @@ async def start_serving(
         run_folder=recipe.run_folder.absolute(),
         keys=EngineKeys.fresh(),
         start_timeout_s=deadlines.start_s,
-        # The base of adapters is loaded from its folder, and stays.
-        loads_weights=lora is not None,
+        loads_weights=lora is not None,  # the base of adapters is loaded from its folder, and stays
         adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
         has_float32_head=recipe.model.has_float32_head,
         quantization=quantization_config(shape, config.fp8_keep),

@@ -26,6 +26,8 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -35,6 +37,7 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
@@ -72,10 +75,12 @@ def write_tiny_model(
     }
     if family.startswith("qwen3"):
         sizes["head_dim"] = 32  # as in the real ones, not hidden_size / num_attention_heads
-    if family == "qwen3_moe":
+    if family.endswith("_moe"):
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
         sizes["norm_topk_prob"] = is_normalized
+    if family == "qwen2_moe":
+        sizes |= {"shared_expert_intermediate_size": 2 * ffn, "norm_topk_prob": False}  # as the released ones
     if rope is not None:
         sizes["rope_parameters"] = rope
     config = config_class(

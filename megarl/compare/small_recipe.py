@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, GrpoConfig, PolicyGradientConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import Experts, ModelShape
+from megarl.config.model import ModelShape
 from megarl.config.recipe import (
     CheckpointConfig,
     ClusterConfig,
@@ -306,7 +306,7 @@ def tiny_shape(shape: ModelShape, actor: ActorConfig) -> ModelShape:
         vocab=_VOCAB,
         max_context_tokens=_MAX_CONTEXT,
         dtype="float32",
-        experts=None if experts is None else Experts(num=8, per_token=2, is_normalized=experts.is_normalized),
+        experts=None if experts is None else replace(experts, num=8, per_token=2, shared=min(128, experts.shared)),
     )
 
 
@@ -320,16 +320,18 @@ def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig
     assert rollout is not None, "layouts without engines"
     ends = {"first_stage_layers": actor.first_stage_layers, "last_stage_layers": actor.last_stage_layers}
     actor = actor.model_copy(update={key: 1 for key, given in ends.items() if given is not None})
-    experts = shape.experts
+    experts, ffn = shape.experts, 4 * lcm(actor.ranks_per_expert, actor.tensor, rollout.tensor)
     tiny = replace(
         shape,
         num_layers=_num_layers(actor),
         hidden=8,
         head_dim=2,
-        ffn_hidden=4 * lcm(actor.ranks_per_expert, actor.tensor, rollout.tensor),
+        ffn_hidden=ffn,
         vocab=_VOCAB,
         max_context_tokens=_MAX_CONTEXT,
-        experts=None if experts is None else replace(experts, num=2 * lcm(actor.expert, rollout.expert)),
+        experts=None
+        if experts is None
+        else replace(experts, num=2 * lcm(actor.expert, rollout.expert), shared=min(ffn, experts.shared)),
     )
     return roles.model_copy(update={"actor": actor}), tiny
 

@@ -252,6 +252,7 @@ def check_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) 
     widths = {
         "hidden size": shape.hidden,
         "intermediate size on a rank": shape.ffn_hidden // ranks,
+        "shared expert's size on a rank": shape.experts.shared // split.tensor if shape.experts else 0,
         "projections on a rank": heads * shape.head_dim // split.tensor,
         "attention's output on a rank": shape.num_heads * shape.head_dim // split.tensor,
     }

@@ -16,6 +16,7 @@ from megarl.routes import RouteShape
 class Family(StrEnum):
     LLAMA = "llama"
     QWEN2 = "qwen2"
+    QWEN2_MOE = "qwen2_moe"
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3_moe"
 
@@ -64,6 +65,8 @@ class Experts:
     per_token: int
     is_normalized: bool
     """A token's weights add up to 1 over the experts it is sent to; false: over all experts."""
+    shared: int = 0
+    """Inner size of the expert that every token is sent to, through a gate of its own; 0 is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +118,15 @@ class Traits:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     has_experts: bool = False
+    has_shared_expert: bool = False
 
 
 TRAITS: Mapping[Family, Traits] = {
     Family.LLAMA: Traits(architecture="LlamaForCausalLM"),
     Family.QWEN2: Traits(architecture="Qwen2ForCausalLM", has_qkv_bias=True),
+    Family.QWEN2_MOE: Traits(
+        architecture="Qwen2MoeForCausalLM", has_qkv_bias=True, has_experts=True, has_shared_expert=True
+    ),
     Family.QWEN3: Traits(architecture="Qwen3ForCausalLM", has_qk_norm=True),
     Family.QWEN3_MOE: Traits(architecture="Qwen3MoeForCausalLM", has_qk_norm=True, has_experts=True),
 }
@@ -152,6 +159,8 @@ def read_model_shape(folder: Path) -> ModelShape:
         raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
     if not TRAITS[family].has_qkv_bias and (raw.get("attention_bias") or raw.get("mlp_bias")):
         raise _error(f"{path}: attention_bias and mlp_bias are not supported for {family}; choose a model without")
+    if not raw.get("qkv_bias", True):
+        raise _error(f"{path}: qkv_bias false is not supported; choose a model with these biases")
     if raw.get("use_sliding_window"):
         raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
     try:
@@ -168,9 +177,11 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
             raise KeyError(key)
         return int(value)  # type: ignore[call-overload,no-any-return]
 
-    def num_experts() -> int:
+    def experts() -> Experts:
         # transformers 5 writes `num_local_experts`; earlier versions `num_experts`.
-        return integer("num_local_experts" if "num_local_experts" in raw else "num_experts")
+        num = integer("num_local_experts" if "num_local_experts" in raw else "num_experts")
+        shared = integer("shared_expert_intermediate_size") if traits.has_shared_expert else 0
+        return _experts(raw, num=num, per_token=integer("num_experts_per_tok"), shared=shared)
 
     num_heads = integer("num_attention_heads")
     hidden = integer("hidden_size")
@@ -196,11 +207,11 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         has_qkv_bias=traits.has_qkv_bias,
         has_qk_norm=traits.has_qk_norm,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        experts=_experts(raw, num=num_experts(), per_token=integer("num_experts_per_tok")) if is_mixture else None,
+        experts=experts() if is_mixture else None,
     )
 
 
-def _experts(raw: dict[str, object], *, num: int, per_token: int) -> Experts:
+def _experts(raw: dict[str, object], *, num: int, per_token: int, shared: int) -> Experts:
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         raise _error("config.json: layers without experts are not supported; choose a model with experts in every one")
     is_normalized = bool(raw.get("norm_topk_prob", False))
@@ -209,7 +220,7 @@ def _experts(raw: dict[str, object], *, num: int, per_token: int) -> Experts:
         raise _error(
             "config.json: norm_topk_prob with num_experts_per_tok 1 leaves the router untrained; not supported"
         )
-    return Experts(num=num, per_token=per_token, is_normalized=is_normalized)
+    return Experts(num=num, per_token=per_token, is_normalized=is_normalized, shared=shared)
 
 
 def _rope_scaling(rope: dict[str, object]) -> RopeScaling | YarnScaling | None:

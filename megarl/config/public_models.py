@@ -37,6 +37,11 @@ def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: in
     )
 
 
+def _qwen2_moe(layers: int, hidden: int, expert_ffn: int, heads: int, kv: int, *, experts: Experts) -> ModelShape:
+    dense = _qwen2(layers, hidden, expert_ffn, heads, kv, vocab=151936)
+    return replace(dense, family=Family.QWEN2_MOE, has_tied_embeddings=False, experts=experts)
+
+
 def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, is_tied: bool = False) -> ModelShape:
     return ModelShape(
         family=Family.QWEN3,
@@ -93,6 +98,13 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
     "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8),
     "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8),
     "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8),
+    "qwen1.5-moe-a2.7b": replace(
+        _qwen2_moe(24, 2048, 1408, 16, 16, experts=Experts(num=60, per_token=4, is_normalized=False, shared=5632)),
+        max_context_tokens=8192,
+    ),
+    "qwen2-57b-a14b": _qwen2_moe(
+        28, 3584, 2560, 28, 4, experts=Experts(num=64, per_token=8, is_normalized=False, shared=20480)
+    ),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, is_tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, is_tied=True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, is_tied=True),

@@ -95,6 +95,7 @@ def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
         matrices //= split.tensor
     else:
         matrices = matrices * shape.experts.num // (split.expert * split.ranks_per_expert)
+        matrices += 3 * shape.experts.shared * shape.hidden // split.tensor
     layers = split.virtual_pipeline * work.chunk_layers(stage)
     if split.fp8_scaling != "delayed":
         layers -= (stage == 0) + (stage == split.pipeline - 1)
@@ -125,7 +126,7 @@ class LayerBytes:
     """Projections, rotated projections, keys and values of other ranks, and the attention's output."""
     statistics: int
     feed_forward: int
-    """Includes the router of a mixture."""
+    """Includes the router of a mixture, and its shared expert."""
     is_mixture: bool
 
     @property
@@ -157,20 +158,23 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     attended = query // tensor
     # Gate and up for the activation, and their product for the second matrix.
     feed_forward = (2 * item + work.product_bytes) * shape.ffn_hidden // tensor
-    router = 0
+    always = 0
     if shape.experts is not None:
         # Inputs, gate and up, and their product before and after the router's weight, for equally used experts.
         copies = shape.experts.per_token
         inputs = work.product_bytes * work.split.ranks_per_expert * shape.hidden
         feed_forward = copies * (inputs + (3 * item + work.product_bytes) * shape.ffn_hidden) // tensor
-        router = 4 * 2 * shape.experts.num // split  # in float32
+        always = 4 * 2 * shape.experts.num // split  # of the router, in float32
+        if shape.experts.shared:
+            # Like a dense block, and its output, which the gate multiplies.
+            always += (2 * item + work.product_bytes) * shape.experts.shared // tensor + item * shape.hidden // split
     return LayerBytes(
         inputs=item * 2 * shape.hidden // split,
         # The norm in front of experts is a layer of its own.
         normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
         attention=item * (projected + rotated + angles + attended + _gathered(shape, work.split)),
         statistics=4 * (shape.num_heads // tensor + 2),
-        feed_forward=feed_forward + router,
+        feed_forward=feed_forward + always,
         is_mixture=shape.experts is not None,
     )
 
@@ -206,7 +210,9 @@ def recomputed_share(work: ModelWork) -> float:
     if recomputation.is_full:
         return 1.0 if recomputation.method == "uniform" else min(1.0, recomputation.num_layers / work.chunk_layers(0))
     shape = work.shape
-    feed_forward = 3 * shape.ffn_hidden * (1 if shape.experts is None else shape.experts.per_token)
+    feed_forward = 3 * shape.ffn_hidden
+    if shape.experts is not None:
+        feed_forward = feed_forward * shape.experts.per_token + 3 * shape.experts.shared
     projections = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     module = "mlp" if shape.experts is None else "moe"
     return feed_forward / (feed_forward + projections) if module in recomputation.modules else 0.0
@@ -242,7 +248,7 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
         in_feed_forward = 4 * shape.ffn_hidden // split.tensor
     else:
         in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
-        in_feed_forward = in_experts // split.tensor
+        in_feed_forward = max(in_experts, 4 * shape.experts.shared) // split.tensor
     # The gathered keys and values, and their gradients before and after the sum of both chunks.
     in_attention = 3 * _gathered(shape, split)
     return work.item_bytes * (max(in_feed_forward, in_attention) + 2 * shape.hidden)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from megarl.rollout.cpu_kernels import (
+    add_gated,
     add_product_in_blocks,
     addmm_in_blocks,
     assign_req_to_token_pool,
@@ -36,6 +37,7 @@ def _install() -> None:
     _use_gloo_on_arm()
     _allow_deterministic_inference()
     _divide_experts()
+    _gate_shared_experts()
     _unpin_memory()
     _fork_workers()
 
@@ -111,6 +113,13 @@ def _divide_experts() -> None:
         return own_experts(tokens, routing.topk_weights, routing.topk_ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward
+
+
+def _gate_shared_experts() -> None:
+    """Replace the Triton kernel that adds a shared expert's output, before the models that import it."""
+    from sglang.kernels.ops.elementwise import elementwise  # noqa: PLC0415 - needs the stand-ins
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
 
 
 def _unpin_memory() -> None:

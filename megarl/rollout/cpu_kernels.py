@@ -95,6 +95,16 @@ def own_experts(
     return output
 
 
+def add_gated(
+    tokens: torch.Tensor,  # [N, hidden]
+    gate: torch.Tensor,  # [hidden]
+    shared: torch.Tensor,  # [N, hidden]
+    output: torch.Tensor,  # [N, hidden]
+) -> None:
+    """Add the output of a shared expert, times the sigmoid of its gate, to that of the others, in place."""
+    output += torch.sigmoid(F.linear(tokens, gate[None])) * shared
+
+
 def declare_torchvision_ops() -> None:
     """Make `import torchvision` succeed beside a CPU build of torch. Does nothing the second time, or beside CUDA.
 

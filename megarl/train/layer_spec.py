@@ -47,10 +47,12 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         )
         spec.submodules.input_layernorm = RMSNorm
     feed_forward = spec.submodules.mlp.submodules
+    activation = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused})
     if num_experts is not None:
         spec.module, feed_forward.router = MixtureLayer, EngineRouter
+        feed_forward.shared_experts.submodules.activation_func = activation
         feed_forward = feed_forward.experts.submodules
-    feed_forward.activation_func = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused})
+    feed_forward.activation_func = activation
     if num_experts is not None or not is_te:
         # Elsewhere the norms are inside Transformer Engine's linear layers.
         spec.submodules.pre_mlp_layernorm = RMSNorm

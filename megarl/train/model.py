@@ -369,6 +369,8 @@ def _mixture_fields(
         "num_moe_experts": experts.num,
         "moe_ffn_hidden_size": shape.ffn_hidden,
         "moe_router_topk": experts.per_token,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.shared > 0,
         # A softmax over the chosen logits equals the softmax over all, divided by its sum over the chosen.
         "moe_router_pre_softmax": not experts.is_normalized,
         # An auxiliary loss would pull the policy away from the reward, by an amount that depends on how tokens are

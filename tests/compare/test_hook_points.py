@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.compare.hook_points import LM_HEAD, LOGPROBS, hook_points, module_hooks
-from megarl.config.model import Family
+from megarl.config.model import TRAITS, Family
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -11,7 +11,7 @@ from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import make_shape
 
 
-@pytest.mark.parametrize("family", [family for family in Family if family is not Family.QWEN3_MOE])
+@pytest.mark.parametrize("family", [family for family in Family if not TRAITS[family].has_experts])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_belongs_to_a_site(family: Family, tied: bool) -> None:
     shape = make_shape(family, layers=2, tied=tied)

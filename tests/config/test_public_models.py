@@ -17,6 +17,8 @@ PARAMETERS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -43,8 +45,13 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "active"),
-    # Published as 3.3B and 22B; a token meets all of a dense model.
-    [("qwen3-30b-a3b", 3_353_032_704), ("qwen3-235b-a22b", 22_190_763_520), ("qwen3-8b", 8_190_735_360)],
+    # Published as 3.3B, 22B and 2.7B; a token meets all of a dense model.
+    [
+        ("qwen3-30b-a3b", 3_353_032_704),
+        ("qwen3-235b-a22b", 22_190_763_520),
+        ("qwen1.5-moe-a2.7b", 2_689_173_504),
+        ("qwen3-8b", 8_190_735_360),
+    ],
 )
 def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: int) -> None:
     assert num_active_parameters(PUBLIC_MODELS[name]) == active

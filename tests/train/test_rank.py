@@ -186,6 +186,17 @@ def test_a_mixture_equals_the_hugging_face_model_for_every_split(
     check_equals_hugging_face(models.get("qwen3_moe", tied=False), MIXTURE_SPLITS[split], cluster, references)
 
 
+@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "EP2", "PP2-VPP2", "CP2-EP2", "TP2-EP2-ETP1"])
+def test_a_shared_expert_and_weights_over_all_experts_equal_the_hugging_face_model(
+    split: str, cluster: Cluster, models: Models, references: References
+) -> None:
+    model = models.get("qwen2_moe", tied=False)
+    assert model.shape.experts is not None
+    assert model.shape.experts.shared > 0
+    assert not model.shape.experts.is_normalized
+    check_equals_hugging_face(model, MIXTURE_SPLITS[split], cluster, references)
+
+
 def check_equals_hugging_face(
     model: Model, split: tuple[int, ActorConfig], cluster: Cluster, references: References
 ) -> None:
@@ -212,13 +223,6 @@ def check_equals_hugging_face(
         assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
         assert grad_norm > DESCENT.clip_grad_norm, "nothing was clipped"
     assert_close(whole_weights(outcomes, model, actor), weights)
-
-
-def test_weights_over_all_experts_are_left_as_they_are(
-    cluster: Cluster, references: References, tmp_path: Path
-) -> None:
-    shape = write_tiny_model(tmp_path, "qwen3_moe", is_normalized=False)
-    check_equals_hugging_face(Model(folder=tmp_path, shape=shape), MIXTURE_SPLITS["EP2"], cluster, references)
 
 
 def test_recomputed_experts_give_the_same_update(cluster: Cluster, models: Models) -> None:

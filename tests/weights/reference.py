@@ -23,6 +23,11 @@ Arrays = dict[str, Array]
 
 PADDING = -1
 
+_EXPERTS = {
+    Family.QWEN2_MOE: Experts(num=4, per_token=2, is_normalized=False, shared=96),
+    Family.QWEN3_MOE: Experts(num=4, per_token=2, is_normalized=True),
+}
+
 
 def make_shape(
     family: Family = Family.QWEN2,
@@ -48,10 +53,10 @@ def make_shape(
         rope_theta=1e4,
         rope_scaling=None,
         has_tied_embeddings=tied,
-        has_qkv_bias=family is Family.QWEN2,
+        has_qkv_bias=family in (Family.QWEN2, Family.QWEN2_MOE),
         has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
         dtype="float32",
-        experts=Experts(num=4, per_token=2, is_normalized=True) if family is Family.QWEN3_MOE else None,
+        experts=_EXPERTS.get(family),
     )
 
 
@@ -181,6 +186,8 @@ def megatron_rank(
             blocks = {f"{local}mlp.": f"{hf}mlp."}
             if shape.experts is not None:
                 arrays[f"{local}mlp.router.weight"] = model[f"{hf}mlp.gate.weight"]
+                shared = _megatron_shared(shape.experts, model, hf, tensor, size)
+                arrays |= {f"{local}mlp.shared_experts.{key}": array for key, array in shared.items()}
                 of_set = np.split(np.arange(shape.experts.num), parallel.expert)[expert_set]
                 blocks = {
                     f"{local}mlp.experts.local_experts.{i}.": f"{hf}mlp.experts.{expert}."
@@ -230,6 +237,13 @@ def _megatron_block(model: Mapping[str, Array], block: str, rank: int, size: int
     return {"linear_fc1.weight": np.concatenate([gate, up]), "linear_fc2.weight": down}
 
 
+def _megatron_shared(experts: Experts, model: Mapping[str, Array], hf: str, tensor: int, size: int) -> Arrays:
+    if not experts.shared:
+        return {}
+    gate = model[f"{hf}mlp.shared_expert_gate.weight"]
+    return {"gate_weight": gate} | _megatron_block(model, f"{hf}mlp.shared_expert.", tensor, size)
+
+
 def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int, expert: int = 1) -> Arrays:
     """Return the parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
     kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
@@ -260,11 +274,15 @@ def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, s
         arrays[f"{prefix}self_attn.o_proj.weight"] = split(f"{prefix}self_attn.o_proj.weight", 1)
         if shape.experts is not None:
             arrays |= _sglang_experts(shape.experts, model, f"{prefix}mlp.", tensor, size, expert)
-            continue
-        gate_up = [split(f"{prefix}mlp.{projection}.weight", 0) for projection in ("gate_proj", "up_proj")]
-        arrays[f"{prefix}mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
-        arrays[f"{prefix}mlp.down_proj.weight"] = split(f"{prefix}mlp.down_proj.weight", 1)
+        else:
+            arrays |= _sglang_block(model, f"{prefix}mlp.", tensor, size)
     return arrays
+
+
+def _sglang_block(model: Mapping[str, Array], block: str, tensor: int, size: int) -> Arrays:
+    gate, up = (np.split(model[f"{block}{name}_proj.weight"], size)[tensor] for name in ("gate", "up"))
+    down = np.split(model[f"{block}down_proj.weight"], size, axis=1)[tensor]
+    return {f"{block}gate_up_proj.weight": np.concatenate([gate, up]), f"{block}down_proj.weight": down}
 
 
 def _sglang_experts(
@@ -276,7 +294,11 @@ def _sglang_experts(
         matrices = np.stack([model[f"{mlp}experts.{index}.{projection}.weight"] for index in range(experts.num)])
         return np.split(np.split(matrices, expert)[expert_set], size // expert, axis=axis)[part]
 
-    return {
+    shared: Arrays = {}
+    if experts.shared:
+        shared = {f"{mlp}shared_expert_gate.weight": model[f"{mlp}shared_expert_gate.weight"]}
+        shared |= _sglang_block(model, f"{mlp}shared_expert.", tensor, size)
+    return shared | {
         f"{mlp}gate.weight": model[f"{mlp}gate.weight"],
         f"{mlp}experts.w13_weight": np.concatenate([stack("gate_proj", 1), stack("up_proj", 1)], axis=1),
         f"{mlp}experts.w2_weight": stack("down_proj", 2),

@@ -60,6 +60,7 @@ def check_megatron_split(shape: ModelShape, split: MegatronSplit, *, prefix: str
     if shape.experts is None:
         yield from _feed_forward(shape, split.tensor, key=f"{prefix}tensor")
     else:
+        yield from _shared_expert(shape, split.tensor, key=f"{prefix}tensor")
         yield from _feed_forward(shape, split.ranks_per_expert, key=f"{prefix}expert_tensor")
         yield from check_experts(shape, split.expert, prefix=prefix)
     yield from _layers(shape.num_layers, split, key=f"{prefix}pipeline")
@@ -79,6 +80,7 @@ def check_engine_split(
     yield from _heads(shape, tensor, key=key)
     if tensor % expert == 0:
         yield from _feed_forward(shape, tensor // expert, key=key)
+    yield from _shared_expert(shape, tensor, key=key)
     yield from check_experts(shape, expert, prefix=prefix)
     padded = -(-shape.vocab // ENGINE_VOCAB_STEP) * ENGINE_VOCAB_STEP
     if not pads_vocabulary and padded % tensor:
@@ -105,6 +107,11 @@ def _heads(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
 def _feed_forward(shape: ModelShape, num_ranks: int, *, key: str) -> Iterator[Problem]:
     if shape.ffn_hidden % num_ranks:
         yield _indivisible(key, num_ranks, "intermediate size", shape.ffn_hidden)
+
+
+def _shared_expert(shape: ModelShape, num_ranks: int, *, key: str) -> Iterator[Problem]:
+    if shape.experts is not None and shape.experts.shared % num_ranks:
+        yield _indivisible(key, num_ranks, "intermediate size of the shared expert", shape.experts.shared)
 
 
 def _layers(num_layers: int, split: MegatronSplit, *, key: str) -> Iterator[Problem]:

@@ -191,6 +191,8 @@ def config_of(shape: ModelShape) -> dict[str, object]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+        if shape.experts.shared:
+            config["shared_expert_intermediate_size"] = shape.experts.shared
     return config
 
 

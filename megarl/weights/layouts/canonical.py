@@ -16,6 +16,9 @@ VALUE_HEAD = "score.weight"
 ROUTER = "mlp.gate.weight"
 DENSE_BLOCK = "mlp."
 """Prefix of the matrices of a feed-forward block; like ROUTER, named within a layer."""
+SHARED_BLOCK = "mlp.shared_expert."
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+"""A token's share of the shared expert's output is the sigmoid of this row times the token."""
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
@@ -77,14 +80,17 @@ def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
         shapes["self_attn.k_norm.weight"] = (shape.head_dim,)
     shapes["self_attn.o_proj.weight"] = (shape.hidden, query_rows)
     shapes["post_attention_layernorm.weight"] = (shape.hidden,)
-    blocks = [DENSE_BLOCK]
+    blocks = {DENSE_BLOCK: shape.ffn_hidden}
     if shape.experts is not None:
         shapes[ROUTER] = (shape.experts.num, shape.hidden)
-        blocks = [expert_block(index) for index in range(shape.experts.num)]
-    for block in blocks:
-        shapes[f"{block}gate_proj.weight"] = (shape.ffn_hidden, shape.hidden)
-        shapes[f"{block}up_proj.weight"] = (shape.ffn_hidden, shape.hidden)
-        shapes[f"{block}down_proj.weight"] = (shape.hidden, shape.ffn_hidden)
+        blocks = dict.fromkeys(map(expert_block, range(shape.experts.num)), shape.ffn_hidden)
+        if shape.experts.shared:
+            shapes[SHARED_GATE] = (1, shape.hidden)
+            blocks[SHARED_BLOCK] = shape.experts.shared
+    for block, rows in blocks.items():
+        shapes[f"{block}gate_proj.weight"] = (rows, shape.hidden)
+        shapes[f"{block}up_proj.weight"] = (rows, shape.hidden)
+        shapes[f"{block}down_proj.weight"] = (shape.hidden, rows)
     return shapes
 
 

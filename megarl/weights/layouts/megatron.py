@@ -23,6 +23,8 @@ from megarl.weights.layouts.canonical import (
     EMBEDDING,
     FINAL_NORM,
     ROUTER,
+    SHARED_BLOCK,
+    SHARED_GATE,
     VALUE_HEAD,
     canonical_tensors,
     expert_block,
@@ -245,6 +247,9 @@ def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
         yield from _feed_forward(cut, "mlp.", DENSE_BLOCK)
         return
     yield cut.whole("mlp.router.weight", ROUTER)
+    if shape.experts.shared:
+        yield cut.whole("mlp.shared_experts.gate_weight", SHARED_GATE)
+        yield from _feed_forward(cut, "mlp.shared_experts.", SHARED_BLOCK)
     for index, expert in enumerate(share.experts):
         yield from _feed_forward(share.expert, f"mlp.experts.local_experts.{index}.", expert_block(expert))
 
@@ -267,7 +272,7 @@ def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> Loc
 
 def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
     """Yield [gate of the rank; up of the rank], and the columns of down that go with them."""
-    share = cut.shape.ffn_hidden // cut.size
+    share = cut.canonical[f"{block}gate_proj.weight"].shape[0] // cut.size
     segments = tuple(
         Segment(name=f"{block}{projection}.weight", start=cut.rank * share, num_rows=share)
         for projection in ("gate_proj", "up_proj")

@@ -24,6 +24,8 @@ from megarl.weights.layouts.canonical import (
     FINAL_NORM,
     HEAD,
     ROUTER,
+    SHARED_BLOCK,
+    SHARED_GATE,
     canonical_tensors,
     expert_block,
     layer_of,
@@ -85,6 +87,8 @@ class _Grid:
     """Ranks that share a feed-forward block; the next ones have other experts."""
     experts: int
     """Experts of every rank; 0 in a dense model."""
+    shared: int
+    """Rows of the shared expert, which all ranks divide; 0 without one."""
     vocab: int
 
 
@@ -98,6 +102,7 @@ def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
         ffn=shape.ffn_hidden // ffn_ranks,
         ffn_ranks=ffn_ranks,
         experts=shape.experts.num // expert if shape.experts else 0,
+        shared=shape.experts.shared // tensor if shape.experts else 0,
         vocab=vocab // tensor,
     )
 
@@ -114,6 +119,7 @@ def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
         ffn=_round_up(shape.ffn_hidden, _CPU_FFN_STEP * tensor) // (tensor // expert),
         ffn_ranks=tensor // expert,
         experts=shape.experts.num // expert if shape.experts else 0,
+        shared=_round_up(shape.experts.shared, _CPU_FFN_STEP * tensor) // tensor if shape.experts else 0,
         vocab=_round_up(shape.vocab, vocab_step) // tensor,
     )
 
@@ -149,24 +155,32 @@ def _layer_tensors(
         yield whole(name, name, canonical[name])
     part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
     if shape.experts is None:
-        yield _gate_up(shape, grid, part, f"{DENSE_BLOCK}gate_up_proj.weight", DENSE_BLOCK)
-        yield _columns(canonical, f"{DENSE_BLOCK}down_proj.weight", part, grid.ffn)
+        yield from _feed_forward(canonical, DENSE_BLOCK, part, grid.ffn)
         return
     yield whole(ROUTER, ROUTER, canonical[ROUTER])
+    if grid.shared:
+        yield whole(SHARED_GATE, SHARED_GATE, canonical[SHARED_GATE])
+        yield from _feed_forward(canonical, SHARED_BLOCK, rank, grid.shared)
     blocks = [expert_block(index) for index in range(first, first + grid.experts)]
-    gate_up = [_gate_up(shape, grid, part, block, block) for block in blocks]
+    gate_up = [_gate_up(canonical, block, block, part, grid.ffn) for block in blocks]
     yield stacked("mlp.experts.w13_weight", gate_up)
     down = [_columns(canonical, f"{block}down_proj.weight", part, grid.ffn) for block in blocks]
     yield stacked("mlp.experts.w2_weight", down)
 
 
-def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -> LocalTensor:
+def _feed_forward(canonical: dict[str, TensorSpec], block: str, part: int, share: int) -> Iterator[LocalTensor]:
+    yield _gate_up(canonical, f"{block}gate_up_proj.weight", block, part, share)
+    yield _columns(canonical, f"{block}down_proj.weight", part, share)
+
+
+def _gate_up(canonical: dict[str, TensorSpec], name: str, block: str, part: int, share: int) -> LocalTensor:
     """Return [gate of the rank; up of the rank]."""
+    total, hidden = canonical[f"{block}gate_proj.weight"].shape
     segments = (
-        *_share(f"{block}gate_proj.weight", part, grid.ffn, shape.ffn_hidden),
-        *_share(f"{block}up_proj.weight", part, grid.ffn, shape.ffn_hidden),
+        *_share(f"{block}gate_proj.weight", part, share, total),
+        *_share(f"{block}up_proj.weight", part, share, total),
     )
-    return row_window(name, segments, start=0, num_rows=2 * grid.ffn, columns=(shape.hidden,))
+    return row_window(name, segments, start=0, num_rows=2 * share, columns=(hidden,))
 
 
 def _qkv(

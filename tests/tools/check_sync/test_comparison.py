@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.config.model import Family
+from megarl.config.model import TRAITS, Family
 from megarl.tools.check_sync.check import random_tensors
 from megarl.tools.check_sync.comparison import PADDING, compare_holding, hold, rehearse, sum_by_class, tensor_class
 from megarl.weights.algebra.plan import Plan, plan
@@ -26,7 +26,8 @@ def moves() -> Plan:
 def test_every_tensor_of_every_family_has_a_class(family: Family) -> None:
     classes = {tensor_class(name) for name in canonical_tensors(make_shape(family))}
     dense = {"embedding", "qkv", "attention output", "norms", "output"}
-    assert classes == dense | ({"router", "experts"} if family is Family.QWEN3_MOE else {"feed-forward"})
+    block = {"router", "experts"} if TRAITS[family].has_experts else {"feed-forward"}
+    assert classes == dense | block | ({"shared expert"} if TRAITS[family].has_shared_expert else set())
 
 
 def test_equal_tensors_are_equal_in_every_class_and_every_byte_is_counted() -> None:

@@ -87,6 +87,31 @@ def precision_fields(split: ModelParallelConfig) -> dict[str, object]:
     }
 
 
+def mixture_fields(shape: ModelShape, split: ModelParallelConfig, *, is_te: bool) -> dict[str, object]:
+    """Return Megatron's options for experts; none in a dense model."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": shape.ffn_hidden,
+        "moe_router_topk": experts.per_token,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.shared > 0,
+        # A softmax over the chosen logits equals the softmax over all, divided by its sum over the chosen.
+        "moe_router_pre_softmax": not experts.is_normalized,
+        # An auxiliary loss would pull the policy away from the reward, by an amount that depends on how tokens are
+        # packed. At the learning rates of this stage the balance learnt in pre-training holds.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall" if split.dispatcher == "alltoall" else "flex",
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_grouped_gemm": is_te,
+        "expert_model_parallel_size": split.expert,
+        "expert_tensor_parallel_size": split.ranks_per_expert,
+    }
+
+
 def accumulate_in_products(chunk: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add their weights' gradients to the buffers, which exist now, in float32.
 

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from megarl.algo.loss import Segments
 from megarl.config.kernels import uses_te
-from megarl.config.model import Experts, ModelShape
+from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, packed_sequences
-from megarl.train.layer_spec import layer_spec, precision_fields
+from megarl.train.layer_spec import layer_spec, mixture_fields, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
@@ -357,29 +357,6 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         **precision_fields(split),
-        **(_mixture_fields(shape.experts, shape, split, is_te=is_te) if shape.experts else {}),
+        **mixture_fields(shape, split, is_te=is_te),
         **split.megatron,
     )
-
-
-def _mixture_fields(
-    experts: Experts, shape: ModelShape, split: ModelParallelConfig, *, is_te: bool
-) -> dict[str, object]:
-    return {
-        "num_moe_experts": experts.num,
-        "moe_ffn_hidden_size": shape.ffn_hidden,
-        "moe_router_topk": experts.per_token,
-        "moe_shared_expert_intermediate_size": experts.shared or None,
-        "moe_shared_expert_gate": experts.shared > 0,
-        # A softmax over the chosen logits equals the softmax over all, divided by its sum over the chosen.
-        "moe_router_pre_softmax": not experts.is_normalized,
-        # An auxiliary loss would pull the policy away from the reward, by an amount that depends on how tokens are
-        # packed. At the learning rates of this stage the balance learnt in pre-training holds.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall" if split.dispatcher == "alltoall" else "flex",
-        "moe_flex_dispatcher_backend": "deepep",
-        "moe_grouped_gemm": is_te,
-        "expert_model_parallel_size": split.expert,
-        "expert_tensor_parallel_size": split.ranks_per_expert,
-    }

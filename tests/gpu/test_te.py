@@ -107,7 +107,7 @@ def gradients_of(trainer: ActorRank, batch: TrainBatch) -> dict[str, torch.Tenso
     return {name: each.main_grad.clone() for name, each in trainer._optimizer.parameters().items()}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_weights_are_the_same_bits_in_both_kinds_of_layers(family: str, tmp_path: Path) -> None:
     shape = write_tiny_model(tmp_path / "model", family, tied=family == "qwen2")
     found: list[dict[str, torch.Tensor]] = []
@@ -130,8 +130,10 @@ def test_weights_are_the_same_bits_in_both_kinds_of_layers(family: str, tmp_path
     [
         ("qwen2", TE, 0.02),
         ("qwen3", TE, 0.02),
+        ("qwen2_moe", TE, 0.04),
         ("qwen3_moe", TE, 0.04),
         *[("qwen2", fp8(scaling), 0.15) for scaling in SCALINGS],
+        ("qwen2_moe", fp8("tensorwise"), 0.25),
         ("qwen3_moe", fp8("tensorwise"), 0.25),
     ],
     ids=str,

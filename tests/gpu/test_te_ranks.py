@@ -50,12 +50,14 @@ def peers() -> Iterator[list[Peer]]:
         ("qwen2", FP8, {**PARTS, "context": 2}, False, 0.1),
         ("qwen3_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.05),
         ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.15),
+        ("qwen2_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.05),
         ("qwen2", TE, PARTS, True, 0.02),
         ("qwen2", FP8, {**PARTS, "pipeline": 2}, True, 0.1),
         ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, True, 0.15),
     ],
     ids=[
         *["TP2-SP", "TP2-SP-fp8", "PP2-fp8", "TP2-SP-CP2-fp8", "TP2-EP2", "TP2-EP2-fp8"],
+        "TP2-EP2-shared",
         *["TP2-SP-adapted", "TP2-SP-PP2-fp8-adapted", "TP2-EP2-fp8-adapted"],
     ],
 )

@@ -108,9 +108,15 @@ MIXTURE_SPLITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (2, 2)], ids=["TP1", "TP2", "EP2"])
-def test_a_mixture_can_be_published_from_every_split_of_its_experts(tensor: int, expert: int, tmp_path: Path) -> None:
-    served = serve(tmp_path, "qwen3_moe", tensor=tensor, tied=False, expert=expert)
+@pytest.mark.parametrize(
+    ("family", "tensor", "expert"),
+    [("qwen3_moe", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 2, 2), ("qwen2_moe", 2, 2)],
+    ids=["TP1", "TP2", "EP2", "shared-EP2"],
+)
+def test_a_mixture_can_be_published_from_every_split_of_its_experts(
+    family: str, tensor: int, expert: int, tmp_path: Path
+) -> None:
+    served = serve(tmp_path, family, tensor=tensor, tied=False, expert=expert)
     try:
         for parallel in MIXTURE_SPLITS.values():
             asyncio.run(publish_and_compare(served, parallel))

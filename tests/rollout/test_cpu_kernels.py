@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl.rollout.cpu_kernels import (
+    add_gated,
     addmm_in_blocks,
     assign_req_to_token_pool,
     mm_in_blocks,
@@ -87,3 +88,13 @@ def test_ranks_with_some_experts_each_add_up_to_all_of_them() -> None:
             gate, up = (gate_up[expert] @ token).chunk(2)
             expected += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
         torch.testing.assert_close(output[row], expected)
+
+
+def test_a_shared_expert_is_added_as_its_gate_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, shared, routed = (torch.randn(5, 6, generator=generator) for _ in range(3))
+    gate, output = torch.randn(6, generator=generator), routed.clone()
+    add_gated(tokens, gate, shared, output)
+    for row, token in enumerate(tokens):
+        share = 1 / (1 + (-(gate * token).sum()).exp())
+        torch.testing.assert_close(output[row], routed[row] + share * shared[row])

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.config.checks.splits import (
-    ENGINE_VOCAB_STEP,
-    check_engine_experts,
-    check_engine_split,
-    check_experts,
-)
+from megarl.config.checks.splits import ENGINE_VOCAB_STEP, check_engine_experts, check_engine_split, check_experts
 from megarl.config.model import ModelShape
 from megarl.errors import ConfigError
 from megarl.weights.algebra.slices import Layout, TensorSpec
@@ -54,7 +49,7 @@ def sglang_layout(
     and refuses the rest.
     """
     _refuse_impossible(shape, tensor, expert, is_cpu_engine=is_cpu_engine)
-    grid = _cpu_grid(shape, tensor, expert) if is_cpu_engine else _gpu_grid(shape, tensor, expert)
+    grid = _grid(shape, tensor, expert, is_cpu_engine=is_cpu_engine)
     canonical = canonical_tensors(shape)
     specs = canonical | layer_of(canonical)
     holdings = []
@@ -92,34 +87,20 @@ class _Grid:
     vocab: int
 
 
-def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
-    vocab = _round_up(shape.vocab, ENGINE_VOCAB_STEP)
-    ffn_ranks = tensor // expert
-    return _Grid(
-        heads=shape.num_heads // tensor,
-        kv_heads=max(1, shape.num_kv_heads // tensor),
-        kv_replicas=max(1, tensor // shape.num_kv_heads),
-        ffn=shape.ffn_hidden // ffn_ranks,
-        ffn_ranks=ffn_ranks,
-        experts=shape.experts.num // expert if shape.experts else 0,
-        shared=shape.experts.shared // tensor if shape.experts else 0,
-        vocab=vocab // tensor,
-    )
-
-
-def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
-    vocab_step = (
-        ENGINE_VOCAB_STEP if _round_up(shape.vocab, ENGINE_VOCAB_STEP) % tensor == 0 else ENGINE_VOCAB_STEP * tensor
-    )
-    kv_heads = _round_up(shape.num_kv_heads, tensor)
+def _grid(shape: ModelShape, tensor: int, expert: int, *, is_cpu_engine: bool) -> _Grid:
+    vocab_step, ffn_step = ENGINE_VOCAB_STEP, 1
+    kv_heads, kv_replicas = shape.num_kv_heads, max(1, tensor // shape.num_kv_heads)
+    if is_cpu_engine:
+        ffn_step, kv_heads, kv_replicas = _CPU_FFN_STEP * tensor, _round_up(kv_heads, tensor), 1
+        vocab_step *= tensor if _round_up(shape.vocab, vocab_step) % tensor else 1
     return _Grid(
         heads=kv_heads * (shape.num_heads // shape.num_kv_heads) // tensor,
-        kv_heads=kv_heads // tensor,
-        kv_replicas=1,
-        ffn=_round_up(shape.ffn_hidden, _CPU_FFN_STEP * tensor) // (tensor // expert),
+        kv_heads=max(1, kv_heads // tensor),
+        kv_replicas=kv_replicas,
+        ffn=_round_up(shape.ffn_hidden, ffn_step) // (tensor // expert),
         ffn_ranks=tensor // expert,
         experts=shape.experts.num // expert if shape.experts else 0,
-        shared=_round_up(shape.experts.shared, _CPU_FFN_STEP * tensor) // tensor if shape.experts else 0,
+        shared=_round_up(shape.experts.shared, ffn_step) // tensor if shape.experts else 0,
         vocab=_round_up(shape.vocab, vocab_step) // tensor,
     )
 

@@ -113,7 +113,7 @@ def test_a_teacher_that_is_killed_in_a_step_teaches_no_wrong_number(tmp_path: Pa
         "observe.rollouts.groups_per_step=8",
     )
     with started(tmp_path, "killed", *overrides) as driver:
-        wait_for_step(tmp_path / "runs" / "killed", timeout_s=900)
+        wait_for_step(tmp_path, "killed", driver, timeout_s=900)
         os.kill(server_of(other, driver.pid).pid, signal.SIGKILL)
         driver.wait(timeout=1200)
     done = finished(tmp_path, "killed", driver)

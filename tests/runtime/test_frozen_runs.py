@@ -18,17 +18,19 @@ from megarl.observe.events import EVENTS_FILE, Noted, Restarted, StepFinished, r
 from megarl.runtime.engines.frozen import model_version
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.tiny_model import ASSISTANT, END, USER, TinyShape, write_tiny_model
-from tests.runtime.runs import descendants, finished, started
+from tests.runtime.runs import Driver, descendants, finished, started
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
 
 
-def wait_for_step(folder: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_for_step(folder: Path, name: str, driver: Driver, *, timeout_s: float) -> None:
+    """Return when the run `name` below `folder` has finished a step; a driver that ended finishes none."""
+    events, deadline = folder / "runs" / name / EVENTS_FILE, time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if (folder / EVENTS_FILE).exists() and any(
-            isinstance(record.event, StepFinished) for record in read_events(folder / EVENTS_FILE)
-        ):
+        if events.exists() and any(isinstance(record.event, StepFinished) for record in read_events(events)):
             return
+        if driver.poll() is not None:
+            end = finished(folder, name, driver).output[-4000:]
+            raise AssertionError(f"the driver ended with {driver.returncode} before a step: {end}")
         time.sleep(0.2)
     raise AssertionError(f"no step within {timeout_s:.0f} s")
 
@@ -70,8 +72,7 @@ def test_frozen_models_that_are_killed_in_a_step_give_no_wrong_score(tmp_path: P
         "observe.rollouts.groups_per_step=8",
     )
     with started(tmp_path, "scored", *overrides) as driver:
-        folder = tmp_path / "runs" / "scored"
-        wait_for_step(folder, timeout_s=900)
+        wait_for_step(tmp_path, "scored", driver, timeout_s=900)
         servers = [server_of(model, driver.pid).pid for model in (classifier, judge)]
         for server in servers:
             os.kill(server, signal.SIGSTOP)
@@ -86,7 +87,7 @@ def test_frozen_models_that_are_killed_in_a_step_give_no_wrong_score(tmp_path: P
     assert restarts == {"reward_model.tiny", "judge.tiny"}, restarts
     noted = " ".join(event.text for event in done.events if isinstance(event, Noted))
     assert f"roles.judge.tiny is {judge}, version {model_version(judge)}" in noted
-    check_scores(folder, classifier, judge)
+    check_scores(done.folder, classifier, judge)
 
 
 @pytest.mark.slow

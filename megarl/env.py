@@ -96,11 +96,11 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 }
 """Further variables of an SGLang process without a GPU."""
 
-CLASSIFIER_ENVIRONMENT: Mapping[str, str] = {
-    # Model classes that replace those of SGLang, whose heads have a random bias.
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.rollout.classifiers",
+MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
+    # Model classes that replace those of SGLang, whose heads have a random bias, and no temperature for given tokens.
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.rollout.model_classes",
 }
-"""Further variables of an SGLang process that serves a sequence classifier."""
+"""Further variables of an SGLang process that serves a sequence classifier, or scores at a temperature."""
 
 SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # SGLang would refuse GPUs of which one has less free memory, because a trainer has not left it yet.
@@ -122,14 +122,14 @@ GLOO_INTERFACE = EnvVar(
 
 
 def engine_environment(
-    *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, is_classifier: bool = False
+    *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
 ) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {})}
     if interface is not None:
         environment[GLOO_INTERFACE.name] = interface
-    if is_classifier:
-        environment |= CLASSIFIER_ENVIRONMENT
+    if has_own_classes:
+        environment |= MODEL_CLASSES_ENVIRONMENT
     if device == "cpu":
         environment |= CPU_ENGINE_ENVIRONMENT
         # SGLang requires a core per rank here; without its compiled kernels it binds none of them.

@@ -261,7 +261,7 @@ class TeacherRanksConfig(ModelParallelConfig):
 
 
 class TeacherEnginesConfig(FrozenRoleConfig):
-    """A teacher on SGLang engines, asked as soon as a rollout is complete; `sampling.temperature` must be 1."""
+    """A teacher on SGLang engines, asked when a rollout is complete. `endpoints` need `sampling.temperature` 1."""
 
     kind: Literal["engines"]
     sources: tuple[str, ...] = ()

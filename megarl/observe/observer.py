@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from megarl.errors import MachineError, PreemptedError, StoppedError
+from megarl.errors import MachineError, PreemptedError, RewardError, StoppedError
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     CheckpointFailed,
@@ -61,6 +61,8 @@ class Observer:
         self._group_seconds: list[float] = []
         self._failing: set[str] = set()
         """Names of the sinks that cannot write now."""
+        self.judges: list[tuple[str, str, str]] = []
+        """The judges over HTTP that have answered, with model and version."""
 
     def run_started(self, started: RunStarted) -> None:
         self._emit(started)
@@ -162,6 +164,21 @@ class Observer:
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         self._emit(CheckpointFailed(step=step, reason=reason))
+
+    def judge_answered(self, judge: str, model: str, version: str) -> None:
+        """Record the model and version of a judge, each once."""
+        if (judge, model, version) not in self.judges:
+            self.judges.append((judge, model, version))
+            self.noted(f"the judge {judge} is {model}{version and f', version {version}'}")
+
+    def check_judges(self) -> None:
+        """Raise a RewardError if a judge has become another model."""
+        models: dict[str, str] = {}
+        for judge, model, _ in self.judges:
+            before = models.setdefault(judge, model)
+            if model != before:
+                message = f"the judge was {before} and is now {model}; scores before and after are not comparable"
+                raise RewardError(message)
 
     def noted(self, text: str) -> None:
         self._emit(Noted(text=text))

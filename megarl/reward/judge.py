@@ -134,8 +134,6 @@ class ChatJudge(_HttpBackend):
         super().__init__(config)
         self._question = config
         self._observer = observer
-        self._model: str | None = None
-        """The model that the server names in its replies."""
 
     def _content(self, request: Request, attempt: int) -> Mapping[str, object]:
         config = self._question
@@ -155,22 +153,14 @@ class ChatJudge(_HttpBackend):
             completion = _Completion.model_validate(reply)
         except ValidationError:
             return {"error": f"did not reply with a chat completion: {json.dumps(reply)[:80]}"}
-        self._check_model(completion.model)
+        version = completion.system_fingerprint or ""
+        self._observer.judge_answered(f"{self._question.model} at {self._question.url}", completion.model, version)
+        self._observer.check_judges()
         content = completion.choices[0].message.content or ""
         chosen = read_choice(self._question, content)
         if chosen is None:
             raise _RetryError(unknown_answer(self._question, content))
         return judged(self._question, chosen, completion.usage.total_tokens)
-
-    def _check_model(self, model: str) -> None:
-        if self._model is None:
-            logger.info("judge=%s model=%s", self._question.url, model)
-            self._observer.noted(f"the judge at {self._question.url} is {model}")
-            self._model = model
-        if model != self._model:
-            raise RewardError(
-                f"the judge was {self._model} and is now {model}; scores before and after are not comparable"
-            )
 
 
 class _Message(BaseModel):
@@ -189,6 +179,7 @@ class _Completion(BaseModel):
     """The part of a chat completion that a judge needs."""
 
     model: str
+    system_fingerprint: str | None = None
     choices: Annotated[list[_Alternative], Field(min_length=1)]
     usage: _Usage = _Usage()
 

@@ -42,7 +42,6 @@ _LOG_TIMEOUT_S = 5.0
 _NUM_TAIL_LINES = 400
 _MOST_MEMORY = 0.95
 """Share of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
-_NO_VERSION = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +78,7 @@ class EngineSpec:
     adapters: EngineAdapters | None = None  # served beside its base; None: it serves the weights that are published
     has_float32_head: bool = False  # logits stay in float32
     quantization: str | None = None  # fields of config.json for FP8 weights, as JSON
+    temperature: float = 1.0  # that of its log-probabilities of given tokens
     returns_routes: bool = False  # replies can have the experts of tokens
     bind: str | None = None  # `network.bind` of the recipe, from which the starting process derives `host`
     host: str = LOOPBACK
@@ -138,7 +138,7 @@ class EngineProcess:
                 tensor=self.spec.config.tensor,
                 interface=interface_of(self.spec.host),
                 shares_devices=self.spec.shares_devices,
-                is_classifier=self.spec.is_classifier,
+                has_own_classes=self.spec.is_classifier or self.spec.temperature != 1,
             ),
             output=subprocess.PIPE,
         )
@@ -247,7 +247,6 @@ class EngineProcess:
 def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     """Return the server's command line. Its keys are in a file: every user can read a command line."""
     config = spec.config
-    module = "megarl.rollout.cpu" if spec.device == "cpu" else "megarl.rollout.server"
     options: dict[str, str | int | float | Path] = {
         "--model-path": spec.model_folder,
         "--config": keys_path,
@@ -260,7 +259,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--max-running-requests": config.max_running_requests,
         "--random-seed": spec.seed % (1 << 31),
         # An answer that no publish preceded is refused by its version.
-        "--weight-version": "0" if spec.loads_weights else _NO_VERSION,
+        "--weight-version": "0" if spec.loads_weights else "none",
         "--load-format": "auto" if spec.loads_weights else "dummy",
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",
@@ -282,13 +281,16 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
+    scale = json.dumps({"logit_scale": 1 / spec.temperature})
+    flags += ["--json-model-override-args", scale] if spec.temperature != 1 else []
     if spec.shares_devices and spec.device == "cuda":
         # Frozen models give up their weights as well, and nobody publishes these.
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
     adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
-    return [sys.executable, "-m", module, *words, *flags, *adapters, *_native_words(config.sglang)]
+    module = "cpu" if spec.device == "cpu" else "server"
+    return [sys.executable, "-m", f"megarl.rollout.{module}", *words, *flags, *adapters, *_native_words(config.sglang)]
 
 
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
@@ -380,9 +382,6 @@ def _describe_exit(code: int | None) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"
 
 
-_WORKER_NAME = "sglang::"
-
-
 def _workers_in_group(group: int) -> set[int]:
     """Return the ids of the server's own processes, without those that ended but were not reaped."""
     return {process.pid for process in all_processes() if _is_worker(process, group)}
@@ -397,4 +396,4 @@ def _is_worker_of(group: int, pid: int) -> bool:
 
 
 def _is_worker(process: ProcessStat, group: int) -> bool:
-    return process.group == group and process.state not in "ZX" and process.name.startswith(_WORKER_NAME)
+    return process.group == group and process.state not in "ZX" and process.name.startswith("sglang::")

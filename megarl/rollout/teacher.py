@@ -1,7 +1,7 @@
 """Teachers on engines: the log-probability of each token of a rollout, and those of the likeliest tokens at its place.
 
-An engine computes them in one prefill, at temperature 1, and samples nothing. A reply is checked against the tokens
-that were sent; one that is not the answer to its request is never learnt from.
+An engine computes them in one prefill, at the temperature it was started with, and samples nothing. A reply is checked
+against the tokens that were sent; one that is not the answer to its request is never learnt from.
 """
 
 from __future__ import annotations

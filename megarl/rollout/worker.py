@@ -204,6 +204,7 @@ class WorkerReport:
     """Requests that were sent again, by cause."""
     score_seconds: tuple[float, ...]
     failed_scores: dict[str, int]
+    judges: tuple[tuple[str, str, str], ...]  # see `Observer.judges`
 
 
 @dataclass(slots=True)
@@ -257,11 +258,10 @@ class FollowingFleet:
         self._numbers: dict[int, int] = {}
         self._complaints: list[EngineComplaint] = []
         self._heard = {index: engine.life.last_answer for index, engine in self._engines.items()}
-        self._requests = RequestCounts()
         self.scores = ScoreCounts()
         self._probes: dict[int, EngineProbe] = {}
         self._is_due = asyncio.Event()
-        self.fleet.requests = self._requests
+        self.fleet.requests = self._requests = RequestCounts()
         self.fleet.listen(self._note)
 
     async def follow(self, views: Sequence[EngineView]) -> None:
@@ -301,11 +301,9 @@ class FollowingFleet:
 
     async def report(self, *, within_s: float) -> WorkerReport:
         """Return a report after `within_s`, or as soon as an engine failed or somebody wants it."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._is_due.wait()
-        except TimeoutError:
-            pass
         self._is_due.clear()
         report = WorkerReport(
             complaints=tuple(self._complaints),
@@ -320,6 +318,7 @@ class FollowingFleet:
             retries=dict(self._requests.causes),
             score_seconds=tuple(self.scores.seconds),
             failed_scores=dict(self.scores.failures),
+            judges=tuple(self.scores.judges),
         )
         self._complaints.clear()
         self._probes.clear()
@@ -352,8 +351,7 @@ class FollowingFleet:
     async def _ask_server(self, engine: Engine, timeout_s: float) -> None:
         endpoint, expected = engine.client.endpoint, self._expected(engine)
         if await engine.client.is_healthy(timeout_s=timeout_s):
-            probe = EngineProbe(endpoint=endpoint, expected=expected, served=None)
-            self._probes.setdefault(engine.index, probe)
+            self._probes.setdefault(engine.index, EngineProbe(endpoint=endpoint, expected=expected, served=None))
 
     def _expected(self, engine: Engine) -> PolicyVersion | None:
         """A new engine counts as one of version 0, and has no weights until the driver says that it is live."""

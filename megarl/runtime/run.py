@@ -111,6 +111,7 @@ class _Run:
                     network=recipe.network,
                     observer=observer,
                     longest_reply=longest_reply(recipe.reward),
+                    temperature=recipe.sampling.temperature,
                 )
                 frozen = FrozenTurns(recipe.roles, tasks.create_task(starting_frozen))
                 start = partial(start_serving, recipe, self._inputs.shape, pools, stack, observer=observer)

@@ -238,8 +238,12 @@ def test_a_score_of_four_hundred_digits_is_an_error(server: Judge, make_group: M
         scores(config_of(server), make_group("a"))
 
 
-def completion(answer: str, *, model: str = "judge-1", tokens: int = 40) -> bytes:
-    reply = {"model": model, "choices": [{"message": {"role": "assistant", "content": answer}}]}
+def completion(answer: str, *, model: str = "judge-1", tokens: int = 40, version: str | None = None) -> bytes:
+    reply = {
+        "model": model,
+        "system_fingerprint": version,
+        "choices": [{"message": {"role": "assistant", "content": answer}}],
+    }
     return json.dumps({**reply, "usage": {"total_tokens": tokens}}).encode()
 
 
@@ -305,10 +309,10 @@ def test_a_chat_judge_outside_its_schema_is_asked_again_and_samples(server: Judg
 
 
 def test_the_judges_model_is_in_the_record_of_the_run(server: Judge, make_group: MakeGroup) -> None:
-    server.replies = [(200, completion('{"answer": "yes"}', model="judge-1.5"))]
+    server.replies = [(200, completion('{"answer": "yes"}', model="judge-1.5", version="fp_7"))]
     sink = ListSink()
     asyncio.run(build_scorer(chat_judge(server), observer=Observer((sink,))).score(make_group("1", "2")))
-    assert sink.events == [Noted(text=f"the judge at {server.url} is judge-1.5")]
+    assert sink.events == [Noted(text=f"the judge judge at {server.url} is judge-1.5, version fp_7")]
 
 
 def test_a_judge_that_becomes_another_model_ends_the_run(server: Judge, make_group: MakeGroup) -> None:

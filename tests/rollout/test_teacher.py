@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,22 +16,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import DataError, EngineError, QuarantineError, ScoreError
+from megarl.rollout.client import EngineClient
 from megarl.rollout.frozen import FrozenEngines
+from megarl.rollout.process import EngineProcess
 from megarl.rollout.teacher import TaughtGenerator, Teaching, token_scores
 from megarl.tokens import Content
 from megarl.turns import Episode
 from megarl.types import FinishReason, FloatArray, Prompt, Rollout, RolloutGroup, TokenArray
-from tests.rollout.engines import ServedModel, prompt_of, scripted_client
+from tests.rollout.engines import ServedModel, engine_spec, prompt_of, scripted_client
+from tests.tiny_models import write_tiny_model
 
 TOKENS = np.array([5, 6, 7, 8, 40, 12, 2], np.int32)
 FIRST = 3
 
 
-def all_logprobs(model: ServedModel, token_ids: TokenArray) -> torch.Tensor:
+def all_logprobs(model: Path, token_ids: TokenArray, *, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probabilities of the whole vocabulary for every token but the first. [N - 1, V]"""
-    slow = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    slow = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        found: torch.Tensor = slow(torch.tensor([token_ids.tolist()])).logits[0, :-1].log_softmax(-1)
+        found: torch.Tensor = (slow(torch.tensor([token_ids.tolist()])).logits[0, :-1] / temperature).log_softmax(-1)
     return found
 
 
@@ -45,7 +49,10 @@ def test_a_teacher_answers_as_transformers_does(num_top: int, vocab: int, qwen2_
             return await token_scores(client, TOKENS, first=FIRST, num_top=num_top, num_spare=spare, vocab=vocab)
 
     numbers = asyncio.run(ask())
-    expected = all_logprobs(qwen2_tp1, TOKENS)[FIRST - 1 :]
+    check_scores(numbers, all_logprobs(qwen2_tp1.folder, TOKENS)[FIRST - 1 :], num_top=num_top, vocab=vocab)
+
+
+def check_scores(numbers: FloatArray, expected: torch.Tensor, *, num_top: int, vocab: int) -> None:
     chosen = expected.gather(1, torch.tensor(TOKENS[FIRST:], dtype=torch.int64)[:, None])
     assert numbers.shape == (len(TOKENS) - FIRST, 1 + 2 * num_top)
     np.testing.assert_allclose(numbers[:, :1], chosen.numpy(), atol=1e-5)
@@ -53,6 +60,42 @@ def test_a_teacher_answers_as_transformers_does(num_top: int, vocab: int, qwen2_
         likeliest = expected[:, :vocab].topk(num_top)
         np.testing.assert_allclose(numbers[:, 1 : 1 + num_top], likeliest.values.numpy(), atol=1e-5)
         np.testing.assert_array_equal(numbers[:, 1 + num_top :], likeliest.indices.numpy())
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("llama", 2),
+        pytest.param("qwen2", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_teacher_at_another_temperature_answers_as_transformers_does(
+    family: str, tensor: int, tmp_path: Path
+) -> None:
+    """SGLang itself scores given tokens at temperature 1, whatever a request says."""
+    temperature, num_top = 0.7, 5
+    shape = write_tiny_model(tmp_path / "model", family, tied=False, layers=2, seed=1)
+    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=tensor), has_float32_head=True)
+    process = EngineProcess(replace(spec, temperature=temperature, role="teacher.warm"))
+
+    async def ask() -> FloatArray:
+        await process.wait_ready()
+        client = EngineClient(process.endpoint, request_timeout_s=600)
+        try:
+            return await token_scores(client, TOKENS, first=FIRST, num_top=num_top, num_spare=0, vocab=shape.vocab)
+        finally:
+            await client.close()
+
+    process.start()
+    try:
+        numbers = asyncio.run(ask())
+    finally:
+        process.stop()
+    expected = all_logprobs(tmp_path / "model", TOKENS, temperature=temperature)[FIRST - 1 :]
+    assert not np.allclose(expected.numpy(), all_logprobs(tmp_path / "model", TOKENS)[FIRST - 1 :].numpy(), atol=1e-2)
+    check_scores(numbers, expected, num_top=num_top, vocab=shape.vocab)
 
 
 def reply_of(body: dict[str, Any], logprobs: list[float | None], ids: list[int], *, num_top: int = 0) -> dict[str, Any]:

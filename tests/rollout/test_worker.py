@@ -119,9 +119,11 @@ def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None:
         worker.fleet.answered(mine[2])
         worker.fleet.requests.request_retried("EngineError")
         worker.scores.scored(0.5)
+        worker.scores.judge_answered("fair at http://judge", "judge-1", "")
         # At once: an engine failed.
         report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
         assert (report.answered, report.retries, report.score_seconds) == ((2,), {"EngineError": 1}, (0.5,))
+        assert report.judges == (("fair at http://judge", "judge-1", ""),)
         again = await worker.report(within_s=0.01)
         assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), (), {}, ())
 

@@ -56,7 +56,7 @@ def test_a_policy_that_equals_its_teacher_is_at_distance_zero_until_it_has_learn
 
 
 def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_path: Path) -> None:
-    """On an engine of the run, and on one that runs already."""
+    """On an engine of the run, at another temperature as well, and on one that runs already."""
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     process = EngineProcess(engine_spec(files.model, tmp_path / "served"))
     process.start()
@@ -71,13 +71,17 @@ def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_pat
         process.stop()
     own = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
     (first,) = updates(run(tmp_path, "own", *ON_ENGINES, own, "run.steps=1"))
+    warm = (*ON_ENGINES, own, "sampling.temperature=0.7", f"algorithm.distillation={KINDS[1]}")
+    (second, third) = updates(run(tmp_path, "warm", *warm))
     assert found.teacher_kl == pytest.approx(0.0, abs=1e-5)
     assert first.teacher_kl == pytest.approx(0.0, abs=1e-5)
+    assert second.teacher_kl == pytest.approx(0.0, abs=1e-5)
+    assert third.teacher_kl == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(KINDS[0], 0), (KINDS[1], 1)])
 def test_a_teacher_teaches_the_same_on_engines_as_on_ranks(kind: str, num_workers: int, tmp_path: Path) -> None:
-    """Through a rollout worker of its own as well, whose arrays never pass the driver."""
+    """Through a rollout worker of its own as well, whose arrays never pass the driver, at another temperature."""
     make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     write_tiny_model(tmp_path / "other", TinyShape(), seed=11)
     learnt = {}
@@ -89,6 +93,7 @@ def test_a_teacher_teaches_the_same_on_engines_as_on_ranks(kind: str, num_worker
             f"algorithm.distillation={kind}",
             f"roles.teacher.other={{kind: {place}, pool: teachers, model: {tmp_path / 'other'}}}",
             f"roles.rollout.workers={num_workers}",
+            f"sampling.temperature={1 - 0.3 * num_workers}",
         )
         learnt[place] = updates(done)
     assert len(learnt["ranks"]) == 2

@@ -220,9 +220,10 @@ def _distillation(algorithm: EstimatorConfig, roles: RolesConfig, temperature: f
         yield Problem(key="roles.teacher", message=f"missing; {key} needs a teacher")
     if len({role.kind for role in roles.teacher.values()}) > 1:
         yield Problem(key="roles.teacher", message="some are on ranks and some on engines; give all the same kind")
-    if temperature != 1 and any(role.kind == "engines" for role in roles.teacher.values()):
-        message = f"{temperature:g}, and SGLang scores given tokens at temperature 1 only; set 1, or take"
-        yield Problem(key="sampling.temperature", message=f"{message} teachers of kind ranks")
+    given = [role for role, config in roles.teachers.items() if config.kind == "engines" and config.endpoints]
+    if temperature != 1 and given:
+        message = f"score at temperature 1, not {temperature:g}; set sampling.temperature to 1, or give it a pool"
+        yield Problem(key=f"roles.{given[0]}.endpoints", message=message)
     if isinstance(algorithm, PairConfig):
         yield Problem(key=key, message=f"the loss of pairs has no place for a teacher; remove it from {algorithm.kind}")
     elif algorithm.distillation.kind == "reverse_kl" and isinstance(algorithm.loss, SppoLossConfig | GmpoLossConfig):

@@ -96,10 +96,12 @@ async def start_frozen(
     network: NetworkConfig,
     observer: Observer,
     longest_reply: int | None,
+    temperature: float = 1.0,
 ) -> dict[str, FrozenRole]:
     """Start or join the engines of all frozen roles, by their key below `roles`. `stack` takes them down.
 
-    `longest_reply` is the most tokens that a judge writes; None: the engines need no tokenizer.
+    `longest_reply` is the most tokens that a judge writes; None: the engines need no tokenizer. `temperature` is the
+    one at which teachers score.
     """
     starts = [
         _start(
@@ -111,6 +113,7 @@ async def start_frozen(
             network,
             observer,
             longest_reply if role.startswith("judge.") else None,
+            temperature if role.startswith("teacher.") else 1.0,
         )
         for role, config in roles.items()
     ]
@@ -129,6 +132,7 @@ async def _start(
     network: NetworkConfig,
     observer: Observer,
     longest_reply: int | None,
+    temperature: float,
 ) -> FrozenRole:
     shape = read_model_shape(config.model)
     deadlines = deadlines_of(config, shape, device=run.device, max_response_tokens=longest_reply or 1)
@@ -140,7 +144,7 @@ async def _start(
     else:
         first = _first_spec(role, config, shape, deadlines, run, network)
         grammars, shared = longest_reply is not None, pool.is_shared
-        first = replace(first, has_grammars=grammars, shares_devices=shared)
+        first = replace(first, has_grammars=grammars, shares_devices=shared, temperature=temperature)
         specs = [replace(first, index=index) for index in range(len(pool.places) // config.tensor)]
         processes, endpoints = await start_engines(specs, pool.places, share=pool.share)
         stack.push_async_callback(processes.stop)

@@ -70,12 +70,7 @@ class RolloutWorkers:
     """All rollout workers of a run, inside `running`. Each prompt goes to the one with the fewest groups."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        setups: Sequence[WorkerSetup],
-        *,
-        observer: Observer,
-        rollouts_per_prompt: int,
+        self, fleet: Fleet, setups: Sequence[WorkerSetup], *, observer: Observer, rollouts_per_prompt: int
     ) -> None:
         self._fleet = fleet
         self._observer = observer
@@ -126,7 +121,9 @@ class RolloutWorkers:
         while True:
             worker = await self._acquire(avoided)
             try:
-                return await worker.ask(prompt, task)
+                answered = await worker.ask(prompt, task)
+                self._observer.check_judges()  # those of different workers are the same
+                return answered
             except WorkerLostError as error:
                 # Its prompts are asked again: the same seeds give the same tokens.
                 lost.append(f"worker {worker.index}: {error}")
@@ -272,6 +269,8 @@ class RolloutWorkers:
             await asyncio.sleep(GATHER_S)
 
     async def _record(self, worker: WorkerLink, report: WorkerReport) -> None:
+        for judge in report.judges:
+            self._observer.judge_answered(*judge)
         await apply_report(report, self._fleet, self._observer)
         if report.complaints:
             worker.forget()  # it may think less of an engine than the fleet: it is told again

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl.config.model import read_model_shape
-from megarl.config.reward import ExactRewardConfig
+from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -39,6 +39,7 @@ TASK = RolloutTask(
     sampling=Sampling(num_rollouts=NUM_ROLLOUTS, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=40),
     seed=7,
 )
+EXACT = ExactRewardConfig(kind="exact")
 NUM_PROMPTS = 12
 DEADLINE_S = 400.0
 
@@ -92,11 +93,26 @@ def node_ids() -> list[str]:
 
 @contextmanager
 def plane(
-    engines: SeededEngines, model: Path, engine_nodes: Sequence[str], *, per_node: int, silence_timeout_s: float = 60
+    engines: SeededEngines,
+    model: Path,
+    engine_nodes: Sequence[str],
+    *,
+    per_node: int,
+    silence_timeout_s: float = 60,
+    reward: RewardConfig = EXACT,
+    observer: Observer | None = None,
 ) -> Iterator[Plane]:
     """Workers for engines on these nodes, all of which have started."""
     with asyncio.Runner() as runner:
-        opened = running(engines, model, engine_nodes, per_node=per_node, silence_timeout_s=silence_timeout_s)
+        opened = running(
+            engines,
+            model,
+            engine_nodes,
+            per_node=per_node,
+            silence_timeout_s=silence_timeout_s,
+            reward=reward,
+            observer=observer or Observer(()),
+        )
         workers, fleet, counts = runner.run(_bounded(opened.__aenter__()))
         try:
             yield Plane(runner=runner, workers=workers, fleet=fleet, counts=counts)
@@ -106,7 +122,14 @@ def plane(
 
 @asynccontextmanager
 async def running(
-    engines: SeededEngines, model: Path, engine_nodes: Sequence[str], *, per_node: int, silence_timeout_s: float
+    engines: SeededEngines,
+    model: Path,
+    engine_nodes: Sequence[str],
+    *,
+    per_node: int,
+    silence_timeout_s: float,
+    reward: RewardConfig,
+    observer: Observer,
 ) -> AsyncIterator[tuple[RolloutWorkers, Fleet, Counts]]:
     fleet = Fleet(engines.clients(), max_outstanding=8, publish_timeout_s=120)
     fleet.requests = counts = Counts()
@@ -118,7 +141,7 @@ async def running(
             own=own,
             model_folder=model,
             shape=read_model_shape(model),
-            reward=ExactRewardConfig(kind="exact"),
+            reward=reward,
             num_on_node=per_node,
             num_workers=len(shares),
             log_path=model / f"reward_{index}.log",
@@ -131,7 +154,7 @@ async def running(
         )
         for index, (node, own) in enumerate(shares)
     ]
-    workers = RolloutWorkers(fleet, setups, observer=Observer(()), rollouts_per_prompt=NUM_ROLLOUTS)
+    workers = RolloutWorkers(fleet, setups, observer=observer, rollouts_per_prompt=NUM_ROLLOUTS)
     async with workers.running():
         await workers.processes()  # else the first one may answer all prompts
         yield workers, fleet, counts
@@ -168,7 +191,7 @@ def answer_here(engines: SeededEngines, model: Path) -> list[ScoredGroup]:
         worker = RolloutWorker(
             fleet,
             vocabulary=Vocabulary.of(shape, load_tokenizer(model, vocab=shape.vocab)),
-            scorer=build_scorer(ExactRewardConfig(kind="exact")),
+            scorer=build_scorer(EXACT),
             max_attempts=3,
         )
         try:

@@ -62,6 +62,7 @@ REPORT = WorkerReport(
     retries={},
     score_seconds=(),
     failed_scores={},
+    judges=(),
 )
 
 

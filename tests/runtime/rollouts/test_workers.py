@@ -20,12 +20,16 @@ from megarl.data.packing import Packing
 from megarl.data.rollout_files import SampledRollout, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import MachineError
+from megarl.errors import MachineError, RewardError
+from megarl.observe.events import Noted
+from megarl.observe.observer import Observer
 from megarl.observe.summary import StepSummary, summarize_step
 from megarl.results import UpdateResult
 from megarl.rollout.lifecycle import EngineState
 from megarl.runtime.local_ray import private_ray
 from megarl.types import PolicyVersion, ScoredGroup, TrainSample
+from tests.observe.samples import ListSink
+from tests.reward.test_judge import Judge, chat_judge, completion
 from tests.runtime.rollouts.planes import (
     TASK,
     Plane,
@@ -220,6 +224,26 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
         assert causes["WrongVersionError"] == num_stale
 
     two.run(run())
+
+
+def test_the_model_of_a_judge_is_recorded_once_and_ends_the_run_where_workers_have_different_ones(
+    nodes: LocalRay, engines: SeededEngines, model: Path
+) -> None:
+    server, sink = Judge(), ListSink()
+    server.replies = [(200, completion('{"answer": "yes"}', version="v7"))]
+    observer, (first, second) = Observer((sink,)), node_ids()
+    reward = chat_judge(server)
+    try:
+        with plane(engines, model, [first, first, second, second], per_node=1, reward=reward, observer=observer) as two:
+            groups = two.run(answer_on_both(two))
+            assert {score.value for each in groups for score in each.scores} == {1.0}
+            assert sink.events == [Noted(text=f"the judge judge at {server.url} is judge-1, version v7")]
+            # A worker that is gone had answers of another model.
+            observer.judges.insert(0, (f"judge at {server.url}", "judge-0", ""))
+            with pytest.raises(RewardError, match="the judge was judge-0 and is now judge-1"):
+                two.run(answer(two.workers))
+    finally:
+        server.close()
 
 
 def spoiled(reply: dict[str, Any], **changes: object) -> web.Response:

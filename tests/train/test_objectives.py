@@ -24,7 +24,9 @@ from megarl.config.algorithm import (
     KlRewardConfig,
     MaskConfig,
     MismatchConfig,
+    OnlineDpoConfig,
     RewardModelConfig,
+    SpinConfig,
     SppoConfig,
     TisConfig,
 )
@@ -174,6 +176,8 @@ PREFERENCES: dict[str, AlgorithmConfig] = {
     "dpo": DpoConfig(kind="dpo"),
     "ipo": DpoConfig(kind="dpo", preference="ipo", kl=KlRewardConfig(kind="reward", coef=1.0)),
     "simpo": DpoConfig(kind="dpo", preference="simpo", kl=None),
+    "online_dpo": OnlineDpoConfig(kind="online_dpo"),
+    "spin": SpinConfig(kind="spin"),
     "reward_model": RewardModelConfig(kind="reward_model"),
 }
 
@@ -185,6 +189,7 @@ def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Clust
     if isinstance(config, RewardModelConfig):
         model = replace(model, shape=model.shape.as_critic())
     samples = [_with_reference(sample) for sample in make_samples(6, vocab=model.shape.vocab, seed=5)]
+    groups = _groups(samples, [1.0, 0.0] if isinstance(config, DpoConfig | RewardModelConfig) else [1.0, 0.0, 0.5])
     found = []
     for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
         world, actor = SPLITS[split]
@@ -192,7 +197,7 @@ def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Clust
         asked = cluster.run(world, jobs.train, setup, [pack(samples)], pack(samples))
         logprobs = assembled([outcome.logprobs[0] for outcome in asked], data_parallel=world // actor.model_parallel)
         algorithm = build_algorithm(config, max_response_tokens=12)
-        credited = algorithm.assign(_pairs(samples), _estimates(samples, logprobs))
+        credited = algorithm.assign(groups, _estimates(samples, logprobs))
         outcomes = cluster.run(world, jobs.train, setup, [], pack(credited))
         found.append((algorithm.pairs, outcomes[0].stats, whole_weights(outcomes, model, actor)))
     (pairs, expected, weights), *others = found
@@ -217,12 +222,14 @@ def test_a_refreshed_reference_is_the_policy(cluster: Cluster, models: Models) -
     assert after.tolist() == policy.tolist()
 
 
-def _pairs(samples: Sequence[TrainSample]) -> list[ScoredGroup]:
-    """Return groups of two samples each, of which the first is the better."""
-    pair = scored_group(0, [1.0, 0.0])
+def _groups(samples: Sequence[TrainSample], scores: list[float]) -> list[ScoredGroup]:
+    """Return groups of samples with these scores each."""
+    group, size = scored_group(0, scores), len(scores)
     return [
-        replace(pair, group=replace(pair.group, rollouts=(better.rollout, worse.rollout)))
-        for better, worse in zip(samples[::2], samples[1::2], strict=True)
+        replace(
+            group, group=replace(group.group, rollouts=tuple(each.rollout for each in samples[first : first + size]))
+        )
+        for first in range(0, len(samples), size)
     ]
 
 

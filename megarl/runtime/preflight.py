@@ -31,6 +31,7 @@ from megarl.episodes.build import rehearse
 from megarl.errors import CheckpointError, DataError, MachineError
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.reward.build import build_scorer
+from megarl.runtime.engines.file_publisher import check_running
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
@@ -45,7 +46,8 @@ _MAX_TRIED = 64
 
 
 def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
-    """Check the machine, read the inputs and try the reward: all that can fail before a run moves or starts anything.
+    """Check the machine, read the inputs, ask frozen models that run already and try the reward: all that can fail
+    before a run moves or starts anything.
 
     `address` is that of the Ray cluster to join.
     """
@@ -58,6 +60,7 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
     if recipe.environment is not None:
         limit = recipe.sampling.max_response_tokens
         rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit)
+    asyncio.run(check_running(recipe.roles.frozen, device=recipe.run.device))
     if not isinstance(recipe.algorithm, OfflineConfig):
         asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
     return inputs

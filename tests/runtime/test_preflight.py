@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.recipe import Recipe
-from megarl.errors import CheckpointError, DataError, MachineError
+from megarl.errors import CheckpointError, DataError, EngineError, MachineError
 from megarl.runtime import preflight
 from megarl.runtime.preflight import check_start
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
@@ -108,6 +108,15 @@ def test_a_gpu_run_without_a_gpu_fails_at_once(
     with pytest.raises(MachineError, match=r"this machine has no GPU: set run\.device: cpu"):
         check_start(recipe, address=None)
     check_start(recipe, address="10.0.0.1:6379")
+
+
+def test_a_judge_that_nobody_serves_is_one_line_before_anything_starts(files: ArithmeticFiles) -> None:
+    judge = {"endpoints": [{"url": "http://127.0.0.1:9"}], "model": files.model}
+    roles = {"actor": {"pool": "all"}, "rollout": {"pool": "all"}, "judge": {"fair": judge}}
+    reward = {"kind": "engine_judge", "template": "{response}?", "answers": {"yes": 1, "no": 0}}
+    with pytest.raises(EngineError, match=r"the engines of roles\.judge\.fair\.endpoints must be running") as caught:
+        check_start(recipe_of(files, roles=roles, reward=reward), address=None)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_port_in_use_is_found(files: ArithmeticFiles) -> None:

@@ -17,7 +17,8 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
-from megarl.config.roles import EndpointConfig
+from megarl.config.model import read_model_shape
+from megarl.config.roles import EndpointConfig, FrozenRoleConfig
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 PUBLISH_FOLDER = "published"
 """Name of the folder in the run's folder."""
 _PREFIX = "version_"
+_CHECK_TIMEOUT_S = 30.0
 
 
 class ExportingRanks(Protocol):
@@ -125,6 +127,27 @@ def endpoints_of(configs: Sequence[EndpointConfig], *, device: str) -> list[Engi
             )
         )
     return endpoints
+
+
+async def check_running(roles: Mapping[str, FrozenRoleConfig], *, device: str) -> None:
+    """Raise an EngineError unless every endpoint of frozen models runs and serves a model of the right kind."""
+    for role, config in roles.items():
+        endpoints = endpoints_of(config.endpoints, device=device)
+        await asyncio.gather(*(_check_frozen(role, config.model, endpoint) for endpoint in endpoints))
+
+
+async def _check_frozen(role: str, model: Path, endpoint: EngineEndpoint) -> None:
+    client = EngineClient(endpoint, request_timeout_s=_CHECK_TIMEOUT_S)
+    try:
+        info = await client.model_info()
+    except EngineError as error:
+        raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
+    finally:
+        await client.close()
+    is_classifier = read_model_shape(model).has_value_head
+    if bool(info.get("is_generation")) is is_classifier:
+        wanted = "a sequence classifier" if is_classifier else "a language model"
+        raise EngineError(f"{endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})")
 
 
 def _read_key(path: Path | None) -> str:

@@ -18,7 +18,6 @@ import ray
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
 from megarl.config.roles import FrozenRoleConfig, TeacherEnginesConfig
-from megarl.errors import EngineError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineKeys
 from megarl.rollout.deadlines import EngineDeadlines, deadlines_of, restart_policy
@@ -28,7 +27,7 @@ from megarl.rollout.lifecycle import EngineState, Life
 from megarl.rollout.process import EngineSpec
 from megarl.rollout.worker import EngineView
 from megarl.runtime.cluster import Pool
-from megarl.runtime.engines.file_publisher import endpoints_of
+from megarl.runtime.engines.file_publisher import check_running, endpoints_of
 from megarl.runtime.engines.frozen_access import FrozenAccess, FrozenSetup
 from megarl.runtime.engines.processes import start_engines
 from megarl.runtime.engines.supervisor import Supervisor
@@ -103,6 +102,7 @@ async def start_frozen(
     `longest_reply` is the most tokens that a judge writes; None: the engines need no tokenizer. `temperature` is the
     one at which teachers score.
     """
+    await check_running(roles, device=run.device)
     starts = [
         _start(
             role,
@@ -140,7 +140,6 @@ async def _start(
     policy, processes = None, None
     if pool is None:
         endpoints = endpoints_of(config.endpoints, device=run.device)
-        await _check_running(role, [connect(endpoint) for endpoint in endpoints], shape)
     else:
         first = _first_spec(role, config, shape, deadlines, run, network)
         grammars, shared = longest_reply is not None, pool.is_shared
@@ -198,22 +197,6 @@ def _first_spec(
         is_classifier=shape.has_value_head,
         has_float32_head=isinstance(config, TeacherEnginesConfig),  # its numbers become a part of the loss
     )
-
-
-async def _check_running(role: str, clients: Sequence[EngineClient], shape: ModelShape) -> None:
-    """Raise an EngineError unless every engine runs and serves a model of the right kind."""
-    for client in clients:
-        try:
-            info = await client.model_info()
-        except EngineError as error:
-            raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
-        finally:
-            await client.close()
-        if bool(info.get("is_generation")) is shape.has_value_head:
-            wanted = "a sequence classifier" if shape.has_value_head else "a language model"
-            raise EngineError(
-                f"{client.endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})"
-            )
 
 
 def model_version(folder: Path) -> str:

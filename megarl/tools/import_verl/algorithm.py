@@ -162,8 +162,8 @@ def _put_teachers(keys: Translation) -> None:
         keys.put("data.source_key", keys.given[f"{prefix}teacher_key"])
     found = (re.match(r"distillation\.teacher_models\.(\w+)\.", key) for key in keys.written)
     names = list(dict.fromkeys(match[1] for match in found if match)) or ["teacher_model"]
-    # verl's teachers are servers. Ours on engines have a pool each and score at temperature 1 alone.
-    is_served = len(names) == 1 and keys.given.get("actor_rollout_ref.rollout.temperature", 1.0) == 1
+    # verl's teachers are servers. Ours on engines have a pool each.
+    is_served = len(names) == 1
     for name in names:
         theirs, role = f"{prefix}teacher_models.{name}.", f"roles.teacher.{name}"
         tensor = keys.take(f"{theirs}inference.tensor_model_parallel_size", f"{role}.tensor", default=1)

@@ -309,7 +309,7 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         (
             "distillation.enabled=True actor_rollout_ref.rollout.temperature=0.7",
             "roles.teacher.teacher_model.kind",
-            "ranks",
+            "engines",
         ),
     ],
 )

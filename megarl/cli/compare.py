@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import JsonValue
 from rich.table import Table
+from rich.text import Text
 
 from megarl.cli.display import make_console
 from megarl.cli.run_folder import write_text
@@ -54,7 +55,10 @@ class ComparedTable:
     rows: list[tuple[str, ...]]
 
     def to_terminal(self) -> Table:
-        table = Table(*self.header, title=self.title, title_justify="left")
+        table = Table(title=self.title, title_justify="left")
+        for place, name in enumerate(self.header):
+            # Keys stay whole on a narrow terminal, and no value loses its end.
+            table.add_column(Text(name, overflow="fold"), overflow="fold", no_wrap=place == 0)
         for row in self.rows:
             table.add_row(*row)
         return table

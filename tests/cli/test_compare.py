@@ -39,6 +39,19 @@ def test_results_and_different_keys_are_side_by_side(runs: list[str], capsys: py
     assert not any(line and line[0] == "run.name" for line in lines)
 
 
+def test_no_name_is_cut_on_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"a_run_with_a_long_name_{number}" for number in range(3)]
+    folders = [
+        write_run(tmp_path, name, reward=0.25, sampling={"max_response_tokens": 10**n})
+        for n, name in enumerate(names, 1)
+    ]
+    assert run(["compare", *map(str, folders)]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "sampling.max_response_tokens" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
 def test_a_recipe_of_another_version_is_compared_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [make_run(tmp_path / name, num_steps=steps) for name, steps in (("first", 2), ("second", 3))]
     assert run(["compare", *map(str, folders)]) == 0
@@ -69,6 +82,11 @@ def test_the_page_has_a_curve_of_each_run(runs: list[str], tmp_path: Path) -> No
             lines = "[...document.querySelectorAll('.card .line')].map((line) => line.getAttribute('class'))"
             colours = await page.evaluate(f"{lines}.flatMap((name) => name.match(/line-\\d/)).join()")
             assert set(colours.split(",")) == {"line-0", "line-1"}
+            where = "[...document.querySelectorAll('.compared, .card')].map((one) => one.className)"
+            places = (await page.evaluate(f"{where}.join()")).split(",")
+            assert (places[0], places[-1]) == ("compared", "compared")
+            assert await page.evaluate("document.getElementById('tab-rollouts').textContent") == "Rollouts of plain"
+            assert not await page.evaluate("document.getElementById('status').textContent")
             assert not page.complaints
 
     asyncio.run(main())

@@ -172,9 +172,10 @@ class RunFolder:
 
 
 def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
-    """Return the overview of the first run with the curves of all: in each chart one series per run and name.
+    """Return the curves of all runs, in each chart one series per run and name, and the timeline of the first.
 
-    A series has the number of its run, which gives it its colour, and its own among those of the run.
+    A series has the number of its run, which gives it its colour, and its own among those of the run. Warnings and the
+    reason of an end are in the pages of the runs.
     """
     overviews: dict[str, dict[str, Any]] = {name: dict(run.overview()) for name, run in runs.items()}
     charts: dict[tuple[str, str], list[Any]] = {}
@@ -187,9 +188,13 @@ def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
                 for part, one in enumerate(chart["series"])
             ]
     merged = [{"section": section, "title": title, "series": series} for (section, title), series in charts.items()]
-    first = next(iter(overviews.values()))
-    facts = [f"{name}: {one['algorithm']}, step {one['step']} of {one['steps']}" for name, one in overviews.items()]
-    return {**first, "name": " · ".join(runs), "facts": facts, "charts": merged}
+    shown, first = next(iter(overviews.items()))
+    facts = [
+        f"{name}: {one['algorithm']}, step {one['step']} of {one['steps']}, {one['status']}"
+        for name, one in overviews.items()
+    ]
+    own = {"name": " · ".join(runs), "facts": facts, "charts": merged, "shown": shown}
+    return {**first, **own, "status": "", "reason": None, "warnings": []}
 
 
 def _matches(row: Mapping[str, Any], query: RolloutQuery) -> bool:

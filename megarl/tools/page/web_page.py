@@ -59,7 +59,7 @@ def report_page(run: RunFolder) -> str:
 def comparison_page(runs: Mapping[str, RunFolder], tables: Sequence[JsonValue] = ()) -> str:
     """Return the same document with the curves of several runs in each chart, and the rollouts of the first.
 
-    A table is `{title, header, rows}` and stands above the curves.
+    A table is `{title, header, rows}`; the first stands above the curves, the others below.
     """
     first = next(iter(runs.values()))
     return _document({"run": {**compare_overviews(runs), "tables": list(tables)}, **_chosen_rollouts(first)})

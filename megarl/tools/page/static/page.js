@@ -44,6 +44,8 @@
     at("name").textContent = run.name;
     at("status").textContent = run.status;
     at("status").className = `badge status-${run.status}`;
+    at("status").hidden = !run.status;
+    if (run.shown) for (const view of ["timeline", "rollouts"]) at(`tab-${view}`).textContent = `${view[0].toUpperCase()}${view.slice(1)} of ${run.shown}`;
     const facts = run.facts ?? [
       run.algorithm,
       `step ${run.step} of ${run.steps}`,
@@ -68,7 +70,11 @@
         showHead(run);
         megarl.rightFrom = run.recipe.evaluation?.right_from ?? 1;
         megarl.charts.draw(at("curves"), run.charts);
-        if (run.tables) at("curves").prepend(element("div", { class: "tables" }, ...run.tables.map(megarl.charts.table)));
+        if (run.tables) {
+          const [results, ...recipes] = run.tables.map(megarl.charts.table);
+          at("curves").prepend(results);
+          at("curves").append(...recipes);
+        }
         megarl.timeline.draw(at("timeline"), run.spans, run.idle, run.episodes);
       }
     } catch (error) {

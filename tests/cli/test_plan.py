@@ -27,6 +27,7 @@ PUBLIC = [
     "grpo_235b",
     "dapo_32b",
     "dapo_70b_async",
+    "grpo_32b_32k",
     "grpo_32b_128k",
 ]
 

@@ -28,6 +28,7 @@ from megarl.rollout.commands import (
 )
 from megarl.rollout.tool_commands import ToolCommand, ToolCommandHandler
 from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.fp8 import probe_products
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.executors.transfer import Receiver
@@ -72,6 +73,7 @@ class _Member:
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
+        self._is_probed = False
 
     def handle(self, command: PublishCommand, message: CommandMessage, model: torch.nn.Module) -> Reply:
         match command:
@@ -80,7 +82,7 @@ class _Member:
             case Join():
                 self._join(command, message, model)
             case Receive(version=version):
-                return Reply(digests=self._receive(version))
+                return Reply(digests=self._receive(version, model))
             case _:
                 assert_never(command)
         return Reply()
@@ -117,10 +119,13 @@ class _Member:
             keeps_open=transfer.keeps_open,
         )
 
-    def _receive(self, version: int) -> dict[str, int]:
+    def _receive(self, version: int, model: torch.nn.Module) -> dict[str, int]:
         if self._receiver is None:
             raise WeightSyncError("not in a transfer group; join comes first")
         digests = self._receiver.receive(version)
+        if not self._is_probed:
+            probe_products(model)
+        self._is_probed = True
         if torch.cuda.is_available():
             # The next forward pass runs on a stream of its own.
             torch.cuda.synchronize()

@@ -206,7 +206,7 @@ class LoopBuilder:
             temperature=1.0 if isinstance(recipe.algorithm, OfflineConfig) else recipe.sampling.temperature,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
-            dtype=recipe.run.dtype,
+            dtype=recipe.run.dtype if serving.config.fp8_keep is None else "fp8",
         )
         canary = Canary(
             serving.fleet,

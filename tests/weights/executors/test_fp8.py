@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.config.model import Family
+from megarl.errors import WeightSyncError
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.digest import digest_bytes
 from megarl.weights.executors.digest_sums import check_digests
-from megarl.weights.executors.fp8 import Fp8Tensors, quantise, restored
+from megarl.weights.executors.fp8 import Fp8Tensors, probe_products, quantise, restored
 from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.fp8 import SCALES, fp8_engine_layout, fp8_trainer_layout
@@ -85,6 +86,34 @@ def test_an_unfinished_block_at_the_edge_is_quantised_as_if_filled_with_zeros() 
     expected, expected_scales = quantised(filled)
     assert torch.equal(elements.float(), expected[:130, :200].float())
     assert torch.equal(scales, expected_scales)
+
+
+class Product:
+    """A quant method whose kernel reads weights times `factor`."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self, layer: torch.nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None
+        assert isinstance(layer.weight, Tensor)
+        assert isinstance(layer.weight_scale_inv, Tensor)
+        return (inputs.float() @ restored(layer.weight, layer.weight_scale_inv).T * self.factor).bfloat16()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2, float("nan")])
+def test_a_probe_finds_kernels_that_read_the_weights_in_another_way(factor: float) -> None:
+    layer = torch.nn.Module()
+    elements, scales = quantised(torch.randn(256, 128))
+    layer.weight = torch.nn.Parameter(elements, requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+    layer.quant_method = Product(factor)  # type: ignore[assignment]
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "qkv_proj": layer})
+    if factor == 1.0:
+        probe_products(model)
+        return
+    with pytest.raises(WeightSyncError, match=r"qkv_proj: products in FP8 are (0.2|nan)"):
+        probe_products(model)
 
 
 def fp8_plan(family: Family, parallel: MegatronParallel, *, keep: tuple[str, ...], is_near: bool) -> Plan:

@@ -129,7 +129,8 @@ class RolloutSums:
 
     counts: npt.NDArray[np.float64]  # [B], tokens that the policy chose
     kl: npt.NDArray[np.float64] | None  # [B], sum of the estimates of KL at these tokens; None without a penalty
-    advantages: npt.NDArray[np.float64] | None  # [B], their size; None where all tokens of a rollout have the same
+    ratios: npt.NDArray[np.float64] | None = None  # [B], their log-probability less the reference's, to compare pairs
+    advantages: npt.NDArray[np.float64] | None = None  # [B], their size; None where all tokens have the same
 
 
 def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float32]]:

@@ -54,8 +54,8 @@ _MAX_LOG_POWER = 500.0
 
 _Number = TypeVar("_Number", np.float32, np.float64)
 
-TokenCreditConfig: TypeAlias = GaeConfig | ReinforcePpConfig | RemaxConfig
-"""Estimators that give tokens of one rollout different advantages, each rollout by itself."""
+TokenCreditConfig: TypeAlias = GaeConfig | PrimeConfig | ReinforcePpConfig | RemaxConfig
+"""Estimators that give tokens of one rollout different advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +112,12 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
     if config.estimator is not None:
         return _of_user(config.estimator, outcomes)
     match config:
-        case GaeConfig() | ReinforcePpConfig() | RemaxConfig():
+        case GaeConfig() | PrimeConfig() | ReinforcePpConfig() | RemaxConfig():
             raw = credit_tokens(config, outcomes)
-            mean, scale = whitening(config, np.array([moments(tokens) for tokens in raw.tokens]))
-            return Credit(
-                advantages=placed(((tokens - mean) * scale for tokens in raw.tokens), masks), returns=raw.returns
-            )
+            of_rollouts = np.array([moments(tokens) for tokens in raw.tokens])
+            rows = step_scales(config, outcomes.rewards, outcomes.groups, of_rollouts)
+            advantages = (scaled(config, tokens, row) for tokens, row in zip(raw.tokens, rows, strict=True))
+            return Credit(advantages=placed(advantages, masks), returns=raw.returns)
         case GrpoConfig():
             per_rollout = grpo(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
             scales = grpo_scales(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
@@ -125,15 +125,13 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
         case GroupConfig():
             per_rollout, scale = compare(config, outcomes.totals, outcomes.groups, outcomes.lengths)
             return _to_go(_over_tokens(per_rollout, masks), scale * has_others(outcomes.groups), outcomes)
-        case PrimeConfig():
-            return _prime(config, outcomes)
         case _:
             return _over_tokens(_per_rollout(config, outcomes), masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawCredit:
-    """The advantages of the tokens that the policy chose, before they are scaled over the step."""
+    """The advantages of the tokens that the policy chose, before they are compared with others of the step."""
 
     tokens: Sequence[Wide]  # per rollout
     returns: tuple[FloatArray, ...] | None = None
@@ -144,6 +142,8 @@ def credit_tokens(config: TokenCreditConfig, outcomes: Outcomes) -> RawCredit:
     match config:
         case GaeConfig():
             return _gae(outcomes, gamma=config.gamma, lam=config.lam)
+        case PrimeConfig():
+            return _prime(outcomes, right_from=config.right_from)
         case ReinforcePpConfig():
             return RawCredit(tokens=_rewards_to_go(outcomes, gamma=config.gamma))
         case RemaxConfig():
@@ -158,18 +158,30 @@ def moments(tokens: Wide) -> tuple[float, float, float]:
     return len(tokens), mean, float(np.square(tokens - mean).sum())
 
 
-def whitening(config: TokenCreditConfig, of_rollouts: Wide) -> tuple[float, float]:
-    """Return what to take from advantages and the factor after it: to mean 0 and variance 1 over the step's tokens.
+def step_scales(config: TokenCreditConfig, rewards: Wide, groups: Groups, of_rollouts: Wide) -> Wide:
+    """[B, 3], what is taken from the raw credit of each rollout, the factor after it, and what is added.
 
-    `of_rollouts` has the moments of each rollout. [B, 3]
+    `of_rollouts` has the moments of each rollout, [B, 3]. GAE and REINFORCE++: to mean 0 and variance 1 over the step's
+    tokens. `prime`: the others' mean is taken from rewards of tokens, and RLOO of the outcome is added.
     """
-    if isinstance(config, RemaxConfig):
-        return 0.0, 1.0
     counts, means, squares = of_rollouts.T
-    num_tokens = counts.sum()
-    mean = float((counts * means).sum() / max(num_tokens, 1))
-    variance = float((squares + counts * np.square(means - mean)).sum() / max(num_tokens - 1, 1))
-    return mean, 1 / float(np.sqrt(variance + WHITEN_EPS))
+    num_tokens, taken, factors, added = counts.sum(), 0.0 * means, 0.0 * means + 1, 0.0 * means
+    if isinstance(config, PrimeConfig):
+        has_other, sizes = has_others(groups), np.bincount(groups)
+        taken = (np.bincount(groups, weights=means)[groups] - means) / np.maximum(sizes - 1, 1)[groups]
+        factors, added = config.process_coef * has_other, rloo(rewards, groups) * has_other
+    elif not isinstance(config, RemaxConfig):
+        taken += float((counts * means).sum() / max(num_tokens, 1))
+        variance = float((squares + counts * np.square(means - taken)).sum() / max(num_tokens - 1, 1))
+        factors /= float(np.sqrt(variance + WHITEN_EPS))
+    return np.stack([taken, factors, added], axis=1)
+
+
+def scaled(config: TokenCreditConfig, tokens: Wide, row: Wide) -> Wide:
+    """Return the advantages of one rollout from its raw credit and its row of `step_scales`."""
+    compared: Wide = tokens - row[0]
+    to_go = _discounted_sum(compared, config.gamma) if isinstance(config, PrimeConfig) else compared
+    return to_go * float(row[1]) + float(row[2])
 
 
 def _per_rollout(config: DistillConfig | GdpoConfig | PairConfig | SppoConfig, outcomes: Outcomes) -> Wide:
@@ -274,26 +286,14 @@ def _places(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Wide]
     return np.fromiter(by_token, np.int64, size), np.fromiter(by_token.values(), np.float64, size)
 
 
-def _prime(config: PrimeConfig, outcomes: Outcomes) -> Credit:
-    """Return RLOO of the outcome plus the rewards to go of tokens, each less the mean of the other rollouts' tokens.
-
-    The returns are what the reward model learns from: label - probability that it gave the rollout to be right.
-    """
+def _prime(outcomes: Outcomes, *, right_from: float) -> RawCredit:
+    """Return the rewards of tokens, and as returns what the reward model learns from: label - probability of right."""
     assert outcomes.values is not None, "prime without rewards of tokens"
-    masks, groups = outcomes.loss_masks, outcomes.groups
+    masks = outcomes.loss_masks
     tokens = [values[mask].astype(np.float64) for values, mask in zip(outcomes.values, masks, strict=True)]
-    means = np.array([part.mean() if len(part) else 0.0 for part in tokens])
-    sizes = np.bincount(groups)
-    others = (np.bincount(groups, weights=means)[groups] - means) / np.maximum(sizes - 1, 1)[groups]
-    has_other = has_others(groups)
-    outcome = rloo(outcomes.rewards, groups) * has_other
-    advantages = [
-        whole + config.process_coef * is_compared * _discounted_sum(part - baseline, config.gamma)
-        for whole, is_compared, part, baseline in zip(outcome, has_other, tokens, others, strict=True)
-    ]
     logits = np.array([part.sum() for part in tokens])
-    residuals = (outcomes.rewards >= config.right_from) - np.exp(-np.logaddexp(0.0, -logits))
-    return Credit(advantages=placed(advantages, masks), returns=_over_tokens(residuals, masks).advantages)
+    residuals = (outcomes.rewards >= right_from) - np.exp(-np.logaddexp(0.0, -logits))
+    return RawCredit(tokens=tokens, returns=_over_tokens(residuals, masks).advantages)
 
 
 def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> RawCredit:

@@ -10,7 +10,7 @@ import torch
 
 from megarl.algo.advantage import Credit, Outcomes, estimate
 from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
-from megarl.algo.held_credit import CreditTask, needs_all_numbers
+from megarl.algo.held_credit import CreditTask
 from megarl.algo.loss import kl
 from megarl.algo.selection import (
     Selection,
@@ -33,6 +33,7 @@ from megarl.config.algorithm import (
     KlLossConfig,
     KlRewardConfig,
     PairConfig,
+    PrimeConfig,
     RemaxConfig,
     SftConfig,
 )
@@ -115,8 +116,8 @@ class PolicyGradient:
     def credit_task(self, groups: Sequence[ScoredGroup]) -> CreditTask | None:
         """Return what the ranks have to do with numbers of tokens that they hold; None if nothing."""
         config, penalty = self._config, self._penalty
-        is_credited = isinstance(config, GaeConfig) or penalty is not None
-        if not is_credited or needs_all_numbers(config):
+        is_credited = isinstance(config, GaeConfig | PairConfig | PrimeConfig) or penalty is not None
+        if not is_credited or config.estimator is not None:
             return None
         scored, ids = [scored_only(each) for each in groups], np.flatnonzero(are_scored(groups)).tolist()
         return CreditTask.of(
@@ -184,7 +185,9 @@ class PolicyGradient:
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
             penalties=self._penalties(estimates, loss_masks),
             penalty_sums=self._penalty_sums(estimates.sums),
-            implicit=implicit_rewards(config, estimates, loss_masks) if isinstance(config, PairConfig) else None,
+            implicit=implicit_rewards(config, estimates, loss_masks)
+            if isinstance(config, PairConfig) and estimates != Estimates()
+            else None,
             values=estimates.values,
             earlier_rewards=_earlier_rewards(groups),
         )

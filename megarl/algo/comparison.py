@@ -166,13 +166,26 @@ def implicit_rewards(config: PairConfig, estimates: Estimates, loss_masks: Seque
 
     beta * log-ratio to the reference; for `simpo` beta * mean log-probability; for a reward model its score.
     """
-    assert estimates.logprobs is not None, "a preference without log-probabilities"
-    totals = _masked_sums(estimates.logprobs, loss_masks)
-    if _has_reference(config):
-        assert estimates.reference_logprobs is not None, "a preference without a reference"
-        totals = totals - _masked_sums(estimates.reference_logprobs, loss_masks)
+    totals = None if estimates.sums is None else estimates.sums.ratios
+    if totals is None:
+        totals = log_ratios(config, estimates.logprobs, estimates.reference_logprobs, loss_masks)
     lengths = np.array([num_true(mask) for mask in loss_masks], np.int64)
     return totals * _per_token(config, lengths)
+
+
+def log_ratios(
+    config: PairConfig,
+    logprobs: Sequence[FloatArray] | None,
+    reference: Sequence[FloatArray] | None,
+    loss_masks: Sequence[BoolArray],
+) -> Wide:
+    """[B], the log-probability of each rollout, less that of the reference where there is one."""
+    assert logprobs is not None, "a preference without log-probabilities"
+    totals = _masked_sums(logprobs, loss_masks)
+    if not has_reference(config):
+        return totals
+    assert reference is not None, "a preference without a reference"
+    return totals - _masked_sums(reference, loss_masks)
 
 
 def pair_advantages(config: PairConfig, pairs: Pairs, implicit: Wide, lengths: npt.NDArray[np.int64]) -> Wide:
@@ -244,7 +257,7 @@ def _per_token(config: PairConfig, lengths: npt.NDArray[np.int64]) -> Wide:
     return np.full(len(lengths), _beta(config))
 
 
-def _has_reference(config: PairConfig) -> bool:
+def has_reference(config: PairConfig) -> bool:
     return isinstance(config, PreferenceConfig) and config.preference != "simpo"
 
 

@@ -12,27 +12,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megarl.algo.advantage import Outcomes, RawCredit, TokenCreditConfig, credit_tokens, moments, placed, whitening
-from megarl.algo.comparison import Wide
-from megarl.algo.loss import kl
-from megarl.config.algorithm import (
-    EstimatorConfig,
-    GaeConfig,
-    KlEstimate,
-    PairConfig,
-    PolicyGradientConfig,
-    PrimeConfig,
+from megarl.algo.advantage import (
+    Outcomes,
+    RawCredit,
+    TokenCreditConfig,
+    credit_tokens,
+    moments,
+    placed,
+    scaled,
+    step_scales,
 )
+from megarl.algo.comparison import Groups, Wide, has_reference, log_ratios
+from megarl.algo.loss import kl
+from megarl.config.algorithm import EstimatorConfig, GaeConfig, KlEstimate, PairConfig, PrimeConfig
 from megarl.tokens import RolloutSums, SampleNumbers, is_repeated, joined_numbers
 from megarl.types import BoolArray, FloatArray
 
-_KL, *_MOMENTS = range(4)
-"""The columns of a rank's answer."""
-
-
-def needs_all_numbers(config: PolicyGradientConfig) -> bool:
-    """Whether credit compares numbers of all tokens of a step, which the driver fetches for it."""
-    return config.estimator is not None or isinstance(config, PairConfig | PrimeConfig)
+_SUM, *_MOMENTS = range(4)
+"""The columns of a rank's answer: the sum of estimates of KL or, for pairs, of log-ratios; the raw credit's moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,7 @@ class CreditTask:
     kl_coef: float
     sample_ids: tuple[int, ...]  # B, indices into the step's samples
     rewards: Wide  # [B]
+    groups: Groups  # [B]
     masks: tuple[BoolArray | int, ...]  # B of [T_i]; a number of tokens where the policy chose all
     baselines: Wide | None
     earlier_rewards: tuple[Mapping[int, float], ...] | None
@@ -57,7 +55,9 @@ class CreditTask:
     @property
     def columns(self) -> tuple[str, ...]:
         """The numbers of tokens that it needs."""
-        values = ("values",) if isinstance(self.config, GaeConfig) else ()
+        if isinstance(self.config, PairConfig):
+            return ("logprobs", "reference_logprobs") if has_reference(self.config) else ("logprobs",)
+        values = ("values",) if isinstance(self.config, GaeConfig | PrimeConfig) else ()
         return (*values, *(() if self.kl is None else ("logprobs", "reference_logprobs")))
 
     @classmethod
@@ -76,6 +76,7 @@ class CreditTask:
             kl_coef=kl_coef,
             sample_ids=tuple(sample_ids),
             rewards=outcomes.rewards,
+            groups=outcomes.groups,
             # All elements of a repeated one would be sent.
             masks=tuple(len(mask) if is_repeated(mask) and mask[0] else mask for mask in outcomes.loss_masks),
             baselines=outcomes.baselines,
@@ -90,6 +91,7 @@ class CreditTask:
             self,
             sample_ids=tuple(self.sample_ids[place] for place in places),
             rewards=self.rewards[places],
+            groups=self.groups[places],
             masks=tuple(self.masks[place] for place in places),
             baselines=None if self.baselines is None else self.baselines[places],
             earlier_rewards=None if earlier is None else tuple(earlier[place] for place in places),
@@ -99,31 +101,38 @@ class CreditTask:
         """Assign raw credit from these columns, each of [T_i] by sample; samples without a score get none."""
         masks = tuple(np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in self.masks)
         distances = self._distances(columns)
-        kl_sums = [0.0] * len(masks)
+        sums = np.zeros(len(masks))
         if distances is not None:
-            kl_sums = [float(each[mask].sum(dtype=np.float64)) for each, mask in zip(distances, masks, strict=True)]
+            sums[:] = [each[mask].sum(dtype=np.float64) for each, mask in zip(distances, masks, strict=True)]
+        if isinstance(self.config, PairConfig):
+            numbers = ([columns[name][i] for i in self.sample_ids] for name in self.columns)
+            sums = log_ratios(self.config, next(numbers), next(numbers, None), masks)
         config, raw = self.token_config, None
         if config is not None:
             raw = credit_tokens(config, self._outcomes(masks, distances, columns))
         spread = [(mask.sum(), 0.0, 0.0) for mask in masks] if raw is None else map(moments, raw.tokens)
         lengths = {sample_id: len(array) for sample_id, array in next(iter(columns.values())).items()}
         return PartCredit(
+            config=config,
             sample_ids=self.sample_ids,
             masks=masks,
             raw=raw,
             lengths=lengths,
-            rows=np.array([(kl_sum, *row) for kl_sum, row in zip(kl_sums, spread, strict=True)]).reshape(-1, 4),
+            rows=np.array([(total, *row) for total, row in zip(sums, spread, strict=True)]).reshape(-1, 4),
         )
 
-    def sums(self, rows: Wide) -> tuple[RolloutSums, float, float]:
-        """Return the sums of all rollouts from the ranks' answers, [B, 4], and the mean and factor of advantages."""
-        counts, means, squares = rows[:, _MOMENTS].T
-        config, mean, scale, sizes = self.token_config, 0.0, 1.0, None
-        if config is not None:
-            mean, scale = whitening(config, rows[:, _MOMENTS])
-            sizes = scale * np.sqrt(squares / np.maximum(counts, 1) + np.square(means - mean))
-        kl_sums = None if self.kl is None else rows[:, _KL]
-        return RolloutSums(counts=counts, kl=kl_sums, advantages=sizes), mean, scale
+    def sums(self, rows: Wide) -> RolloutSums:
+        """Return the sums of all rollouts from the ranks' answers, [B, 4]."""
+        return RolloutSums(
+            counts=rows[:, _MOMENTS[0]],
+            kl=None if self.kl is None else rows[:, _SUM],
+            ratios=rows[:, _SUM] if isinstance(self.config, PairConfig) else None,
+        )
+
+    def scales(self, rows: Wide) -> Wide | None:
+        """Return by which numbers the ranks settle the credit of tokens, [B, 3]; None where there is none."""
+        config = self.token_config
+        return None if config is None else step_scales(config, self.rewards, self.groups, rows[:, _MOMENTS])
 
     def _distances(self, columns: Mapping[str, Mapping[int, FloatArray]]) -> list[FloatArray] | None:
         if self.kl is None:
@@ -142,7 +151,7 @@ class CreditTask:
         values = columns.get("values")
         return Outcomes(
             rewards=self.rewards,
-            groups=np.arange(len(masks)),
+            groups=np.arange(len(masks)),  # the others of a group may be elsewhere
             loss_masks=masks,
             baselines=self.baselines,
             penalties=None
@@ -157,6 +166,7 @@ class CreditTask:
 class PartCredit:
     """The raw credit of a rank's rollouts."""
 
+    config: TokenCreditConfig | None
     sample_ids: tuple[int, ...]
     masks: tuple[BoolArray, ...]
     raw: RawCredit | None  # None where all tokens of a rollout have one advantage, which the driver knows
@@ -164,14 +174,19 @@ class PartCredit:
     """Tokens of each sample of the rank, those without a score included."""
     rows: Wide  # [S, 4]
 
-    def settle(self, mean: float, scale: float) -> dict[str, SampleNumbers]:
-        """Return the columns of an update: scaled advantages, and returns where there are some. Without a score: 0."""
+    def settle(self, rows: Wide) -> tuple[dict[str, SampleNumbers], Wide]:
+        """Return the columns of an update, and the size of each rollout's advantages, [S]; `rows` are its `scales`.
+
+        The columns are advantages, and returns where there are some. Samples without a score have 0.
+        """
+        assert self.config is not None, "no credit of tokens"
         assert self.raw is not None, "no credit of tokens"
-        advantages = placed(((tokens - mean) * scale for tokens in self.raw.tokens), self.masks)
-        columns = {"advantages": advantages}
+        tokens = [scaled(self.config, raw, row) for raw, row in zip(self.raw.tokens, rows, strict=True)]
+        columns = {"advantages": placed(tokens, self.masks)}
         if self.raw.returns is not None:
             columns["returns"] = self.raw.returns
-        return {name: self._numbers(arrays) for name, arrays in columns.items()}
+        sizes = np.array([np.sqrt(np.square(each).mean()) if len(each) else 0.0 for each in tokens])
+        return {name: self._numbers(arrays) for name, arrays in columns.items()}, sizes
 
     def _numbers(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
         known = dict(zip(self.sample_ids, arrays, strict=True))

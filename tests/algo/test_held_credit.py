@@ -19,9 +19,12 @@ from megarl.config.algorithm import (
     GaeConfig,
     GrpoConfig,
     KlRewardConfig,
+    OnlineDpoConfig,
+    PairConfig,
     PrimeConfig,
     ReinforcePpConfig,
     RemaxConfig,
+    SpinConfig,
 )
 from megarl.tokens import SampleNumbers, by_sample, repeated
 from megarl.types import Estimates, FloatArray, Score, ScoredGroup, TrainSample
@@ -35,6 +38,10 @@ CONFIGS: dict[str, EstimatorConfig] = {
     "reinforce_pp": ReinforcePpConfig(kind="reinforce_pp", gamma=0.98, kl=KL),
     "remax": RemaxConfig(kind="remax", kl=KL),
     "grpo": GrpoConfig(kind="grpo", kl=KL),
+    "prime": PrimeConfig(kind="prime", gamma=0.9, process_coef=2.0),
+    "online_dpo": OnlineDpoConfig(kind="online_dpo", kl=KlRewardConfig(kind="reward", coef=0.1)),
+    "simpo": OnlineDpoConfig(kind="online_dpo", preference="simpo"),
+    "spin": SpinConfig(kind="spin", kl=KlRewardConfig(kind="reward", coef=0.1)),
 }
 
 
@@ -60,21 +67,21 @@ def a_step(seed: int) -> tuple[list[ScoredGroup], dict[str, dict[int, FloatArray
 
 def in_one_place(
     config: EstimatorConfig, groups: list[ScoredGroup], columns: dict[str, dict[int, FloatArray]]
-) -> tuple[list[TrainSample], float | None]:
+) -> tuple[list[TrainSample], PolicyGradient]:
     logprobs, references, values = (tuple(column.values()) for column in columns.values())
     estimates = Estimates(
         logprobs=logprobs,
         reference_logprobs=references,
-        values=values if isinstance(config, GaeConfig) else None,
+        values=values if isinstance(config, GaeConfig | PrimeConfig) else None,
     )
     algorithm = PolicyGradient(config, max_response_tokens=16)
-    return algorithm.assign(groups, estimates), algorithm.kl_coef
+    return algorithm.assign(groups, estimates), algorithm
 
 
 def in_parts(
     config: EstimatorConfig, groups: list[ScoredGroup], columns: dict[str, dict[int, FloatArray]], owners: list[int]
-) -> tuple[list[TrainSample], dict[str, dict[int, FloatArray]], float | None]:
-    """Return the samples, the columns that the ranks have of them, and the next coefficient."""
+) -> tuple[list[TrainSample], dict[str, dict[int, FloatArray]], PolicyGradient]:
+    """Return the samples, the columns that the ranks have of them, and the algorithm after it."""
     algorithm = PolicyGradient(config, max_response_tokens=16)
     task = algorithm.credit_task(groups)
     assert task is not None
@@ -85,10 +92,16 @@ def in_parts(
         of_rank: CreditTask = pickle.loads(pickle.dumps(task.among(mine)))
         parts.append(of_rank.assess({name: {i: columns[name][i] for i in mine} for name in task.columns}))
         rows[[task.sample_ids.index(i) for i in of_rank.sample_ids]] = parts[-1].rows
-    sums, mean, scale = task.sums(rows)
-    settled = [part.settle(mean, scale) for part in parts] if task.token_config is not None else []
-    found = {name: by_sample(each[name] for each in settled) for name in (settled[0] if settled else ())}
-    return algorithm.assign(groups, Estimates(sums=sums)), found, algorithm.kl_coef
+    sums, scales, found = task.sums(rows), task.scales(rows), dict[str, dict[int, FloatArray]]()
+    if scales is not None:
+        places = [[task.sample_ids.index(i) for i in part.sample_ids] for part in parts]
+        settled = [part.settle(scales[of_part]) for part, of_part in zip(parts, places, strict=True)]
+        found = {name: by_sample(columns[name] for columns, _ in settled) for name in settled[0][0]}
+        sizes = np.zeros(len(task.sample_ids))
+        for of_part, (_, of_rank_sizes) in zip(places, settled, strict=True):
+            sizes[of_part] = of_rank_sizes
+        sums = replace(sums, advantages=sizes)
+    return algorithm.assign(groups, Estimates(sums=sums)), found, algorithm
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -97,9 +110,12 @@ def in_parts(
 def test_credit_does_not_depend_on_where_its_numbers_are(name: str, seed: int, owners: list[int]) -> None:
     config = CONFIGS[name]
     groups, columns = a_step(seed)
-    expected, expected_coef = in_one_place(config, groups, columns)
-    samples, found, coef = in_parts(config, groups, columns, owners)
-    assert coef == (None if expected_coef is None else pytest.approx(expected_coef, rel=1e-6))
+    expected, whole_step = in_one_place(config, groups, columns)
+    samples, found, algorithm = in_parts(config, groups, columns, owners)
+    coef = whole_step.kl_coef
+    assert algorithm.kl_coef == (None if coef is None else pytest.approx(coef, rel=1e-6))
+    assert algorithm.pairs == whole_step.pairs
+    assert (algorithm.pairs is not None) == isinstance(config, PairConfig)
     for index, (sample, whole) in enumerate(zip(samples, expected, strict=True)):
         np.testing.assert_array_equal(sample.rollout.loss_mask, whole.rollout.loss_mask)
         advantages = found["advantages"][index] if found else sample.advantages
@@ -124,12 +140,12 @@ def test_the_driver_sends_no_mask_that_has_only_one_value() -> None:
     [
         GrpoConfig(kind="grpo"),
         GaeConfig(kind="gae", estimator="mine.py:estimate"),
-        PrimeConfig(kind="prime"),
-        DpoConfig(kind="dpo"),
+        PrimeConfig(kind="prime", estimator="mine.py:estimate"),
+        DpoConfig(kind="dpo", estimator="mine.py:estimate"),
     ],
     ids=lambda config: str(config.kind),
 )
-def test_ranks_assign_nothing_where_rewards_suffice_or_all_numbers_are_compared(config: EstimatorConfig) -> None:
+def test_ranks_assign_nothing_where_rewards_suffice_or_a_user_compares_all_numbers(config: EstimatorConfig) -> None:
     assert PolicyGradient(config, max_response_tokens=16).credit_task([scored_group(0, [1, 0])]) is None
 
 

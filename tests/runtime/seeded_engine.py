@@ -73,6 +73,7 @@ class SeededEngines:
 def seeded_engines(num_engines: int) -> Iterator[SeededEngines]:
     engines = SeededEngines()
     started, loop = threading.Event(), asyncio.new_event_loop()
+    runners: list[web.AppRunner] = []
 
     async def start() -> None:
         for index in range(num_engines):
@@ -82,16 +83,23 @@ def seeded_engines(num_engines: int) -> Iterator[SeededEngines]:
             app.router.add_post("/abort_request", _healthy)
             app.router.add_get("/server_info", _healthy)
             app.router.add_get("/model_info", engines.model_info)
-            runner = web.AppRunner(app, handler_cancellation=True)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
             await runner.setup()
+            runners.append(runner)
             site = web.TCPSite(runner, LOOPBACK, 0)
             await site.start()
             engines.ports.append(runner.addresses[0][1])
         started.set()
 
+    async def stop() -> None:
+        for runner in runners:
+            await runner.cleanup()  # else the handlers of open connections are destroyed while they wait
+
     def serve() -> None:
         loop.create_task(start())
         loop.run_forever()
+        loop.run_until_complete(stop())
+        loop.close()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS_PER_STEP = 8
 ALONE = ("evaluation=null", "data.eval=[]")
-STEPS = ("run.steps=4", "checkpoint.save_every_steps=1", *ALONE)
+STEPS = ("run.steps=3", "checkpoint.save_every_steps=1", *ALONE)
 KEEP_ALL = f"observe.rollouts.groups_per_step={PROMPTS_PER_STEP}"
 
 
@@ -44,7 +44,7 @@ def at_once(folder: Path) -> Run:
 
 
 @pytest.mark.fault("kill -9 of the driver with rollout workers", "no worker is left; goes on; the same bits")
-@pytest.mark.parametrize(("num_workers", "num_later"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("num_workers", "num_later"), [(1, 1), (2, 1), (4, 4)])
 def test_a_run_with_workers_that_was_killed_in_a_step_goes_on_and_ends_with_the_same_bits(
     folder: Path, at_once: Run, num_workers: int, num_later: int
 ) -> None:
@@ -55,14 +55,14 @@ def test_a_run_with_workers_that_was_killed_in_a_step_goes_on_and_ends_with_the_
     resumed = run(folder, name, *STEPS, KEEP_ALL, *with_workers(num_later, num_engines=num_workers))
     assert resumed.exit_code == 0, resumed.output
     assert "resumed after step " in resumed.output
-    assert _tensors(resumed, 4) == _tensors(at_once, 4)
-    assert read_state(resumed.folder / "checkpoints" / "step_000004") == read_state(
-        at_once.folder / "checkpoints" / "step_000004"
+    assert _tensors(resumed, 3) == _tensors(at_once, 3)
+    assert read_state(resumed.folder / "checkpoints" / "step_000003") == read_state(
+        at_once.folder / "checkpoints" / "step_000003"
     )
     rollouts = {event.summary.step: event.summary.rollouts for event in resumed.steps}  # some steps were taken twice
     assert list(rollouts.values()) == [event.summary.rollouts for event in at_once.steps]
     # The workers wrote the files, here as there the driver.
-    assert list(list_rollouts(resumed.folder)) == [1, 2, 3, 4]
+    assert list(list_rollouts(resumed.folder)) == [1, 2, 3]
     for step, path in list_rollouts(resumed.folder).items():
         assert pq.read_table(path).equals(pq.read_table(list_rollouts(at_once.folder)[step]))
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from megarl.algo.algorithm import PolicyGradient, Sft
-from megarl.algo.held_credit import CreditTask, needs_all_numbers
+from megarl.algo.held_credit import CreditTask
 from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -159,14 +159,13 @@ class _Builder:
         config, ranks = self.recipe.roles.critic, self.trainers.critic
         if config is None or ranks is None:
             return None
-        if isinstance(self.recipe.algorithm, PrimeConfig):
-            models = cast("RankGroup[ImplicitRewardRank]", ranks)
-            pack = self._pack(config, config.pool, self._critic_shape, is_question=True)
-            return ModelQuestion(ask=partial(models.ask, ImplicitRewardRank.rewards), pack=pack)
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
-        pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
         ask = partial(ranks.ask, CriticRank.values)
+        if isinstance(self.recipe.algorithm, PrimeConfig):
+            models = cast("RankGroup[ImplicitRewardRank]", ranks)
+            per_update, ask = None, partial(models.ask, ImplicitRewardRank.rewards)
+        pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
         return ModelQuestion(ask=ask, pack=pack, is_for_credit=self._is_fetched)
 
     def _pack_actor(self, *, is_question: bool = False, is_live: bool = False) -> Pack:
@@ -179,8 +178,9 @@ class _Builder:
 
     @property
     def _is_fetched(self) -> bool:
+        """Whether the driver gets all numbers of tokens: a user's estimator may compare any of them."""
         algorithm = self.recipe.algorithm
-        return isinstance(algorithm, PolicyGradientConfig) and needs_all_numbers(algorithm)
+        return isinstance(algorithm, PolicyGradientConfig) and algorithm.estimator is not None
 
     @property
     def _critic_shape(self) -> ModelShape:

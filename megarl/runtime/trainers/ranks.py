@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import ray
@@ -66,6 +66,9 @@ class HeldPart:
     @classmethod
     def of(cls, numbers: SampleNumbers) -> HeldPart:
         return cls(sample_ids=frozenset(numbers.sample_ids.tolist()), reference=ray.put(numbers))
+
+
+_Settled: TypeAlias = tuple[dict[str, HeldPart], Wide]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +173,12 @@ class RankHost:
         numbers: SampleNumbers = ray.get(part[0])
         return numbers.only(sample_ids)
 
-    def settle(self, mean: float, scale: float) -> dict[str, HeldPart]:
-        """Scale the credit; its columns stay on this node."""
+    def settle(self, scales: Wide) -> _Settled:
+        """Scale the credit; its columns stay on this node, and the size of each rollout's is returned."""
         assert self._credit is not None, "assess comes first"
         credit, self._credit = self._credit, None
-        return {name: HeldPart.of(numbers) for name, numbers in credit.settle(mean, scale).items()}
+        columns, sizes = credit.settle(scales)
+        return {name: HeldPart.of(numbers) for name, numbers in columns.items()}, sizes
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:
@@ -270,17 +274,18 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             for rank, ids in samples.items()
         ]
         answers: list[Wide] = await self._gather("assess", asked, timeout_s=self._timeout_s)
-        rows = np.zeros((len(task.sample_ids), answers[0].shape[1]))
-        places = {sample_id: place for place, sample_id in enumerate(task.sample_ids)}
-        for of_part, answer in zip(tasks.values(), answers, strict=True):
-            rows[[places[sample_id] for sample_id in of_part.sample_ids]] = answer
-        sums, mean, scale = task.sums(rows)
-        if task.token_config is None:
-            return sums, {}
-        started = [self.workers[rank].settle.remote(mean, scale) for rank in tasks]
-        settled: list[dict[str, HeldPart]] = await self._gather("settle", started, timeout_s=self._timeout_s)
-        held = {name: [(rank, parts[name]) for rank, parts in zip(tasks, settled, strict=True)] for name in settled[0]}
-        return sums, {name: self._held(parts) for name, parts in held.items()}
+        order = {sample_id: place for place, sample_id in enumerate(task.sample_ids)}
+        places = [[order[sample_id] for sample_id in of_part.sample_ids] for of_part in tasks.values()]
+        back = np.argsort(np.concatenate(places))  # the answers end to end are in the order of the ranks
+        rows = np.concatenate(answers)[back]
+        scales = task.scales(rows)
+        if scales is None:
+            return task.sums(rows), {}
+        started = [self.workers[rank].settle.remote(scales[of]) for rank, of in zip(tasks, places, strict=True)]
+        settled: list[_Settled] = await self._gather("settle", started, timeout_s=self._timeout_s)
+        parts = [(rank, columns) for rank, (columns, _) in zip(tasks, settled, strict=True)]
+        held = {name: self._held((rank, columns[name]) for rank, columns in parts) for name in settled[0][0]}
+        return replace(task.sums(rows), advantages=np.concatenate([sizes for _, sizes in settled])[back]), held
 
     def _held(self, parts: Iterable[tuple[int, HeldPart | None]]) -> HeldNumbers:
         """Return the numbers of some ranks; one that has none answers None."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,8 @@ Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[Share]]
 """Yields one share per data-parallel rank."""
 Held: TypeAlias = Mapping[str, HeldNumbers]
 """Columns of an update that ranks have computed before it, by name."""
+_COLUMNS = {"logprobs": "old_logprobs"}
+"""The columns that have another name than the question which they answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,20 +208,10 @@ class ModelsTrainer:
 
     async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
         """Return these samples with all numbers of their tokens that ranks hold."""
-        held = {name: numbers for name, numbers in self._held.items() if name != "teacher"}
+        held = {_COLUMNS.get(name, name): numbers for name, numbers in self._held.items() if name != "teacher"}
         selected = await asyncio.gather(*(numbers.select(indices) for numbers in held.values()))
-        known = dict(zip(held, selected, strict=True))
-        return [
-            replace(
-                (sample := samples[index]),
-                advantages=known["advantages"][index] if "advantages" in known else sample.advantages,
-                old_logprobs=known["logprobs"][index] if "logprobs" in known else sample.old_logprobs,
-                reference_logprobs=known["reference_logprobs"][index] if "reference_logprobs" in known else None,
-                values=known["values"][index] if "values" in known else None,
-                returns=known["returns"][index] if "returns" in known else sample.returns,
-            )
-            for index in indices
-        ]
+        known: dict[str, Any] = dict(zip(held, selected, strict=True))
+        return [replace(samples[i], **{name: column[i] for name, column in known.items()}) for i in indices]
 
 
 def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:

@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ FileIdentity: TypeAlias = tuple[int, int]
 """Device and inode of a file."""
 
 _PROC = Path("/proc")
+_LISTS_CHILDREN = (_PROC / "thread-self" / "children").exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +66,24 @@ def all_processes() -> Iterator[ProcessStat]:
 
 def descendants(root: int) -> set[int]:
     """Return the process numbers of `root` and of all processes below it."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for process in all_processes():
-        children[process.parent].append(process.pid)
     family, left = set[int](), [root]
     while left:
         pid = left.pop()
         family.add(pid)
-        left += children[pid]
+        left += _children(pid)
     return family
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process, where the kernel lists them without a look at all other processes."""
+    if not _LISTS_CHILDREN:
+        return [process.pid for process in all_processes() if process.parent == pid]
+    children: list[int] = []
+    with suppress(OSError):  # it ended meanwhile, here and below
+        for thread in (_PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
+    return children
 
 
 def kill_marked(name: str, value: str) -> None:

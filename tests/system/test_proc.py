@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.system import proc
 from megarl.system.proc import (
     ZOMBIE,
     all_processes,
@@ -57,7 +58,13 @@ def test_a_process_that_ended_is_a_zombie_until_it_is_waited_for_and_then_gone()
     assert resident_bytes(process.pid) == 0
 
 
-def test_descendants_are_the_process_its_children_and_theirs() -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_descendants_are_the_process_its_children_and_theirs(is_listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's lists of children, and without."""
+    assert proc._LISTS_CHILDREN
+    monkeypatch.setattr(proc, "_LISTS_CHILDREN", is_listed)
+    if is_listed:
+        monkeypatch.setattr(proc, "all_processes", lambda: pytest.fail("all processes were looked at"))
     script = f"import subprocess, sys; child = subprocess.Popen({SLEEP!r}); print(child.pid, flush=True); child.wait()"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:

@@ -58,7 +58,6 @@ def write_tiny_model(
     kv_heads: int = 2,
     ffn: int = 128,
     seed: int = 0,
-    is_normalized: bool = True,
     rope: dict[str, object] | None = None,
     max_shard_size: str = "1GB",
 ) -> ModelShape:
@@ -78,9 +77,9 @@ def write_tiny_model(
     if family.endswith("_moe"):
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
-        sizes["norm_topk_prob"] = is_normalized
+        sizes["norm_topk_prob"] = family == "qwen3_moe"  # as in the released ones
     if family == "qwen2_moe":
-        sizes |= {"shared_expert_intermediate_size": 2 * ffn, "norm_topk_prob": False}  # as the released ones
+        sizes["shared_expert_intermediate_size"] = 2 * ffn
     if rope is not None:
         sizes["rope_parameters"] = rope
     config = config_class(

@@ -47,7 +47,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "is_tied"), [("qwen2", False), ("qwen2", True), ("qwen3_moe", False)], ids=["untied", "tied", "mixture"]
+    ("family", "is_tied"),
+    [("qwen2", False), ("qwen2", True), ("qwen3_moe", False), ("qwen2_moe", False)],
+    ids=["untied", "tied", "mixture", "shared expert"],
 )
 def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, cluster: Cluster, tmp_path: Path) -> None:
     shape = write_tiny_model(tmp_path / "model", family, tied=is_tied)

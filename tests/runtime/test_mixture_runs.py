@@ -30,14 +30,15 @@ MIXTURE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
-    dense, mixture = path / "arithmetic" / "model", path / "mixture"
+    dense = path / "arithmetic" / "model"
     sizes = json.loads((dense / "config.json").read_text())
-    write_tiny_model(mixture, "qwen3_moe", vocab=sizes["vocab_size"], layers=LAYERS, seed=1)
-    config = json.loads((mixture / "config.json").read_text())
-    config |= {name: sizes[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (mixture / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(dense / name, mixture / name)
+    for mixture, family in ((path / "mixture", "qwen3_moe"), (path / "shared", "qwen2_moe")):
+        write_tiny_model(mixture, family, vocab=sizes["vocab_size"], layers=LAYERS, seed=1)
+        config = json.loads((mixture / "config.json").read_text())
+        config |= {name: sizes[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        (mixture / "config.json").write_text(json.dumps(config))
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(dense / name, mixture / name)
     return path
 
 
@@ -53,9 +54,9 @@ def check_replayed(done: Run, *, steps: int) -> None:
         assert update.engine_mismatch is None or update.engine_mismatch < 1e-5
 
 
-def test_a_mixture_is_trained_with_the_experts_of_its_engine(folder: Path) -> None:
-    model = f"model.path={folder / 'mixture'}"
-    check_replayed(run(folder, "replayed", model, *MIXTURE), steps=2)
+@pytest.mark.parametrize("model", ["mixture", pytest.param("shared", marks=pytest.mark.slow)])
+def test_a_mixture_is_trained_with_the_experts_of_its_engine(model: str, folder: Path) -> None:
+    check_replayed(run(folder, f"replayed_{model}", f"model.path={folder / model}", *MIXTURE), steps=2)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_ranks_verify_a_checkpoint_together(split: str, cluster: Cluster, models
         ("qwen3", "CP2", "TP2"),
         ("qwen3", "PP2", "CP2"),
         ("qwen3_moe", "EP2", "TP2-SP"),
-        ("qwen3_moe", "TP2-EP4-ETP1", "EP2-PP2"),
+        ("qwen2_moe", "TP2-EP4-ETP1", "EP2-PP2"),
     ],
 )
 def test_another_layout_goes_on_where_the_first_stood(

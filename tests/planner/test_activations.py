@@ -159,6 +159,22 @@ def test_each_rank_has_copies_of_its_own_experts() -> None:
     assert fp8_weight_bytes(work, 0) == 2 * 46 * (experts + projections)
 
 
+def test_a_shared_expert_is_divided_like_a_dense_block() -> None:
+    shape = PUBLIC_MODELS["qwen1.5-moe-a2.7b"]
+    assert shape.experts is not None
+    split = ActorConfig(pool="train", tensor=4, is_sequence_parallel=True, expert=4, expert_tensor=1, precision="fp8")
+    work = ModelWork.of(shape, split, tokens_per_micro_batch=8192, device="cuda")
+    without = replace(work, shape=replace(shape, experts=replace(shape.experts, shared=0)))
+    assert fp8_weight_bytes(work, 0) - fp8_weight_bytes(without, 0) == 2 * 22 * 3 * 5632 * 2048 // 4
+    # Gate and up in bfloat16, their product in FP8, and the output in front of the gate.
+    kept = (2 * 2 + 1) * 5632 // 4 + 2 * 2048 // 4
+    assert layer_bytes(work).total - layer_bytes(without).total == kept
+    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    recomputed = replace(work, split=split.model_copy(update={"megatron": again}))
+    feed_forward = 3 * (4 * 1408 + 5632)
+    assert recomputed_share(recomputed) == pytest.approx(feed_forward / (feed_forward + 4 * 2048))
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers", "tokens", "precision", "measured_gb"),
     [

@@ -85,6 +85,13 @@ def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_b
     assert fast < slow < 16 * fast
 
 
+def test_every_token_computes_with_the_shared_expert() -> None:
+    mixture = PUBLIC_MODELS["qwen1.5-moe-a2.7b"]
+    work = forward_work(mixture, num_tokens=1, num_squared_tokens=0)
+    assert work.total == 2 * (2_689_173_504 - 151936 * 2048)
+    assert work.expert == 2 * 24 * 4 * 3 * 1408 * 2048
+
+
 def test_old_log_probabilities_cost_a_forward_pass_only_with_several_updates() -> None:
     assert time_of(make_recipe()).seconds(PhaseName.OLD) == 0
     timing = time_of(make_recipe("train.prompts_per_update=64"))

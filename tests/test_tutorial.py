@@ -80,8 +80,9 @@ def look_at(words: list[str]) -> None:
     try:
         assert viewing.stdout is not None
         address = next(found[0] for line in viewing.stdout if (found := re.search(r"http://\S+", line)))
-        with urllib.request.urlopen(address, timeout=60) as page:
-            assert b"quickstart" in page.read()
+        for path, expected in (("", b"<title>megarl"), ("api/run", b'"name": "quickstart"')):
+            with urllib.request.urlopen(f"{address}{path}", timeout=60) as answer:
+                assert expected in answer.read()
     finally:
         viewing.send_signal(signal.SIGINT)
         viewing.wait(timeout=60)

@@ -49,7 +49,7 @@ def view(
     """Show a run in a browser on this machine. Its curves, timeline and rollouts grow while the run goes on."""
     from megarl.tools.page.web_page import serve
 
-    asyncio.run(serve(run, port=port, on_start=lambda url: print(f"{run} is at {url}; Ctrl-C ends this", flush=True)))
+    asyncio.run(serve(run, port=port, on_start=lambda url: print(f"{run} is at {url} (Ctrl-C ends this)", flush=True)))
 
 
 def report(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,19 @@ def test_a_runs_phases_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["timeline", str(folder)]) == 0
     assert capsys.readouterr().out == f"wrote {folder}/timeline.json (13 phases); open it in Perfetto\n"
     assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
+
+
+def test_the_address_of_the_page_stands_between_blanks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal that opens addresses takes punctuation beside one for a part of it."""
+
+    async def serve(_folder: Path, *, port: int, on_start: Callable[[str], None]) -> None:
+        on_start(f"http://127.0.0.1:{port}/")
+
+    monkeypatch.setattr("megarl.tools.page.web_page.serve", serve)
+    assert run(["view", str(make_run(tmp_path / "run")), "--port", "8800"]) == 0
+    assert "http://127.0.0.1:8800/" in capsys.readouterr().out.split()
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ class _Run:
         *,
         asks_ray_for_gpu: bool,
     ) -> None:
-        recipe, observer = self._recipe, self._observer
+        recipe, observer, sampling = self._recipe, self._observer, self._recipe.sampling
         with opened() as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as preemption:
             self._outlive_driver = cluster.outlive_driver
             kinds = accelerators()
@@ -103,15 +103,9 @@ class _Run:
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
             observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
             async with AsyncExitStack() as stack, task_group() as tasks:
-                starting_frozen = start_frozen(
-                    recipe.roles.frozen,
-                    pools,
-                    stack,
-                    run=recipe.run,
-                    network=recipe.network,
-                    observer=observer,
-                    longest_reply=longest_reply(recipe.reward),
-                    temperature=recipe.sampling.temperature,
+                begin = partial(start_frozen, recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network)
+                starting_frozen = begin(
+                    observer=observer, longest_reply=longest_reply(recipe.reward), temperature=sampling.temperature
                 )
                 frozen = FrozenTurns(recipe.roles, tasks.create_task(starting_frozen))
                 start = partial(start_serving, recipe, self._inputs.shape, pools, stack, observer=observer)

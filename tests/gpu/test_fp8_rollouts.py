@@ -121,7 +121,8 @@ def obviously_quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     blocks = matrix.float().view(rows // 128, 128, columns // 128, 128)
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scales = torch.where(largest > 0, largest / 448.0, torch.ones_like(largest))
+    # torch multiplies by a rounded reciprocal where a CUDA tensor is divided by a number.
+    scales = torch.where(largest > 0, largest / torch.full_like(largest, 448.0), torch.ones_like(largest))
     return (blocks / scales).to(torch.float8_e4m3fn).view(rows, columns), scales.view(rows // 128, columns // 128)
 
 

@@ -24,6 +24,7 @@ class Content:
     routes: RouteArray | None = None  # [P + T - 1], of the prompt's tokens too; None where no engine chose experts
     teacher: npt.NDArray[np.float32] | None = None  # [T, 1 + 2K], of a teacher on engines, see `rollout.teacher`
     repetition: float | None = None
+    answer: str | None = None
 
     def load(self) -> Content:
         return self
@@ -52,6 +53,8 @@ class ContentHandle(Protocol):
 
     @property
     def repetition(self) -> float | None: ...  # `repeated_share` of its tokens, where it was computed beside them
+    @property
+    def answer(self) -> str | None: ...  # `answer_in` its text, likewise
 
 
 def repeated(value: _Number, count: int) -> npt.NDArray[_Number]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from megarl.types import Rollout, Score, ScoredGroup
 
 _TOLERANCE = 1e-6
 """A sum of weighted components may miss its exact value by a rounding error."""
+_MAX_ANSWER_CHARS = 64
 
 
 def grade(groups: Sequence[ScoredGroup], *, right_from: float, pass_at: Sequence[int] = ()) -> Grades:
@@ -72,9 +74,20 @@ def majority_is_right(answers: Sequence[str], are_right: Sequence[bool]) -> bool
 
 
 def _answers(scored: ScoredGroup) -> list[str]:
+    if len(scored.scores) == 1:
+        return [""]  # nothing to compare: the text is not loaded
     return [answer_of(rollout, score) for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)]
 
 
 def answer_of(rollout: Rollout, score: Score) -> str:
-    """Return the text by which answers are compared: the scorer's prediction, else the whole response, stripped."""
-    return rollout.text.strip() if score.prediction is None else score.prediction
+    """Return the text by which answers are compared: the scorer's prediction, else the whole response."""
+    if score.prediction is not None:
+        return score.prediction
+    made = rollout.content.answer
+    return answer_in(rollout.text) if made is None else made
+
+
+def answer_in(text: str) -> str:
+    """Return the stripped text or, where it is long, a digest to compare: it may be made where the text is."""
+    answer = text.strip()
+    return answer if len(answer) <= _MAX_ANSWER_CHARS else blake2b(answer.encode(errors="replace")).hexdigest()

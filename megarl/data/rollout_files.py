@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -23,17 +23,9 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError
-from megarl.turns import Episode, TurnKind
-from megarl.types import (
-    DEMONSTRATION,
-    FinishReason,
-    FloatArray,
-    Rollout,
-    Score,
-    ScoredGroup,
-    TokenArray,
-    TrainSample,
-)
+from megarl.tokens import ContentHandle
+from megarl.turns import Episode, Turn, TurnKind
+from megarl.types import DEMONSTRATION, FinishReason, FloatArray, Rollout, Score, ScoredGroup, TokenArray, TrainSample
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -83,8 +75,13 @@ def _list_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
-def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Callable[[TokenArray], str]) -> None:
+def write_rollouts(path: Path, kept: Sequence[KeptRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
+    answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
+    if answers:
+        write_generations(path, (answer.line(decode) for answer in answers))
+        return
+    rollouts = [each for each in kept if isinstance(each, SampledRollout)]
     batches = (rollouts[first : first + MAX_TABLE_ROWS] for first in range(0, len(rollouts), MAX_TABLE_ROWS))
     singles: dict[int, str] = {}
     write_tables(path, (make_table(batch, decode, singles) for batch in batches))
@@ -151,16 +148,8 @@ def make_table(
     )
 
 
-_TURN = pa.struct(
-    {
-        "start": pa.int32(),
-        "end": pa.int32(),
-        "kind": pa.string(),
-        "reward": pa.float64(),
-        "seconds": pa.float64(),
-        "versions": pa.list_(pa.int32()),
-    }
-)
+_SPAN = {"start": pa.int32(), "end": pa.int32(), "kind": pa.string()}
+_TURN = pa.struct({**_SPAN, "reward": pa.float64(), "seconds": pa.float64(), "versions": pa.list_(pa.int32())})
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:
@@ -195,18 +184,8 @@ def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
 
 
 _LISTED = (
-    "prompt_uid",
-    "data_source",
-    "index",
-    "score",
-    "is_masked",
-    "num_tokens",
-    "finish_reason",
-    "largest_gap",
-    "first_version",
-    "last_version",
-    "ending",
-    "line",
+    *("prompt_uid", "data_source", "index", "score", "is_masked", "num_tokens", "finish_reason", "largest_gap"),
+    *("first_version", "last_version", "ending", "line"),
 )
 
 
@@ -333,12 +312,43 @@ class Generation:
     ground_truth: str
     finish_reason: FinishReason
     num_tokens: int
-    prompt: str
+    prompt: str = ""
     """The prompt with the chat template applied."""
-    response: str
+    response: str = ""
     ending: str | None = None
     """Why the episode ended; None for a single response, which has no turns."""
     turns: tuple[SpokenTurn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedRollout:
+    """A rollout of an evaluation whose texts may lie elsewhere."""
+
+    generation: Generation
+    """Without its texts."""
+    prompt_ids: TokenArray  # [P]
+    content: ContentHandle
+    turns: tuple[Turn, ...]
+
+    def line(self, decode: Callable[[TokenArray], str]) -> bytes:
+        """Return the generation as a line of a file. `decode` returns the text of tokens, special ones included."""
+        content = self.content.load()
+        spoken = (
+            SpokenTurn(
+                kind=turn.kind,
+                text=decode(content.token_ids[turn.start : turn.end]),
+                reward=turn.reward,
+                seconds=round(turn.seconds, 3),
+            )
+            for turn in self.turns
+            if turn.kind is not TurnKind.CONTEXT
+        )
+        return as_line(
+            replace(self.generation, prompt=decode(self.prompt_ids), response=content.text, turns=tuple(spoken))
+        )
+
+
+KeptRollout: TypeAlias = SampledRollout | EvaluatedRollout
 
 
 def generations_file(run_folder: Path, step: int) -> Path:
@@ -350,14 +360,17 @@ def list_generations(run_folder: Path) -> dict[int, Path]:
     return _list_steps(run_folder / EVALUATIONS_FOLDER)
 
 
-def write_generations(path: Path, generations: Iterable[Generation]) -> None:
+def as_line(generation: Generation) -> bytes:
+    return _GENERATION.dump_json(generation) + b"\n"
+
+
+def write_generations(path: Path, lines: Iterable[bytes]) -> None:
     """Write the file in one operation: under its name it is complete and on disk."""
     partial = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            for generation in generations:
-                file.write(_GENERATION.dump_json(generation) + b"\n")
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -23,7 +23,7 @@ from megarl.config.algorithm import (
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
-from megarl.data.rollout_files import write_rollouts
+from megarl.data.rollout_files import KeptRollout, write_rollouts
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling, evaluation_seed
@@ -175,19 +175,23 @@ class LoopBuilder:
         recipe = self.recipe
         if isinstance(recipe.algorithm, OfflineConfig):
             return models
-        workers, decode = self.workers, self.inputs.tokenizer.decode
         sampler = RolloutSampler(
             config=recipe.observe.rollouts,
             run_folder=recipe.run_folder.absolute(),
             seed=recipe.run.seed,
             logprobs=models.logprobs,
             complete=models.complete,
-            write=workers.write
-            if isinstance(workers, RolloutWorkers)
-            else lambda path, rollouts: asyncio.to_thread(write_rollouts, path, rollouts, decode=decode),
+            write=self._write,
             warn=self.observer.warned,
         )
         return SampledTrainer(models, sampler, num_steps=self._start.step)
+
+    async def _write(self, path: Path, kept: Sequence[KeptRollout]) -> None:
+        """Write a file of rollouts, where their tokens are."""
+        if isinstance(self.workers, RolloutWorkers):
+            await self.workers.write(path, kept)
+        else:
+            await asyncio.to_thread(write_rollouts, path, kept, decode=self.inputs.tokenizer.decode)
 
     def _publisher(self, models: ModelsTrainer) -> Publisher:
         """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""
@@ -304,8 +308,8 @@ class LoopBuilder:
             sampled=None
             if config.sampled is None
             else groups(Sampling.of(config.sampled, max_response_tokens=max_tokens)),
-            decode=self.inputs.tokenizer.decode,
-            run_folder=recipe.run_folder,
+            write=self._write,
+            run_folder=recipe.run_folder.absolute(),
         )
 
 

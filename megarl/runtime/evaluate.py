@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
-from megarl.data.rollout_files import Generation, SpokenTurn, generations_file, write_generations
-from megarl.errors import MachineError
+from megarl.data.rollout_files import EvaluatedRollout, Generation, generations_file
+from megarl.errors import MachineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult
 from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
 from megarl.stages import GroupSource, Phases
 from megarl.tokens import counted
-from megarl.turns import TurnKind
-from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, Rollout, ScoredGroup, TokenArray
+from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -126,16 +125,16 @@ class HeldOutEvaluator:
         prompts: Sequence[Prompt],
         greedy: GroupSource | None,
         sampled: GroupSource | None,
-        decode: Callable[[TokenArray], str],
+        write: Callable[[Path, Sequence[EvaluatedRollout]], Awaitable[None]],
         run_folder: Path,
     ) -> None:
-        """`greedy` or `sampled` is None where the configuration does not ask for it."""
+        """`greedy` or `sampled` is None where the configuration does not ask for it. `write` writes a file."""
         assert prompts, "an evaluation needs prompts"
         self._config = config
         self._prompts = prompts
         self._greedy = greedy
         self._sampled = sampled
-        self._decode = decode
+        self._write = write
         self._run_folder = run_folder
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -146,7 +145,7 @@ class HeldOutEvaluator:
         # and the same seeds give other tokens.
         greedy = await self._answers(self._greedy)
         sampled = await self._answers(self._sampled)
-        await asyncio.to_thread(self._keep, step, greedy, sampled)
+        await self._keep(step, greedy, sampled)
         versions = sorted(_versions([*greedy, *sampled]))
         right_from, sampling = self._config.right_from, self._config.sampled
         pass_at = sampling.pass_at_or_default if sampling is not None else ()
@@ -165,23 +164,22 @@ class HeldOutEvaluator:
             answers = [tasks.create_task(groups.scored_group(prompt)) for prompt in self._prompts]
         return [answer.result() for answer in answers]
 
-    def _keep(self, step: int, greedy: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> None:
-        generations = (
-            generation
+    async def _keep(self, step: int, greedy: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> None:
+        answers = [
+            answer
             for groups, is_greedy in ((greedy, True), (sampled, False))
             for scored in groups
-            for generation in self._generations(scored, is_greedy=is_greedy)
-        )
+            for answer in self._answers_of(scored, is_greedy=is_greedy)
+        ]
         try:
-            write_generations(generations_file(self._run_folder, step), generations)
-        except MachineError as error:
+            await self._write(generations_file(self._run_folder, step), answers)
+        except (MachineError, WorkerError) as error:
             logger.warning("the generations of an evaluation are not kept: %s", error)
 
-    def _generations(self, scored: ScoredGroup, *, is_greedy: bool) -> Iterator[Generation]:
+    def _answers_of(self, scored: ScoredGroup, *, is_greedy: bool) -> Iterator[EvaluatedRollout]:
         prompt = scored.group.prompt
-        text = self._decode(prompt.token_ids)
         for index, (rollout, score) in enumerate(zip(scored.group.rollouts, scored.scores, strict=True)):
-            yield Generation(
+            generation = Generation(
                 prompt_uid=prompt.uid,
                 data_source=prompt.data_source,
                 is_greedy=is_greedy,
@@ -193,17 +191,14 @@ class HeldOutEvaluator:
                 ground_truth=prompt.ground_truth,
                 finish_reason=rollout.finish_reason,
                 num_tokens=rollout.num_tokens,
-                prompt=text,
-                response=rollout.text,
                 ending=None if rollout.episode.ending is None else rollout.episode.ending.value,
-                turns=tuple(self._spoken(rollout)),
             )
-
-    def _spoken(self, rollout: Rollout) -> Iterator[SpokenTurn]:
-        for turn in rollout.episode.turns:
-            if turn.kind is not TurnKind.CONTEXT:
-                text = self._decode(rollout.token_ids[turn.start : turn.end])
-                yield SpokenTurn(kind=turn.kind, text=text, reward=turn.reward, seconds=round(turn.seconds, 3))
+            yield EvaluatedRollout(
+                generation=generation,
+                prompt_ids=prompt.token_ids,
+                content=rollout.content,
+                turns=rollout.episode.turns,
+            )
 
 
 def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:

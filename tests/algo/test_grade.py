@@ -98,6 +98,15 @@ def test_an_answer_is_the_prediction_or_else_the_stripped_text() -> None:
     assert found == ["7", "8"]
 
 
+def test_long_texts_are_compared_by_what_stands_for_them() -> None:
+    long, other = "a long answer " * 20, "a long answer " * 20 + "but another"
+    group = with_texts(scored_group(0, [0, 1, 1]), [long, other, f" {other}"], predictions=[None] * 3)
+    found = [answer_of(rollout, score) for rollout, score in zip(group.group.rollouts, group.scores, strict=True)]
+    assert found[1] == found[2] != found[0]
+    assert max(map(len, found)) < len(long)
+    assert grade([group], right_from=1.0).overall.majority == 1.0
+
+
 def test_the_majority_goes_by_predictions() -> None:
     group = with_texts(scored_group(0, [1, 1, 0]), ["7", "seven: 7", "8"], predictions=["7", "7", "8"])
     apart = with_texts(scored_group(0, [0, 1, 1]), ["8", "seven: 7", "7"], predictions=[None, None, None])

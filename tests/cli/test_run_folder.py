@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.cli.run_folder import traced
-from megarl.data.rollout_files import generations_file, write_generations
+from megarl.data.rollout_files import as_line, generations_file, write_generations
 from megarl.errors import MachineError
 from tests.observe.samples import generation
 from tests.tools.page.runs import make_run
@@ -71,13 +71,13 @@ def test_report_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
-    write_generations(generations_file(tmp_path, 0), [generation(response="early")])
+    write_generations(generations_file(tmp_path, 0), map(as_line, [generation(response="early")]))
     kept = [
         generation(response="good"),
         generation(is_right=False, response="bad", data_source="code"),
         generation(is_right=False, response="worse\x1b[2J", is_greedy=False, index=1),
     ]
-    write_generations(generations_file(tmp_path, 8), kept)
+    write_generations(generations_file(tmp_path, 8), map(as_line, kept))
     return tmp_path
 
 
@@ -124,7 +124,7 @@ def test_long_texts_are_cut(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # in other widths a line may end within a word
     kept = [generation(response="plan" + "x" * 5000 + "result", prompt="system" + "y" * 5000 + "question")]
-    write_generations(generations_file(tmp_path, 1), kept)
+    write_generations(generations_file(tmp_path, 1), map(as_line, kept))
     text = shown(capsys, str(tmp_path), "--max-chars", "100")
     assert "[4910 characters]" in text
     assert all(word in text for word in ("plan", "result", "question"))

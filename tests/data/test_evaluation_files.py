@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.rollout_files import generations_file, list_generations, read_generations, write_generations
+from megarl.data.rollout_files import as_line, generations_file, list_generations, read_generations, write_generations
 from megarl.errors import DataError, MachineError
 from tests.observe.samples import generation
 
@@ -12,7 +12,7 @@ from tests.observe.samples import generation
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     kept = [generation(response='two\n"lines" \x1b[31m', prediction=None), generation(is_greedy=False, index=3)]
     path = generations_file(tmp_path, 12)
-    write_generations(path, kept)
+    write_generations(path, map(as_line, kept))
     assert path == tmp_path / "evaluations" / "step_000012.jsonl"
     assert list(read_generations(path)) == kept
     assert len(path.read_bytes().splitlines()) == 2
@@ -21,17 +21,17 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 def test_files_are_listed_by_step_and_a_half_written_one_is_not(tmp_path: Path) -> None:
     assert list_generations(tmp_path) == {}
     for step in (20, 0, 3):
-        write_generations(generations_file(tmp_path, step), [generation()])
+        write_generations(generations_file(tmp_path, step), map(as_line, [generation()]))
     (tmp_path / "evaluations" / "step_000030.jsonl.tmp").write_bytes(b"{")
     assert list(list_generations(tmp_path)) == [0, 3, 20]
 
 
 def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = generations_file(tmp_path, 1)
-    write_generations(path, [generation(response="old")])
+    write_generations(path, map(as_line, [generation(response="old")]))
 
     def broken() -> object:
-        yield generation(response="new")
+        yield as_line(generation(response="new"))
         raise RuntimeError
 
     with pytest.raises(RuntimeError):

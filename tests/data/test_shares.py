@@ -28,6 +28,7 @@ class CountedHandle:
     inner: Content
     loads: list[int]
     repetition: float | None = None
+    answer: str | None = None
 
     def load(self) -> Content:
         return self.content(0)

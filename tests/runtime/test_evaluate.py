@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
-from megarl.data.rollout_files import generations_file, read_generations
+from megarl.data.rollout_files import KeptRollout, generations_file, read_generations, write_rollouts
 from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.runtime.build import GivenGroups
 from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.stages import Generator
 from megarl.tokens import Content
-from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
+from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -74,8 +75,8 @@ class Comparer:
         return ScoredGroup(group=group, scores=tuple(scores))
 
 
-def spell(token_ids: TokenArray) -> str:
-    return f"what is {token_ids[0]}?"
+async def write(path: Path, kept: Sequence[KeptRollout]) -> None:
+    write_rollouts(path, kept, decode=lambda token_ids: f"what is {token_ids[0]}?")
 
 
 def evaluator(
@@ -86,7 +87,7 @@ def evaluator(
         prompts=prompts(4),
         greedy=None if greedy is None else GivenGroups(greedy, Comparer()),
         sampled=None if sampled is None else GivenGroups(sampled, Comparer()),
-        decode=spell,
+        write=write,
         run_folder=folder,
     )
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,9 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 
+from megarl.algo.grade import answer_in
 from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
-from megarl.data.rollout_files import SampledRollout, make_table, write_tables
+from megarl.data.rollout_files import EvaluatedRollout, SampledRollout, make_table, write_generations, write_tables
 from megarl.data.tokenizer import load_tokenizer
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError
@@ -84,6 +86,8 @@ class GroupNumbers:
     seconds: float
     repetition: float
     """The repeated share of the first rollout: the driver's summary of a step needs one of each group."""
+    answers: tuple[str | None, ...]
+    """Made of the texts, where a scorer read no answer out of them and there are several to compare."""
 
     @classmethod
     def of(cls, answered: AnsweredPrompt) -> GroupNumbers:
@@ -101,6 +105,7 @@ class GroupNumbers:
             baseline=None if scored.baseline is None else _score_numbers(scored.baseline),
             seconds=answered.seconds,
             repetition=repeated_share(rollouts[0].token_ids),
+            answers=tuple(map(_answer, rollouts, scored.scores)) if len(scored.scores) > 1 else (),
         )
 
     def answered(self, prompt: Prompt, stored: StoredResponses, first: int) -> AnsweredPrompt:
@@ -125,14 +130,19 @@ class GroupNumbers:
         masks = {is_chosen: repeated(np.bool_(is_chosen), longest) for is_chosen in (False, True)}
         served = {each: repeated(np.int32(each), longest) for each in self.versions if isinstance(each, int)}
         rows = zip(self.num_tokens, self.versions, self.loss_masks, self.finish_reasons, self.episodes, strict=True)
+        answers = chain(self.answers, repeat(None))
         for index, (num_tokens, versions, mask, finish_reason, episode) in enumerate(rows, start=first):
             yield Rollout(
                 versions=served[versions][:num_tokens] if isinstance(versions, int) else versions,
                 loss_mask=masks[mask][:num_tokens] if isinstance(mask, bool) else mask,
                 finish_reason=finish_reason,
-                content=StoredContent(stored, index, self.repetition if index == first else None),
+                content=StoredContent(stored, index, self.repetition if index == first else None, next(answers)),
                 episode=episode,
             )
+
+
+def _answer(rollout: Rollout, score: Score) -> str | None:
+    return None if score.prediction is not None else answer_in(rollout.text)
 
 
 def _score_numbers(score: Score) -> _ScoreNumbers:
@@ -298,6 +308,19 @@ class RolloutHost:
     async def write(self, path: Path, tables: Sequence[ray.ObjectRef]) -> None:
         """Write a file of the rows that the workers made."""
         await asyncio.to_thread(write_tables, path, map(ray.get, tables))
+
+    async def tell(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
+        """Return the lines of an evaluation's answers for a file; most of them are stored here."""
+        return await asyncio.to_thread(self._tell, answers)
+
+    def _tell(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
+        fetch([answer.content.locate()[0] for answer in answers])
+        return [answer.line(self._decode) for answer in answers]
+
+    async def write_lines(self, path: Path, parts: Sequence[ray.ObjectRef], order: Sequence[int]) -> None:
+        """Write a file of the lines that the workers made; `order` says of each line which part has it."""
+        lines = [iter(part) for part in await asyncio.gather(*parts)]
+        await asyncio.to_thread(write_generations, path, (next(lines[part]) for part in order))
 
     def _answers(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import ray
 from ray.actor import ActorHandle
 
-from megarl.data.rollout_files import MAX_TABLE_ROWS, SampledRollout
+from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, KeptRollout, SampledRollout
 from megarl.data.shares import Share
 from megarl.errors import WorkerError
 from megarl.routes import RouteArray
@@ -112,6 +112,7 @@ class StoredContent:
     stored: StoredResponses
     index: int
     repetition: float | None = None
+    answer: str | None = None
 
     def load(self) -> Content:
         return self.stored.content(self.index)
@@ -230,18 +231,34 @@ def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredRespon
     return replace(share, sources=tuple(sources), places=tuple(found))
 
 
-async def write_stored(path: Path, rollouts: Sequence[SampledRollout], hosts: Sequence[ActorHandle]) -> None:
+async def write_stored(path: Path, kept: Sequence[KeptRollout], hosts: Sequence[ActorHandle]) -> None:
     """Have these workers write a file: each makes the rows of its own responses, and one of them writes all rows."""
+    answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
+    if answers:
+        await _write_answers(path, answers, hosts)
+        return
     live = {host._actor_id: host for host in hosts}
     tables, writer = [], hosts[0]
-    for owner, of_owner in groupby(rollouts, _owner):
+    for owner, of_owner in groupby((each for each in kept if isinstance(each, SampledRollout)), _owner):
         host, rows = live.get(owner, writer), list(of_owner)
         batches = (rows[first : first + MAX_TABLE_ROWS] for first in range(0, len(rows), MAX_TABLE_ROWS))
         tables += [host.tabulate.remote(batch) for batch in batches]
     await writer.write.remote(path, tables)
 
 
-def _owner(rollout: SampledRollout) -> ray.ActorID | None:
+async def _write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts: Sequence[ActorHandle]) -> None:
+    """Have these workers write an evaluation, with one call to each: an evaluation may have thousands of prompts."""
+    places = {host._actor_id: place for place, host in enumerate(hosts)}
+    order = [places.get(_owner(answer), 0) for answer in answers]
+    shares: list[list[EvaluatedRollout]] = [[] for _ in hosts]
+    for place, answer in zip(order, answers, strict=True):
+        shares[place].append(answer)
+    lines = [host.tell.remote(share) for host, share in zip(hosts, shares, strict=True)]
+    await hosts[0].write_lines.remote(path, lines, order)
+
+
+def _owner(rollout: KeptRollout) -> ray.ActorID | None:
     """Return the worker that made a rollout, None if it is not known."""
-    source, _ = rollout.sample.rollout.content.locate()
+    content = rollout.content if isinstance(rollout, EvaluatedRollout) else rollout.sample.rollout.content
+    source, _ = content.locate()
     return source.host._actor_id if isinstance(source, StoredResponses) and source.host is not None else None

@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.reward import RewardConfig
-from megarl.data.rollout_files import SampledRollout
+from megarl.data.rollout_files import KeptRollout
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
@@ -150,14 +150,14 @@ class RolloutWorkers:
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
-    async def write(self, path: Path, rollouts: Sequence[SampledRollout]) -> None:
+    async def write(self, path: Path, kept: Sequence[KeptRollout]) -> None:
         """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
         reason = ""
         for _ in range(_MAX_LOST):
             while not (hosts := [each.host for each in self._workers if each.host is not None and each.has_answered]):
                 await asyncio.sleep(_POLL_S)
             try:
-                return await write_stored(path, rollouts, hosts)
+                return await write_stored(path, kept, hosts)
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 reason = exit_detail(cause)

@@ -234,13 +234,6 @@ def training_work(
     """Return the work of all sequences of a step; padding is not counted."""
     tokens = np.asarray(lengths, np.float64)
     forward = forward_flops(shape, num_tokens=float(tokens.sum()), num_squared_tokens=float(np.square(tokens).sum()))
-    peak = None if usage.gpu_name is None else peak_flops(usage.gpu_name)
-    return TrainingWork(
-        flops=_PASSES * epochs * forward, peak_flops_per_second=None if peak is None else num_ranks * peak
-    )
-
-
-def peak_flops(gpu_name: str) -> float | None:
-    """Return the dense bfloat16 rate of the GPU with this driver name; None for one that is not in the table."""
-    gpu = gpu_named(gpu_name)
-    return None if gpu is None else gpu.flops
+    gpu = None if usage.gpu_name is None else gpu_named(usage.gpu_name)
+    peak = None if gpu is None else num_ranks * gpu.flops
+    return TrainingWork(flops=_PASSES * epochs * forward, peak_flops_per_second=peak)

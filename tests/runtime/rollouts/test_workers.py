@@ -6,7 +6,8 @@ import asyncio
 import gzip
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 from aiohttp import web
 
 from megarl.config.model import read_model_shape
+from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.packing import Packing
-from megarl.data.rollout_files import SampledRollout, write_rollouts
+from megarl.data.rollout_files import KeptRollout, SampledRollout, generations_file, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MachineError, RewardError
@@ -26,11 +28,14 @@ from megarl.observe.observer import Observer
 from megarl.observe.summary import StepSummary, summarize_step
 from megarl.results import UpdateResult
 from megarl.rollout.lifecycle import EngineState
+from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.runtime.local_ray import private_ray
-from megarl.types import PolicyVersion, ScoredGroup, TrainSample
+from megarl.types import PolicyVersion, Prompt, ScoredGroup, TrainSample
 from tests.observe.samples import ListSink
 from tests.reward.test_judge import Judge, chat_judge, completion
 from tests.runtime.rollouts.planes import (
+    NUM_PROMPTS,
+    NUM_ROLLOUTS,
     TASK,
     Plane,
     answer,
@@ -38,6 +43,7 @@ from tests.runtime.rollouts.planes import (
     assert_same,
     node_ids,
     plane,
+    prompts,
     when_busy,
     when_lost,
     when_whole,
@@ -179,6 +185,53 @@ def test_kept_rollouts_are_written_by_the_workers_as_the_driver_would_write_them
     blocked.write_text("a file where the folder should be")
     with pytest.raises(MachineError, match=r"^\S+step_000002\.parquet: cannot be written: File exists$"):
         two.run(two.workers.write(blocked / "step_000002.parquet", sampled(groups)))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A `GroupSource` of groups that are there already."""
+
+    groups: Sequence[ScoredGroup]
+
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        return self.groups[prompt.position]
+
+
+def first_only(scored: ScoredGroup) -> ScoredGroup:
+    group = replace(scored.group, rollouts=scored.group.rollouts[:1])
+    return replace(scored, group=group, scores=scored.scores[:1])
+
+
+def evaluator_of(
+    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[KeptRollout]], Awaitable[None]], folder: Path
+) -> HeldOutEvaluator:
+    return HeldOutEvaluator(
+        EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
+        prompts=prompts(),
+        greedy=Answers([first_only(scored) for scored in groups]),
+        sampled=Answers(groups),
+        write=write,
+        run_folder=folder,
+    )
+
+
+def test_an_evaluation_is_graded_and_written_without_its_tokens_in_the_driver(
+    two: Plane, engines: SeededEngines, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, expected = two.run(answer_on_both(two)), answer_here(engines, model)
+    decode = load_tokenizer(model, vocab=read_model_shape(model).vocab).decode
+
+    async def write(path: Path, kept: Sequence[KeptRollout]) -> None:
+        write_rollouts(path, kept, decode=decode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "_get", forbidden)
+        evaluated = two.run(evaluator_of(groups, two.workers.write, tmp_path / "there").evaluate(1, PolicyVersion(0)))
+    here = two.run(evaluator_of(expected, write, tmp_path / "here").evaluate(1, PolicyVersion(0)))
+    assert evaluated == here
+    files = [generations_file(tmp_path / folder, 1).read_bytes() for folder in ("there", "here")]
+    assert files[0] == files[1]
+    assert files[0].count(b"\n") == NUM_PROMPTS * (1 + NUM_ROLLOUTS)
 
 
 def test_a_cancelled_prompt_ends_its_requests(two: Plane, engines: SeededEngines) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.results import RankUsage, TrainingWork
-from megarl.runtime.trainers.build import peak_flops, training_work
+from megarl.runtime.trainers.build import training_work
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
 
@@ -30,5 +30,5 @@ def test_all_sequences_count_in_every_epoch() -> None:
 
 
 def test_the_peak_of_a_gpu_that_is_not_known_is_not_guessed() -> None:
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("Some Accelerator") is None
+    assert work_of([10], gpu="NVIDIA H200").peak_flops_per_second == 989e12
+    assert work_of([10], gpu="Some Accelerator").peak_flops_per_second is None

@@ -189,9 +189,8 @@ class LoopBuilder:
     async def _write(self, path: Path, kept: Sequence[KeptRollout]) -> None:
         """Write a file of rollouts, where their tokens are."""
         if isinstance(self.workers, RolloutWorkers):
-            await self.workers.write(path, kept)
-        else:
-            await asyncio.to_thread(write_rollouts, path, kept, decode=self.inputs.tokenizer.decode)
+            return await self.workers.write(path, kept)
+        return await asyncio.to_thread(write_rollouts, path, kept, decode=self.inputs.tokenizer.decode)
 
     def _publisher(self, models: ModelsTrainer) -> Publisher:
         """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""

@@ -47,9 +47,7 @@ class ContentHandle(Protocol):
 
     def load(self) -> Content: ...
 
-    def locate(self) -> tuple[ContentSource, int]:
-        """Return where the content is, and its index there."""
-        ...
+    def locate(self) -> tuple[ContentSource, int]: ...  # where the content is, and its index there
 
     @property
     def repetition(self) -> float | None: ...  # `repeated_share` of its tokens, where it was computed beside them

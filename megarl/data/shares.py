@@ -298,8 +298,7 @@ def row_lengths(sample: TrainSample) -> list[int]:
     return [row.num_positions for row in _rows_of(0, sample)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _Row(NamedTuple):
     """The columns of one micro-batch, [N] each, to be filled."""
 
     token_ids: TokenArray

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -66,9 +66,6 @@ class HeldPart:
     @classmethod
     def of(cls, numbers: SampleNumbers) -> HeldPart:
         return cls(sample_ids=frozenset(numbers.sample_ids.tolist()), reference=ray.put(numbers))
-
-
-_Settled: TypeAlias = tuple[dict[str, HeldPart], Wide]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +170,7 @@ class RankHost:
         numbers: SampleNumbers = ray.get(part[0])
         return numbers.only(sample_ids)
 
-    def settle(self, scales: Wide) -> _Settled:
+    def settle(self, scales: Wide) -> tuple[dict[str, HeldPart], Wide]:
         """Scale the credit; its columns stay on this node, and the size of each rollout's is returned."""
         assert self._credit is not None, "assess comes first"
         credit, self._credit = self._credit, None
@@ -282,7 +279,8 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         if scales is None:
             return task.sums(rows), {}
         started = [self.workers[rank].settle.remote(scales[of]) for rank, of in zip(tasks, places, strict=True)]
-        settled: list[_Settled] = await self._gather("settle", started, timeout_s=self._timeout_s)
+        settled: list[tuple[dict[str, HeldPart], Wide]]
+        settled = await self._gather("settle", started, timeout_s=self._timeout_s)
         parts = [(rank, columns) for rank, (columns, _) in zip(tasks, settled, strict=True)]
         held = {name: self._held((rank, columns[name]) for rank, columns in parts) for name in settled[0][0]}
         return replace(task.sums(rows), advantages=np.concatenate([sizes for _, sizes in settled])[back]), held

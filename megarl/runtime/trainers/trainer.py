@@ -24,8 +24,6 @@ Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[Share]]
 """Yields one share per data-parallel rank."""
 Held: TypeAlias = Mapping[str, HeldNumbers]
 """Columns of an update that ranks have computed before it, by name."""
-_COLUMNS = {"logprobs": "old_logprobs"}
-"""The columns that have another name than the question which they answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +206,8 @@ class ModelsTrainer:
 
     async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
         """Return these samples with all numbers of their tokens that ranks hold."""
-        held = {_COLUMNS.get(name, name): numbers for name, numbers in self._held.items() if name != "teacher"}
+        names = {"logprobs": "old_logprobs"}
+        held = {names.get(name, name): numbers for name, numbers in self._held.items() if name != "teacher"}
         selected = await asyncio.gather(*(numbers.select(indices) for numbers in held.values()))
         known: dict[str, Any] = dict(zip(held, selected, strict=True))
         return [replace(samples[i], **{name: column[i] for name, column in known.items()}) for i in indices]

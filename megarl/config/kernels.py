@@ -23,7 +23,7 @@ FP8_BLOCK = 128
 width is a multiple of this."""
 _WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
 _HOPPER: tuple[GpuName, ...] = ("h100", "h200", "h20")
-WITH_CACHE_SCALES: tuple[Family, ...] = (Family.QWEN2, Family.LLAMA)
+WITH_CACHE_SCALES: tuple[Family, ...] = (Family.QWEN2, Family.QWEN2_MOE, Family.LLAMA)
 """Families whose attention gets scales of an FP8 cache in SGLang as soon as weights are in FP8."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Matrices that engines stack in one parameter, which has one precision."""
@@ -133,6 +133,7 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
             "queries": shape.num_heads * shape.head_dim // tensor,
             "keys": max(1, shape.num_kv_heads // tensor) * shape.head_dim,
             "each feed-forward block": shape.ffn_hidden // ffn_ranks,
+            "the shared expert": shape.experts.shared // tensor if shape.experts else 0,
         }
         for name, count in rows.items():
             if count % FP8_BLOCK:
@@ -192,7 +193,9 @@ def kept_modules(shape: ModelShape, keep: Sequence[str]) -> tuple[str, ...]:
 
 def _modules(shape: ModelShape, index: int) -> list[str]:
     attention = [f"self_attn.{name}" for name in (*_FUSED[0], "o_proj")]
-    feed_forward = ["experts"] if shape.experts is not None else [*_FUSED[1], "down_proj"]
+    feed_forward = [*_FUSED[1], "down_proj"]
+    if shape.experts is not None:
+        feed_forward = ["experts", *(f"shared_expert.{name}" for name in feed_forward if shape.experts.shared)]
     return [f"{_LAYERS}{index}.{name}" for name in (*attention, *(f"mlp.{name}" for name in feed_forward))]
 
 

@@ -79,7 +79,7 @@ def test_an_adapter_is_merged_before_models_are_compared() -> None:
 
 def test_every_kind_of_split_is_kept() -> None:
     told = describe_layout(small("grpo_235b").recipe)
-    assert told == "trainer TP2 PP2 EP2 ETP1 DP2 (8 ranks) -> 2 engine(s) of TP2, separate pools"
+    assert told == "trainer TP2 PP2 EP2 ETP1 DP2 (8 ranks) -> 2 engine(s) of TP2 EP2, separate pools"
     uneven = small("grpo_235b").recipe.roles.actor
     assert (uneven.first_stage_layers, uneven.last_stage_layers) == (None, 1)
     assert tiny_shape(read("grpo_235b")[1], uneven).num_layers == 3

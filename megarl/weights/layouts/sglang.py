@@ -60,13 +60,10 @@ def sglang_layout(
 
 
 def _refuse_impossible(shape: ModelShape, tensor: int, expert: int, *, is_cpu_engine: bool) -> None:
-    problems = [*check_engine_experts(tensor=tensor, expert=expert)]
-    if is_cpu_engine:
-        problems += check_experts(shape, expert)
-    else:
-        problems += check_engine_split(shape, tensor=tensor, expert=expert, pads_vocabulary=False)
-    if problems:
-        raise ConfigError("SGLang layout", tuple(problems))
+    exact = check_engine_split(shape, tensor=tensor, expert=expert, pads_vocabulary=False)
+    sizes = check_experts(shape, expert) if is_cpu_engine else exact
+    if problems := (*check_engine_experts(tensor=tensor, expert=expert), *sizes):
+        raise ConfigError("SGLang layout", problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +128,7 @@ def _layer_tensors(
     yield _columns(canonical, f"{attention}o_proj.weight", rank, grid.heads * shape.head_dim)
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if shape.has_qk_norm else []
-    for norm in norms:
-        name = f"{norm}.weight"
+    for name in (f"{norm}.weight" for norm in norms):
         yield whole(name, name, canonical[name])
     part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
     if shape.experts is None:

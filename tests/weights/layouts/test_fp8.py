@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.kernels import is_in_fp8, kept_modules
-from megarl.config.model import Experts, Family, ModelShape
+from megarl.config.model import Family, ModelShape
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_tensors, fp8_trainer_layout, quantization_config
@@ -21,7 +21,9 @@ from tests.weights.reference import make_shape
 def block_shape(family: Family, *, layers: int = 2) -> ModelShape:
     """Return a model whose matrices consist of whole blocks, with cuts for two ranks."""
     small = make_shape(family, heads=4, kv_heads=2, layers=layers, ffn=512)
-    experts = None if small.experts is None else Experts(num=4, per_token=2, is_normalized=True)
+    experts = small.experts
+    if experts is not None and experts.shared:
+        experts = replace(experts, shared=768)
     return replace(small, hidden=256, head_dim=128, experts=experts, dtype="bfloat16")
 
 
@@ -61,7 +63,24 @@ def test_experts_have_stacked_scales_and_the_router_none() -> None:
     }
 
 
-@pytest.mark.parametrize("family", [Family.QWEN2, Family.LLAMA])
+def test_a_shared_expert_is_in_fp8_and_its_gate_is_not() -> None:
+    shape = block_shape(Family.QWEN2_MOE)
+    tensors = engines_in_fp8(shape, tensor=2).by_rank[0].tensors
+    prefix = "model.layers.0.mlp.shared_expert"
+    shared = {name.removeprefix(prefix): spec for name, spec in tensors.items() if name.startswith(prefix)}
+    assert {name: (spec.shape, spec.dtype) for name, spec in shared.items()} == {
+        "_gate.weight": ((1, 256), "bfloat16"),
+        ".gate_up_proj.weight": ((768, 256), "float8_e4m3fn"),
+        ".gate_up_proj.weight_scale_inv": ((6, 2), "float32"),
+        ".down_proj.weight": ((256, 384), "float8_e4m3fn"),
+        ".down_proj.weight_scale_inv": ((2, 3), "float32"),
+    }
+    assert kept_modules(shape, ("*.0.mlp.shared_expert.*",)) == tuple(
+        f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    )
+
+
+@pytest.mark.parametrize("family", [Family.QWEN2, Family.QWEN2_MOE, Family.LLAMA])
 def test_families_with_scales_of_the_cache_have_them_without_a_source(family: Family) -> None:
     holding = engines_in_fp8(block_shape(family)).by_rank[0]
     names = {f"model.layers.{index}.self_attn.attn.{name}" for index in (0, 1) for name in ("k_scale", "v_scale")}

@@ -29,6 +29,7 @@ _MAX_INTERPOLATIONS = 5
 _OUTSIDE = re.compile(r"\$(?P<name>\w+)|\$\{(?P<braced>\w+)[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
 """A variable that a script does not set, or the output of a command."""
 _HYDRA_SECTIONS = ("hydra", "defaults")
+_CALLED = re.compile(r"^\s*(?:(?:bash|sh|source|\.)\s+)?([\w./-]+\.sh)\b", re.MULTILINE)
 _SBATCH = re.compile(r"^#SBATCH\s+--(nodes|gpus-per-node|gres)[= ](?:gpu:)?(?:\w+:)?(\d+)\b", re.MULTILINE)
 _SLURM = {
     "nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
@@ -220,6 +221,8 @@ def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
             break
     if not found.values:
         message = "no key=value words as verl takes them; name a YAML file or a shell script"
+        if called := _CALLED.findall(text):
+            message = f"starts no trainer itself; import the script that it calls: {called[0]}"
         raise ConfigError(str(path), (Problem(key="", message=message),))
     if script.holds_unknown:
         note = "the trainer depends on the script's arguments; it is read as if they asked for it"

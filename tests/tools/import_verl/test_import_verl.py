@@ -414,6 +414,13 @@ def test_an_sft_configuration_becomes_sft(tmp_path: Path) -> None:
     assert recipe.roles.rollout is None
 
 
+def test_a_script_that_only_calls_others_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "all.sh"
+    path.write_text("set -x\nbash ./ppo/run_small.sh\n./ppo/run_large.sh\n")
+    with pytest.raises(ConfigError, match=r"import the script that it calls: \./ppo/run_small\.sh"):
+        translate_file(path)
+
+
 def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.sh"
     path.write_text("echo hello\n")

@@ -40,7 +40,9 @@ def in_clone(words: list[str], *, timeout: float = 3000) -> str:
 def clone() -> None:
     if not (CLONE / ".git").is_dir():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(CLONE)], check=True, timeout=600)
-    for words in (["fetch", "--quiet", str(ROOT), "HEAD"], ["checkout", "--quiet", "--detach", "FETCH_HEAD"]):
+    # What an earlier walk left, except the ignored: environment, data and runs.
+    clean = ["clean", "--quiet", "--force", "-d"]
+    for words in (["fetch", "--quiet", str(ROOT), "HEAD"], ["checkout", "--quiet", "--detach", "FETCH_HEAD"], clean):
         subprocess.run(["git", "-C", str(CLONE), *words], check=True, timeout=600)
     in_clone(["make", "setup"])
 

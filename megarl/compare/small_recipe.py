@@ -44,6 +44,7 @@ _MAX_LORA_RANK = 4
 _MAX_PARTS = 2
 _VOCAB = 130
 """The trainer and the engine pad it to different sizes."""
+_IN_BF16: dict[str, object] = {"precision": "bf16", "keep_bf16": ()}
 _MAX_CONTEXT = 128
 _REHEARSED_STEPS = 6
 """A node is killed after the first; the others leave time to notice it."""
@@ -65,6 +66,8 @@ def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     if rollout is None:
         raise _refused("roles.rollout", "missing: there is no engine to compare the trainer with")
+    if rollout.precision == "fp8":
+        raise _refused("roles.rollout.precision", "fp8 engines have other weights than the trainer; set it to bf16")
     notes = [f"context {actor.context} of the trainer: compared with 1"] if actor.context > 1 else []
     actor = actor.model_copy(update={"context": 1})
     if actor.model_parallel + rollout.tensor > num_devices:
@@ -333,7 +336,7 @@ def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig
         if experts is None
         else replace(experts, num=2 * lcm(actor.expert, rollout.expert), shared=min(ffn, experts.shared)),
     )
-    return roles.model_copy(update={"actor": actor}), tiny
+    return roles.model_copy(update={"actor": actor, "rollout": rollout.model_copy(update=_IN_BF16)}), tiny
 
 
 def _refused(key: str, message: str) -> ConfigError:
@@ -387,7 +390,7 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
 def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
     tensor = min(_MAX_PARTS, role.tensor)
     small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
-    return small | {"max_cached_tokens": None, "sglang": {}}
+    return small | {"max_cached_tokens": None, "sglang": {}} | (_IN_BF16 if role.fp8_keep is not None else {})
 
 
 def _num_layers(actor: ActorConfig) -> int:

@@ -234,3 +234,14 @@ def test_pairs_are_not_rehearsed(name: str) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
     with pytest.raises(ConfigError, match=r"trains on pairs, which a rehearsal does not have"):
         topology(recipe)
+
+
+def test_engines_in_fp8_are_rehearsed_in_bf16_and_not_diagnosed() -> None:
+    recipe, shape = read("grpo_235b", "roles.rollout.precision=fp8")
+    roles, tiny = tiny_for_layouts(recipe.roles, shape)
+    for started in (small("grpo_235b", "roles.rollout.precision=fp8").recipe.roles, roles):
+        assert started.rollout is not None
+        assert started.rollout.fp8_keep is None
+    with pytest.raises(ConfigError, match="fp8 engines have other weights than the trainer; set it to bf16"):
+        single_copy(recipe, name="compared", num_devices=8)
+    assert tiny.hidden == 8

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megarl.config import kernels
-from megarl.config.kernels import check_kernels, check_packages, check_widths, uses_te
+from megarl.config.kernels import check_blocks, check_kernels, check_packages, check_widths, uses_te
+from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig
+from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import Problem
 
 DENSE = PUBLIC_MODELS["qwen2.5-7b"]
@@ -160,3 +161,28 @@ def test_exchanges_of_long_sequences_are_transformer_engines(monkeypatch: pytest
         "rank of tensor has 2; use ring or gather"
     )
     assert list(check_widths(replace(DENSE, num_kv_heads=16), few, prefix="")) == []
+
+
+def problems_in_fp8(shape: ModelShape, **keys: object) -> list[str]:
+    rollout = RolloutRoleConfig.model_validate({"pool": "rollout", "precision": "fp8", **keys})
+    return texts([*check_blocks(shape, ActorConfig(pool="train"), rollout)])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "llama-3.1-70b", "qwen3-30b-a3b"])
+def test_public_models_can_have_engines_in_fp8(name: str) -> None:
+    assert problems_in_fp8(PUBLIC_MODELS[name]) == []
+
+
+def test_an_engine_of_whole_experts_cuts_no_block_of_a_mixture() -> None:
+    mixture = PUBLIC_MODELS["qwen3-235b-a22b"]
+    (cut,) = problems_in_fp8(mixture, tensor=8)
+    assert "gives a rank 192 rows of each feed-forward block" in cut
+    assert "such as a larger expert" in cut
+    assert problems_in_fp8(mixture, tensor=8, expert=8) == []
+
+
+def test_a_cache_in_fp8_beside_fp8_weights_is_for_families_without_scales_of_their_own() -> None:
+    cache: dict[str, object] = {"sglang": {"kv_cache_dtype": "fp8_e4m3"}}
+    assert problems_in_fp8(PUBLIC_MODELS["qwen3-8b"], **cache) == []
+    (refused,) = problems_in_fp8(PUBLIC_MODELS["qwen2.5-7b"], **cache)
+    assert "random scales of the cache" in refused

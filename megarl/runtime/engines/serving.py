@@ -369,7 +369,6 @@ def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, 
         expert=config.expert,
         shares_devices=is_shared,
         relays=config.relays_weights,
-        # The memory of FP8 tensors is given back to the engines of a shared pool.
         keeps_open=recipe.roles.actor.offload != "everything" and (config.fp8_keep is None or not is_shared),
         fp8_keep=config.fp8_keep,
     )

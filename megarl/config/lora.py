@@ -47,6 +47,8 @@ class LoraConfig(Section):
     """The linear layers of each block that have an adapter; in a mixture of experts those of the attention."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random values of the first matrix; the second is zero, so that the policy starts as the base."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that an update leaves out; for algorithms that train on given answers only."""
     path: Path | None = None
     """A folder of PEFT with an adapter of this base to start from; null starts from `init`."""
 
@@ -62,7 +64,7 @@ class LoraConfig(Section):
             "base_model_name_or_path": str(base),
             "r": self.rank,
             "lora_alpha": self.alpha,
-            "lora_dropout": 0.0,
+            "lora_dropout": self.dropout,
             "target_modules": list(self.modules),
             "modules_to_save": [_SCORE] if is_critic else None,
             "inference_mode": True,

@@ -48,6 +48,7 @@ class PackedSequences(PackedSeqParams):
     part: ContextPart | None = None
     """None where the sequences are whole."""
     routes: RankRoutes | None = None  # None where the router of a mixture chooses
+    dropout_keys: Tensor | None = None  # [N], int32, see `lora.dropout_keys`; None where adapters get all inputs
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"

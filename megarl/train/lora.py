@@ -24,12 +24,17 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.config.lora import LoraConfig
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B, LoraShape, stacked_rows
+
+_MAX_INT = (1 << 31) - 1
+_COLUMN_STEP = 0x9E3779B1 - (1 << 32)
+"""Odd, so that different columns have different numbers."""
 
 
 class _Adapted(torch.nn.Module):
@@ -39,9 +44,14 @@ class _Adapted(torch.nn.Module):
     lora_b: torch.nn.Parameter
     lora_mask: Tensor | None
     sequence_parallel: bool
-    tp_group: torch.distributed.ProcessGroup
+    tp_group: torch.distributed.ProcessGroup | None
     lora_scale = 0.0
     """0 where there is no adapter, or while it is off."""
+    lora_dropout = 0.0
+    lora_salt = 0
+    """Another number for each matrix of the model."""
+    lora_keys: Tensor | None = None
+    """Of the tokens that the layer sees now, whole; None while nothing is dropped."""
 
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         """Add the two parameters; `mask` [rows of B, matrices of the stack] is None where all rows go with one A."""
@@ -49,6 +59,22 @@ class _Adapted(torch.nn.Module):
             values = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             self.register_parameter(name, torch.nn.Parameter(values))
         self.register_buffer("lora_mask", mask, persistent=False)
+
+    def _thin(self, input_: Tensor, *, has_columns: bool) -> Tensor:
+        """Return the product of the input, of which some is left out in an update, with A.
+
+        With `has_columns` the input has some columns of all tokens; else it has some tokens, or all.
+        """
+        if self.lora_keys is None:
+            return F.linear(input_, self.lora_a)
+        num, width = input_.shape[0], input_.shape[-1]
+        part = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
+        keys = self.lora_keys if len(self.lora_keys) == num else self.lora_keys[part * num : (part + 1) * num]
+        first = part * width if has_columns else 0
+        columns = torch.arange(first, first + width, device=input_.device, dtype=torch.int32) * _COLUMN_STEP
+        drawn = _mix(keys[:, None, None] ^ (columns + self.lora_salt)) & _MAX_INT
+        kept = drawn >= int(self.lora_dropout * _MAX_INT)
+        return F.linear(torch.where(kept, input_, 0), self.lora_a) / (1 - self.lora_dropout)
 
 
 class _AdaptedColumns(_Adapted):
@@ -62,7 +88,7 @@ class _AdaptedColumns(_Adapted):
         output, bias = super().forward(input_)
         if not self.lora_scale:
             return output, bias
-        thin = F.linear(input_, self.lora_a)
+        thin = self._thin(input_, has_columns=False)
         if self.sequence_parallel:
             thin = gather_from_sequence_parallel_region(thin, group=self.tp_group)
         else:
@@ -84,7 +110,7 @@ class _AdaptedRows(_Adapted):
         output, bias = super().forward(input_)
         if not self.lora_scale:
             return output, bias
-        thin = F.linear(input_, self.lora_a)
+        thin = self._thin(input_, has_columns=True)
         if self.sequence_parallel:
             thin = reduce_scatter_to_sequence_parallel_region(thin, group=self.tp_group)
         else:
@@ -125,6 +151,44 @@ def attach_adapters(
             module.lora_scale = lora.scale
         elif not name.endswith(LOCAL_B):
             parameters[name].requires_grad_(True)
+    if lora.dropout:
+        for layer in (each for chunk in chunks for each in chunk.modules() if isinstance(each, TransformerLayer)):
+            layer.register_forward_pre_hook(_hand_keys, with_kwargs=True)
+            for path, module in layer.named_modules():
+                if isinstance(module, _Adapted):
+                    module.lora_dropout, module.lora_salt = lora.dropout, _number(f"{layer.layer_number}/{path}")
+
+
+def _hand_keys(layer: torch.nn.Module, _: object, named: dict[str, object]) -> None:
+    """Let the linear layers of a layer know which tokens they get, also when the layer is recomputed."""
+    keys = getattr(named["packed_seq_params"], "dropout_keys", None)
+    for module in layer.modules():
+        if isinstance(module, _Adapted):
+            module.lora_keys = keys
+
+
+def dropout_keys(token_ids: Tensor, positions: Tensor, *, seed: int, update: int) -> Tensor:
+    """Return a number for each token, from which it follows what is left out of the input of each matrix. [N], int32
+
+    It depends on the token, its position and the update, and not on how the model and the batch are divided.
+    """
+    return _mix(_mix(token_ids.int() ^ _number(f"{seed}/{update}")) ^ positions.int())
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") & _MAX_INT
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """Return a permutation of the numbers of 32 bits in which every bit depends on all: `lowbias32` of hash-prospector.
+
+    Products overflow on purpose. A shift copies the sign, which is masked.
+    """
+    numbers = numbers ^ ((numbers >> 16) & 0xFFFF)
+    numbers = numbers * 0x7FEB352D
+    numbers = numbers ^ ((numbers >> 15) & 0x1FFFF)
+    numbers = numbers * (0x846CA68B - (1 << 32))
+    return numbers ^ ((numbers >> 16) & 0xFFFF)
 
 
 def _mask(rows: Sequence[tuple[int, range]], spec: TensorSpec, num: int, device: torch.device) -> Tensor | None:

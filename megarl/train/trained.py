@@ -16,7 +16,7 @@ from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
-from megarl.train.lora import attach_adapters, initialize_adapters
+from megarl.train.lora import attach_adapters, dropout_keys, initialize_adapters
 from megarl.train.model import DeviceMicroBatch, named_weights
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
@@ -191,6 +191,10 @@ class TrainedRank(ModelRank):
             value, report = loss(index, output)
             return value * torch.nan if self._reach("backward", step=step) == "nan" else value, report
 
+        if self._spec.lora is not None and self._spec.lora.dropout:
+            for each in micro_batches:
+                tokens = each.token_ids[0], each.positions[0]
+                each.sequences.dropout_keys = dropout_keys(*tokens, seed=self._spec.seed, update=self._num_updates)
         self._reach("forward", step=step)
         self._optimizer.zero_grad()
         return accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule, read_adapter_config
 from megarl.config.roles import ActorConfig
 from megarl.results import UpdateResult
+from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -71,6 +74,65 @@ def whole_adapter(
     return tensors
 
 
+class Dropout(torch.nn.Module):
+    """Leaves out of the inputs of one matrix what an update of the ranks does; a slow, obvious copy of the rule."""
+
+    def __init__(self, place: str, rate: float, token_ids: list[int]) -> None:
+        super().__init__()
+        self._salt, self._rate, self._token_ids = number_of(place), rate, token_ids
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return inputs
+        kept = torch.tensor(
+            [
+                [
+                    (mixed(key ^ (column * 0x9E3779B1 + self._salt) % (1 << 32)) & 0x7FFFFFFF)
+                    >= int(self._rate * 0x7FFFFFFF)
+                    for column in range(inputs.shape[-1])
+                ]
+                for key in (
+                    mixed(mixed(token_id ^ number_of("1/0")) ^ position)
+                    for position, token_id in enumerate(self._token_ids)
+                )
+            ]
+        )
+        assert abs(kept.float().mean() - (1 - self._rate)) < 0.1
+        return inputs * kept / (1 - self._rate)
+
+
+def number_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF
+
+
+def mixed(number: int) -> int:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        number = (number ^ number >> shift) * factor % (1 << 32)
+    return number ^ number >> 16
+
+
+BLOCKS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attention.linear_qkv"),
+    "o_proj": "self_attention.linear_proj",
+    **dict.fromkeys(("gate_proj", "up_proj"), "mlp.linear_fc1"),
+    "down_proj": "mlp.linear_fc2",
+}
+
+
+def drop_inputs(adapted: torch.nn.Module, rate: float) -> None:
+    token_ids: list[int] = []
+
+    def remember(_: torch.nn.Module, arguments: tuple[Tensor]) -> None:
+        token_ids[:] = arguments[0][0].tolist()
+
+    adapted.register_forward_pre_hook(remember)
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            layer, _, path = name.partition(".layers.")[2].partition(".")
+            place = f"{int(layer) + 1}/{BLOCKS[path.rpartition('.')[2]]}"
+            module.lora_dropout["default"] = Dropout(place, rate, token_ids)
+
+
 def check_equals_peft(
     model: Model,
     split: tuple[int, ActorConfig],
@@ -82,6 +144,8 @@ def check_equals_peft(
     reference = Reference(model, DESCENT, GRPO, TEMPERATURE, adapter=lora.path)
     old = reference.logprobs(samples)
     before = reference.adapter()
+    if lora.dropout:
+        drop_inputs(reference._model, lora.dropout)
     loss, _, grad_norm = reference.update(samples, old)
     world, actor = split
     asked = packed(samples, world=world, actor=actor, is_question=True)
@@ -105,6 +169,20 @@ def check_equals_peft(
 def test_equals_peft_for_every_split(family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get(family, tied=family == "qwen2")
     check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ALL_MODULES), cluster)
+
+
+@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "TP2-PP2", "DP2", "CP2", "PP2-VPP2 recomputed"])
+def test_an_update_leaves_out_the_same_inputs_as_peft_in_every_split(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    """The log-probabilities that it starts from are those of the whole adapter."""
+    model = models.get("qwen2", tied=True)
+    name, _, recomputed = split.partition(" ")
+    world, actor = SPLITS[name]
+    if recomputed:
+        actor = actor.model_copy(update={"megatron": FULL})
+    lora = random_adapter(tmp_path, model, ALL_MODULES).model_copy(update={"dropout": 0.25})
+    check_equals_peft(model, (world, actor), lora, cluster)
 
 
 @pytest.mark.parametrize("split", ["TP2-SP", "TP2-PP2"])
@@ -228,6 +306,32 @@ def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
     )
     for kind, tensors in expected.items():
         assert_close(load_folder(tmp_path / "three" / kind), tensors, tolerance=1e-30)
+
+
+def test_what_is_left_out_looks_random() -> None:
+    token_ids, positions = torch.arange(64).repeat_interleave(8), torch.arange(8).repeat(64)
+    module = Plain()
+    module.lora_a = torch.nn.Parameter(torch.eye(256))
+    module.lora_dropout = 0.5
+    seen = []
+    for update, salt in ((0, 1), (1, 1), (0, 2)):
+        module.lora_keys, module.lora_salt = dropout_keys(token_ids, positions, seed=3, update=update), salt
+        thin = module._thin(torch.ones(512, 1, 256), has_columns=False)
+        assert set(thin.flatten().tolist()) == {0.0, 2.0}
+        seen.append(thin.detach()[:, 0] / 2)
+    for kept in seen:
+        # Means over 512 or 256 draws: five standard deviations.
+        assert (kept.mean(0) - 0.5).abs().max() < 5 * 0.5 / 512**0.5
+        assert (kept.mean(1) - 0.5).abs().max() < 5 * 0.5 / 256**0.5
+        centred = kept - 0.5
+        for other in (centred.roll(1, 0), centred.roll(8, 0), centred.roll(1, 1)):
+            assert abs(float((centred * other).mean())) < 5 * 0.25 / kept.numel() ** 0.5
+    assert abs(float(((seen[0] - 0.5) * (seen[1] - 0.5)).mean())) < 5 * 0.25 / seen[0].numel() ** 0.5
+    assert abs(float(((seen[0] - 0.5) * (seen[2] - 0.5)).mean())) < 5 * 0.25 / seen[0].numel() ** 0.5
+
+
+class Plain(_Adapted):
+    tp_group = None
 
 
 def test_the_first_rank_gathers_the_whole_adapter_bit_for_bit(cluster: Cluster, models: Models, tmp_path: Path) -> None:

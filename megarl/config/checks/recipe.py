@@ -20,6 +20,7 @@ from megarl.config.checks.files import (
 )
 from megarl.config.checks.frozen import check_frozen, check_frozen_models, check_teachers
 from megarl.config.checks.roles import (
+    check_dropout,
     check_endpoints,
     check_lora_roles,
     check_role_split,
@@ -158,6 +159,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
         yield from check_engine_precision(recipe.roles.rollout, is_adapted=is_adapted, device=device, gpu=gpu)
     if recipe.model.lora is not None:
         yield from check_lora_roles(recipe.roles)
+        yield from check_dropout(recipe.model.lora, recipe.algorithm, recipe.roles)
         if recipe.roles.rollout is not None:
             yield from check_served_modules(recipe.model.lora)
     yield from _keep_best(recipe.checkpoint, recipe.evaluation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megarl.config.algorithm import AlgorithmConfig, OfflineConfig
 from megarl.config.checks.splits import (
     check_engine_experts,
     check_engine_split,
@@ -12,7 +13,7 @@ from megarl.config.checks.splits import (
     check_stages,
 )
 from megarl.config.kernels import check_blocks, check_widths
-from megarl.config.lora import check_lora
+from megarl.config.lora import LoraConfig, check_lora
 from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import (
@@ -165,6 +166,25 @@ def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
     if reference is not None and reference.pool is None and reference.path is not None:
         message = "with model.lora the reference is the base in the actor's ranks; remove it, or name a pool"
         yield Problem(key="roles.reference.path", message=message)
+
+
+def check_dropout(lora: LoraConfig, algorithm: AlgorithmConfig, roles: RolesConfig) -> Iterator[Problem]:
+    """Yield why an update may not leave out inputs of adapters."""
+    key = "model.lora.dropout"
+    if lora.dropout and not isinstance(algorithm, OfflineConfig):
+        message = (
+            f"with {algorithm.kind} the policy that is trained would not be the one that generated; set it to 0: it is "
+            "for answers of the data (sft, dpo)"
+        )
+        yield Problem(key=key, message=message)
+    for role, split in roles.megatron_roles.items():
+        modules = split.megatron.get("recompute_modules")
+        if lora.dropout and split.pipeline > 1 and isinstance(modules, list) and "mlp" in modules:
+            message = (
+                f"roles.{role}.megatron recomputes mlp alone, when other micro-batches have passed it; set dropout to "
+                "0, or recompute_granularity to full"
+            )
+            yield Problem(key=key, message=message)
 
 
 def check_endpoints(role: str, engines: EngineRoleConfig) -> Iterator[Problem]:

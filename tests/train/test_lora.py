@@ -146,7 +146,9 @@ def check_equals_peft(
     before = reference.adapter()
     if lora.dropout:
         drop_inputs(reference._model, lora.dropout)
-    loss, _, grad_norm = reference.update(samples, old)
+    # An update of new rollouts takes its own log-probabilities as the old ones.
+    own = [reference.distributions(sample)[0].detach() for sample in samples] if lora.dropout else old
+    loss, _, grad_norm = reference.update(samples, own)
     world, actor = split
     asked = packed(samples, world=world, actor=actor, is_question=True)
     trained = packed(samples, world=world, actor=actor, budget=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -75,30 +76,27 @@ def whole_adapter(
 
 
 class Dropout(torch.nn.Module):
-    """Leaves out of the inputs of one matrix what an update of the ranks does; a slow, obvious copy of the rule."""
+    """Leaves out of the inputs of one matrix what an update of the ranks does."""
 
     def __init__(self, place: str, rate: float, token_ids: list[int]) -> None:
         super().__init__()
-        self._salt, self._rate, self._token_ids = number_of(place), rate, token_ids
+        self._place, self._rate, self._token_ids = place, rate, token_ids
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return inputs
-        kept = torch.tensor(
-            [
-                [
-                    (mixed(key ^ (column * 0x9E3779B1 + self._salt) % (1 << 32)) & 0x7FFFFFFF)
-                    >= int(self._rate * 0x7FFFFFFF)
-                    for column in range(inputs.shape[-1])
-                ]
-                for key in (
-                    mixed(mixed(token_id ^ number_of("1/0")) ^ position)
-                    for position, token_id in enumerate(self._token_ids)
-                )
-            ]
-        )
+        kept = torch.tensor(kept_inputs(self._place, self._rate, tuple(self._token_ids), inputs.shape[-1]))
         assert abs(kept.float().mean() - (1 - self._rate)) < 0.1
         return inputs * kept / (1 - self._rate)
+
+
+@cache
+def kept_inputs(place: str, rate: float, token_ids: tuple[int, ...], width: int) -> list[list[bool]]:
+    """Apply the rule slowly, number by number, in the first update of a run with seed 1."""
+    keys = [mixed(mixed(token_id ^ number_of("1/0")) ^ position) for position, token_id in enumerate(token_ids)]
+    columns = [(column * 0x9E3779B1 + number_of(place)) % (1 << 32) for column in range(width)]
+    least = int(rate * 0x7FFFFFFF)
+    return [[mixed(key ^ column) & 0x7FFFFFFF >= least for column in columns] for key in keys]
 
 
 def number_of(text: str) -> int:
@@ -334,6 +332,22 @@ def test_what_is_left_out_looks_random() -> None:
 
 class Plain(_Adapted):
     tp_group = None
+
+
+@pytest.mark.parametrize("has_columns", [True, False], ids=["columns", "tokens"])
+def test_ranks_that_share_an_input_leave_out_what_one_does(has_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids, positions = torch.arange(40, 48), torch.arange(8)
+    module, inputs = Plain(), torch.ones(8, 1, 64)
+    module.lora_keys = dropout_keys(token_ids, positions, seed=1, update=0)
+    module.lora_dropout, module.lora_salt = 0.25, number_of("3/mlp.linear_fc2")
+    expected = torch.tensor(kept_inputs("3/mlp.linear_fc2", 0.25, tuple(token_ids.tolist()), 64)) / 0.75
+    module.tp_group = object()  # type: ignore[assignment]  # its rank is set below
+    for part in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda _, part=part: part)
+        mine = (slice(None), slice(32 * part, 32 * part + 32)) if has_columns else (slice(4 * part, 4 * part + 4),)
+        share = inputs[:, 0][mine][:, None]
+        module.lora_a = torch.nn.Parameter(torch.eye(share.shape[-1]))
+        assert torch.allclose(module._thin(share, has_columns=has_columns)[:, 0], expected[mine])
 
 
 def test_the_first_rank_gathers_the_whole_adapter_bit_for_bit(cluster: Cluster, models: Models, tmp_path: Path) -> None:

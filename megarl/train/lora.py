@@ -51,7 +51,7 @@ class _Adapted(torch.nn.Module):
     lora_salt = 0
     """Another number for each matrix of the model."""
     lora_keys: Tensor | None = None
-    """Of the tokens that the layer sees now, whole; None while nothing is dropped."""
+    """A number for each token of the whole pack that the layer sees now; None while nothing is dropped."""
 
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         """Add the two parameters; `mask` [rows of B, matrices of the stack] is None where all rows go with one A."""

@@ -112,7 +112,7 @@ def put_estimator(keys: Translation) -> None:
     name = str(keys.given.get(key, "gae"))
     kind = ESTIMATORS.get(name)
     if kind is None:
-        kind = "grpo" if name == "gdpo" else "reinforce_pp"
+        kind = "grpo" if name == "gdpo" or keys.number("actor_rollout_ref.rollout.n", 1) > 1 else "reinforce_pp"
         remedy = "set algorithm.kind to gdpo and algorithm.weights to those of your reward's components"
         missing = remedy if name == "gdpo" else f"megarl does not have {name}"
         text = f"{missing}: the recipe uses {kind} instead, which is another algorithm"

@@ -373,6 +373,12 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
             "kernels",
         ),
         ("trainer.v1.trainer_mode=sync", KeyVerdict.NO_EFFECT, "take turns"),
+        ("algorithm.adv_estimator=codapo", KeyVerdict.NOT_SUPPORTED, "uses grpo instead"),
+        (
+            "algorithm.adv_estimator=mine actor_rollout_ref.rollout.n=1",
+            KeyVerdict.NOT_SUPPORTED,
+            "uses reinforce_pp instead",
+        ),
         ("trainer.v1.trainer_mode=separate_async", KeyVerdict.NOT_SUPPORTED, "a pool of its own"),
         ("actor_rollout_ref.model.custom_chat_template=@a.jinja", KeyVerdict.NOT_SUPPORTED, "data.template"),
         ("actor_rollout_ref.rollout.do_sample=True", KeyVerdict.NO_EFFECT, "sampling.temperature"),

@@ -119,6 +119,8 @@ MANNERS = {
     "data.max_response_length=1024",
     "comments after the last backslash": f"{RUN} {MODEL} \\\n  data.max_response_length=1024 \\\n\n"
     '  # trainer.total_epochs=${{TOTAL}} \\\n  \nrm -rf "${HOME:?}/x/*"',
+    "array of its own word": f'M=mod\nM=(actor_rollout_ref.model.path="${{M}}el")\neval "$(conda shell.bash hook)"\n'
+    f'{RUN} "${{M[@]}}" data.max_response_length=1024',
     "other arguments": f"shift 1\n{RUN} {MODEL} $@ data.max_response_length=1024",
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.model import Family
 from megarl.config.native.options import read_library
 from megarl.config.native.owned import owned
 from megarl.config.section import Device
@@ -23,8 +24,10 @@ from megarl.rollout.client import EngineClient, GenerateRequest
 from megarl.rollout.process import EngineProcess, command_line, last_message
 from megarl.system.proc import ZOMBIE, all_processes
 from megarl.types import PolicyVersion
+from megarl.weights.layouts.fp8 import quantization_config
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, engine_spec
 from tests.tiny_models import FAMILIES, greedy_tokens, write_tiny_model
+from tests.weights.layouts.test_fp8 import block_shape
 
 PROMPT = tuple(range(3, 12))
 
@@ -87,6 +90,45 @@ def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_pat
     assert options["--json-model-override-args"] == '{"quantization_config": {}}'
     plain = command_line(replace(spec, quantization=None), port=1234, keys_path=tmp_path / "keys.yaml")
     assert not {"--quantization", "--json-model-override-args"} & set(plain)
+
+
+READ_BY_SGLANG = """
+import json, sys
+import megarl.rollout.cpu
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+config = Fp8Config.from_config(json.loads(sys.argv[1])["quantization_config"])
+skipped = [name for name in sys.argv[2:] if is_layer_skipped(name, config.ignored_layers)]
+print(json.dumps([config.weight_block_size, config.is_checkpoint_fp8_serialized, skipped]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "keep", "expected"),
+    [
+        (Family.QWEN3, ("model.layers.1.*",), ["1.self_attn.qkv_proj", "1.mlp.gate_up_proj"]),
+        (Family.QWEN3_MOE, ("*.1.mlp.*",), ["1.mlp.experts"]),
+    ],
+)
+def test_sglang_keeps_the_modules_in_bf16_that_the_recipe_keeps(
+    family: Family, keep: tuple[str, ...], expected: list[str]
+) -> None:
+    config = quantization_config(block_shape(family, layers=12), keep)
+    assert config is not None
+    kinds = ("self_attn.qkv_proj", "mlp.gate_up_proj" if family is Family.QWEN3 else "mlp.experts")
+    names = [f"model.layers.{index}.{kind}" for index in (0, 1, 10, 11) for kind in kinds]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READ_BY_SGLANG, config, *names],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    read = json.loads(done.stdout.splitlines()[-1])
+    assert read == [[128, 128], True, [f"model.layers.{name}" for name in expected]]
 
 
 def test_the_cache_of_an_engine_beside_trainers_has_the_planned_size_whatever_is_free(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class PublishingActor(ActorRank):
 
     def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         """Form a transfer group with the engine ranks, which join at the same time."""
-        earlier, self._group, self._sender = self._group, None, None
+        earlier, self._group, self._sender, self._fp8 = self._group, None, None, None
         if earlier is not None:
             earlier.close()
         plan, tensors = transfer.plan(), self.tensors()

@@ -72,11 +72,10 @@ def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_pat
     own = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
     (first,) = updates(run(tmp_path, "own", *ON_ENGINES, own, "run.steps=1"))
     warm = (*ON_ENGINES, own, "sampling.temperature=0.7", f"algorithm.distillation={KINDS[1]}")
-    (second, third) = updates(run(tmp_path, "warm", *warm))
+    (second,) = updates(run(tmp_path, "warm", *warm, "run.steps=1"))
     assert found.teacher_kl == pytest.approx(0.0, abs=1e-5)
     assert first.teacher_kl == pytest.approx(0.0, abs=1e-5)
     assert second.teacher_kl == pytest.approx(0.0, abs=1e-5)
-    assert third.teacher_kl == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(KINDS[0], 0), (KINDS[1], 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import singledispatch
 from threading import Lock
@@ -46,8 +46,16 @@ REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30
 
 
+class _LastingConsole(Console):
+    """A console whose reader may leave, as `head` does: a run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def make_console() -> Console:
-    return Console(no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=True)
+    return _LastingConsole(no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_warnings(console: Console) -> None:

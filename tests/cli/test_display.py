@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -111,6 +113,27 @@ def test_a_live_view_that_never_started_can_be_closed() -> None:
 def test_no_color_is_honoured(value: str, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", value)
     assert make_console().no_color is no_color
+
+
+TALKER = """
+import sys
+from megarl.cli.display import make_console
+console = make_console()
+for number in range(20_000):
+    console.print(f"step {number}")
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_when_its_reader_has_left() -> None:
+    words = [sys.executable, "-c", TALKER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talker:
+        assert talker.stdout is not None
+        assert talker.stderr is not None
+        assert talker.stdout.readline() == "step 0\n"
+        talker.stdout.close()
+        assert talker.stderr.read().endswith("went on\n")
+        assert talker.wait(120) == 0
 
 
 @pytest.mark.parametrize(

@@ -226,11 +226,12 @@ class RolloutWorkers:
         while num_failures < _MAX_FAILURES:
             try:
                 await self._serve(worker)
-            except WorkerLostError as error:
+            except Exception as error:  # noqa: BLE001 - a few losses end the run, whatever the cause; nobody else hears of it
                 num_failures = 1 if worker.own[0].is_watched else num_failures + 1
-                self._reasons[worker.index] = str(error)
-                logger.warning("rollout worker=%d lost: %s", worker.index, error)
-                self._observer.restarted("rollout_worker", worker.index, str(error))
+                reason = str(error) if isinstance(error, WorkerLostError) else repr(error)
+                self._reasons[worker.index] = reason
+                logger.warning("rollout worker=%d lost: %s", worker.index, reason)
+                self._observer.restarted("rollout_worker", worker.index, reason)
             worker.has_answered = False
             worker.watch(is_watching=False)
             self._judge(worker)  # first: the prompts must not come back to it

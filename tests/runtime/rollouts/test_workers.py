@@ -22,7 +22,7 @@ from megarl.data.packing import Packing
 from megarl.data.rollout_files import KeptRollout, SampledRollout, generations_file, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import MachineError, RewardError
+from megarl.errors import FleetError, MachineError, RewardError
 from megarl.observe.events import Noted
 from megarl.observe.observer import Observer
 from megarl.observe.summary import StepSummary, summarize_step
@@ -57,7 +57,9 @@ with private_ray():
     from megarl.runtime.build import TaskGroups
     from megarl.runtime.local_ray import LocalRay
     from megarl.runtime.rollouts import stored
+    from megarl.runtime.rollouts import workers as workers_module
     from megarl.runtime.rollouts.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
+    from megarl.runtime.rollouts.workers import RolloutWorkers
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +336,23 @@ def test_replies_that_no_engine_should_give_are_retried_by_workers_and_counted_b
             engines.broken = {}
 
     two.run(run())
+
+
+def test_a_mistake_beside_a_worker_ends_those_who_wait(
+    nodes: LocalRay, engines: SeededEngines, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: a run that hears of nothing would wait for ever."""
+
+    async def mistaken(workers: RolloutWorkers, worker: object) -> None:
+        raise ZeroDivisionError("an odd delivery")
+
+    monkeypatch.setattr(RolloutWorkers, "_serve", mistaken)
+    monkeypatch.setattr(workers_module, "_MAX_FAILURES", 1)
+    with (
+        plane(engines, model, [node_ids()[0]] * 2, per_node=1) as one,
+        pytest.raises(FleetError, match=r"no rollout worker is left .* ZeroDivisionError\('an odd delivery'\)"),
+    ):
+        one.run(answer(one.workers, 2))
 
 
 @pytest.mark.fault("kill -9 of a rollout worker", "its prompts are asked again by another; it is replaced")

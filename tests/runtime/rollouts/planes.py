@@ -133,6 +133,7 @@ async def running(
 ) -> AsyncIterator[tuple[RolloutWorkers, Fleet, Counts]]:
     fleet = Fleet(engines.clients(), max_outstanding=8, publish_timeout_s=120)
     fleet.requests = counts = Counts()
+    await fleet.committed(PolicyVersion(int(engines.version)), fleet.engines)  # what an earlier test left them at
     shares = divide_engines(engine_nodes, per_node=per_node)
     setups = [
         WorkerSetup(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.models import llama, qwen2, qwen2_classification, qwen3, qwen3_classification, qwen3_moe
+from sglang.srt.models import llama, qwen2, qwen2_classification, qwen2_moe, qwen3, qwen3_classification, qwen3_moe
 
 
 def _without_bias(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -42,6 +42,7 @@ EntryClass = [
     _without_bias(qwen3_classification.Qwen3ForSequenceClassification),
     _with_scale(llama.LlamaForCausalLM),
     _with_scale(qwen2.Qwen2ForCausalLM),
+    _with_scale(qwen2_moe.Qwen2MoeForCausalLM),
     _with_scale(qwen3.Qwen3ForCausalLM),
     _with_scale(qwen3_moe.Qwen3MoeForCausalLM),
 ]

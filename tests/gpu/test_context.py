@@ -21,8 +21,10 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
+from megarl.planner.activations import ModelWork, activation_bytes, scoring_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention import PackedAttention, packed_sequences
@@ -59,13 +61,15 @@ class Account:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     peak_bytes: int
+    passing_bytes: int
+    """Peak of the second step beyond what was allocated before it."""
 
 
 def take_steps(
     rank: int,
     world: int,
     port: int,
-    folder: Path,
+    folder: Path | None,
     shape: ModelShape,
     batch: TrainBatch,
     actor: ActorConfig,
@@ -87,17 +91,21 @@ def take_steps(
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
     trainer = ActorRank(spec, algorithm=SftConfig(kind="sft"), optimizer=optimizer, total_steps=2)
     try:
-        trainer.load(folder)
+        if folder is not None:
+            trainer.load(folder)
         torch.cuda.reset_peak_memory_stats()
         numbers = trainer.logprobs(batch)
-        results = [trainer.update(batch) for _ in range(2)]
-        stats = [result.stats for result in results if result.stats is not None]
-        peak = results[0].usage["actor"].gpu_allocated_bytes
+        first = trainer.update(batch)
+        held = torch.cuda.memory_allocated()
+        second = trainer.update(batch)
+        stats = [result.stats for result in (first, second) if result.stats is not None]
+        peaks = [result.usage["actor"].gpu_allocated_bytes or 0 for result in (first, second)]
         return Account(
             numbers=numbers,
             losses=tuple(each.loss for each in stats),
             grad_norms=tuple(each.grad_norm for each in stats),
-            peak_bytes=0 if peak is None else peak,
+            peak_bytes=peaks[0],
+            passing_bytes=peaks[1] - held,
         )
     finally:
         trainer.close()
@@ -245,3 +253,24 @@ def test_a_long_context_has_the_same_loss_whole_and_shared(peers: list[Peer], ca
         for found, right in zip(logprobs, whole, strict=True):
             assert np.abs(found - right).mean() < 5e-3
             np.testing.assert_allclose(found, right, atol=0.1)
+
+
+def test_the_plan_knows_the_memory_of_shared_sequences(peers: list[Peer]) -> None:
+    shape = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=4, vocab=32_000, max_context_tokens=1 << 17)
+    recomputed: dict[str, object] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    splits: list[dict[str, object]] = [{}, {"context": 2}, {"context": 4}, {"context": 4, "megatron": recomputed}]
+    if is_te_installed():
+        splits += [{"context": 2, "context_exchange": "ring"}, {"context": 4, "context_exchange": "ring"}]
+        splits += [{"context": 2, "context_exchange": "all_to_all"}]
+    ratios = {}
+    for keys in splits:
+        actor = ActorConfig.model_validate({"pool": "gpu", **keys})
+        batch = shares_of(((30_000, 1_500), (700, 500)), actor)
+        answers = run_on(peers, actor.model_parallel, take_steps, None, shape, batch, actor)
+        measured = max(answer.passing_bytes for answer in answers if isinstance(answer, Account))
+        num_tokens = len(batch.mini_batches[0].micro_batches[0].token_ids)
+        work = ModelWork.of(shape, actor, tokens_per_micro_batch=num_tokens, device="cuda")
+        planned = activation_bytes(work, 0) + scoring_bytes(work, has_gradients=True)
+        ratios[str(keys)] = planned / measured
+        logger.info("%s: %.2f GB, planned %.2f", keys, measured / 1e9, planned / 1e9)
+    assert all(abs(ratio - 1) < 0.15 for ratio in ratios.values()), ratios

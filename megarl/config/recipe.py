@@ -299,9 +299,9 @@ class ClusterConfig(Section):
     """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
     node_timeout_s: PositiveFloat = 600
     """How long a run that lost a node waits for another one before it ends."""
-    lease_s: NonNegativeFloat = 0
-    """How long the processes of a run outlive its driver if that is killed, such as 90: the next `megarl train` of the
-    run adopts them. 0 ends them with the driver. Used in a private Ray, once the run has a checkpoint."""
+    lease_s: NonNegativeFloat = 90
+    """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
+    them. 0 ends them with the driver. Used in a private Ray, once the run has a checkpoint."""
 
 
 class Recipe(Section):

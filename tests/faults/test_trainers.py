@@ -273,7 +273,8 @@ def test_a_run_that_loses_ray_ends_with_a_sentence_and_the_next_one_goes_on(
     fault = {"point": "step_trained", "step": 3, "kind": "wait", "seconds": 60, "once": str(once)}
     with (
         nothing_left() as footprint,
-        started(folder, name, *SFT, faults=[fault], footprint=footprint) as process,
+        # A lease keeps a Ray that works.
+        started(folder, name, *SFT, "cluster.lease_s=90", faults=[fault], footprint=footprint) as process,
     ):
         _await(once.exists, process, once)
         _running(footprint, program)[0].kill()

@@ -26,6 +26,7 @@ from tests.processes import template
 
 RECIPE = """
 run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
+cluster: {lease_s: 0}
 model: {path: FOLDER/arithmetic/model}
 data:
   train: [FOLDER/arithmetic/train.parquet]

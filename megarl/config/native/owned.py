@@ -19,7 +19,7 @@ _OTHER = "megarl trains transformers of the supported families only; remove it"
 _ROUTING = "tokens are routed as the model's config.json says, and no loss balances them; remove it"
 _PRECISION = "follows run.device: bfloat16 on GPUs, float32 on CPUs; remove it"
 _FP8 = "set roles.actor.precision and roles.actor.fp8_scaling instead"
-_KERNELS = "megarl chooses this kernel; remove it"
+KERNELS = "megarl chooses this kernel; remove it"
 _ONE_LENGTH = "needs buffers for micro-batches of one length, and packs differ in length; remove it"
 _WHOLE_BACKWARD = "splits the backward pass of a layer, for schedules that megarl does not run; remove it"
 _ATTENTION = "is for the attention of Transformer Engine, and megarl has its own for packs; remove it"
@@ -122,23 +122,23 @@ _MEGATRON: Mapping[str, str] = {
     "perform_initialization": _LOADED,
     "init_model_with_meta_device": _LOADED,
     "use_cpu_initialization": _LOADED,
-    "attention_backend": _KERNELS,
-    "masked_softmax_fusion": _KERNELS,
-    "bias_activation_fusion": _KERNELS,
-    "bias_dropout_fusion": _KERNELS,
-    "gradient_accumulation_fusion": _KERNELS,
+    "attention_backend": KERNELS,
+    "masked_softmax_fusion": KERNELS,
+    "bias_activation_fusion": KERNELS,
+    "bias_dropout_fusion": KERNELS,
+    "gradient_accumulation_fusion": KERNELS,
     "cross_entropy_*": _SCORES,
     "defer_embedding_wgrad_compute": _SCORES,
     "wgrad_deferral_limit": _SCORES,
     # Rotary angles are given per position of the pack; the fused kernels count positions themselves.
-    "*rope*": _KERNELS,
-    "transformer_impl": _KERNELS,
-    "attention_softmax_in_fp32": _KERNELS,
-    "apply_query_key_layer_scaling": _KERNELS,
-    "persist_layer_norm": _KERNELS,
-    "memory_efficient_layer_norm": _KERNELS,
-    "*kitchen*": _KERNELS,
-    "use_fused_weighted_squared_relu": _KERNELS,
+    "*rope*": KERNELS,
+    "transformer_impl": KERNELS,
+    "attention_softmax_in_fp32": KERNELS,
+    "apply_query_key_layer_scaling": KERNELS,
+    "persist_layer_norm": KERNELS,
+    "memory_efficient_layer_norm": KERNELS,
+    "*kitchen*": KERNELS,
+    "use_fused_weighted_squared_relu": KERNELS,
     "tp_comm_*": _ONE_LENGTH,
     "tp_only_amax_red": _FP8,
     "use_te_*": _ENGINE_PARTS,
@@ -147,7 +147,7 @@ _MEGATRON: Mapping[str, str] = {
     "batch_invariant_mode": _ENGINE_PARTS,
     "qk_clip*": _ATTENTION,
     "log_max_attention_logit": _ATTENTION,
-    "flash_decode": _KERNELS,
+    "flash_decode": KERNELS,
     "symmetric_ar_type": _GENERATES,
     "mlp_chunks_for_prefill": _GENERATES,
     "inference_*": _GENERATES,

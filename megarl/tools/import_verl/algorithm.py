@@ -111,6 +111,10 @@ def put_estimator(keys: Translation) -> None:
     key = "algorithm.adv_estimator"
     name = str(keys.given.get(key, "gae"))
     kind = ESTIMATORS.get(name)
+    weights = _component_weights(keys) if name == "gdpo" else {}
+    if weights:
+        kind = "gdpo"
+        keys.put("algorithm.weights", weights)
     if kind is None:
         kind = "grpo" if name == "gdpo" or keys.number("actor_rollout_ref.rollout.n", 1) > 1 else "reinforce_pp"
         remedy = "set algorithm.kind to gdpo and algorithm.weights to those of your reward's components"
@@ -128,6 +132,17 @@ def put_estimator(keys: Translation) -> None:
         keys.put("algorithm.gamma", keys.take("algorithm.gamma", "algorithm.gamma"))
     if keys.has_critic:
         keys.put("algorithm.lam", keys.take("algorithm.lam", "algorithm.lam", default=1.0))
+
+
+def _component_weights(keys: Translation) -> dict[str, Tree]:
+    """Return the weight of each component of the reward that gdpo compares; 1 where verl has none."""
+    names = keys.take("algorithm.gdpo_reward_keys", "algorithm.weights")
+    given = keys.take("algorithm.gdpo_reward_weights", "algorithm.weights")
+    weights = given if isinstance(given, list) else []
+    return {
+        str(name): weights[place] if place < len(weights) else 1.0
+        for place, name in enumerate(names if isinstance(names, list) else [])
+    }
 
 
 def put_distillation(keys: Translation) -> None:
@@ -224,6 +239,9 @@ def put_loss(keys: Translation) -> None:
     if (isinstance(top_p, int | float) and top_p < 1) or (isinstance(top_k, int) and top_k > 0):
         keys.put("algorithm.correction", {"kind": "tis"})
         keys.notes.append("algorithm.correction: tis, which verl lacks: engines sample from a part of the distribution")
+    elif keys.has_fp8_engines:
+        keys.put("algorithm.correction", {"kind": "tis"})
+        keys.notes.append("algorithm.correction: tis: FP8 samples from another distribution than the one trained")
     key = f"{ACTOR}policy_loss.loss_mode"
     mode = str(keys.given.get(key, "vanilla"))
     kind = _LOSSES.get(mode)

@@ -13,12 +13,13 @@ _MODEL = "actor_rollout_ref.model."
 _SPELLINGS = (
     (f"{_MODEL}lora.", "rank", "alpha", "adapter_path", 32),
     (_MODEL, "lora_rank", "lora_alpha", "lora_adapter_path", 16),
+    ("model.lora.", "rank", "alpha", "adapter_path", 32),
     ("model.", "lora_rank", "lora_alpha", "lora_adapter_path", 16),
     (f"{ACTOR}peft.", "lora_rank", "lora_alpha", "adapter_path", 16),
     (ACTOR, "lora_rank", "lora_alpha", "adapter_path", 16),
 )
-"""Prefix, names of rank, alpha and path, and verl's alpha where there is none: of Megatron, of FSDP, of sft, two old
-ones."""
+"""Prefix, names of rank, alpha and path, and verl's alpha where there is none: of Megatron, of FSDP, both of sft, two
+old ones."""
 _FUSED_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -46,6 +47,8 @@ def put_lora(keys: Translation) -> None:
                 keys.mapped(f"{prefix}{name}", "model.lora")
             else:
                 keys.report(f"{prefix}{name}", KeyVerdict.NOT_SUPPORTED, "LoRA is the only method")
+        if keys.is_sft and (dropout := keys.take(f"{prefix}dropout", "model.lora.dropout")):
+            keys.put("model.lora.dropout", dropout)
         _put_modules(keys, f"{prefix}target_modules")
         return
 

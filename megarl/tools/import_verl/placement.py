@@ -54,7 +54,14 @@ def put_split(keys: Translation, prefix: str, role: str) -> None:
     """Put the sizes that are not 1."""
     for size, key in SIZES.items():
         value = keys.take(f"{prefix}{size}", f"{role}.{key}")
-        if isinstance(value, int) and (value > 1 or key == "expert_tensor"):
+        if key == "expert_tensor":
+            divides = keys.number(f"{prefix}expert_model_parallel_size", 1) > 1
+            if not divides:
+                text = "without expert ranks tensor divides experts like everything else"
+                keys.report(f"{prefix}{size}", KeyVerdict.NO_EFFECT, text)
+        else:
+            divides = isinstance(value, int) and value > 1
+        if divides and value is not None:
             keys.put(f"{role}.{key}", value)
     is_parallel = keys.take(f"{prefix}sequence_parallel", f"{role}.is_sequence_parallel", default=True)
     tensor = keys.given.get(f"{prefix}tensor_model_parallel_size", 1)
@@ -81,6 +88,52 @@ def put_stages(keys: Translation, prefix: str, role: str) -> None:
             keys.mapped(key, target)
         else:
             keys.report(key, KeyVerdict.NOT_SUPPORTED, f"set {target}: one fewer than the other stages have")
+
+
+def put_engine_precision(keys: Translation) -> None:
+    """Put FP8 weights of engines, by verl's present and former keys, and the experts that they choose."""
+    target = "roles.rollout.precision"
+    for name in ("quantization", "quantization.weight_dtype", "dtype"):
+        key = f"actor_rollout_ref.rollout.{name}"
+        match keys.given.get(key):
+            case "fp8" if "model.lora" in keys:
+                text = "with model.lora the base stays as loaded; engines compute in bfloat16"
+                keys.report(key, KeyVerdict.NOT_SUPPORTED, text)
+            case "fp8":
+                keys.put(target, "fp8")
+                keys.mapped(key, target)
+                keys.has_fp8_engines = True
+            case "bfloat16" | "auto":
+                keys.report(key, KeyVerdict.NO_EFFECT, "engines compute in bfloat16, as in megarl")
+    if keys.given.get(f"{ACTOR}router_replay.mode") == "R3":
+        text = "the engine's choice of experts is replayed, unless train.routing is live"
+        keys.report(f"{ACTOR}router_replay.mode", KeyVerdict.NO_EFFECT, text)
+
+
+def put_dispatcher(keys: Translation, options: str, role: str) -> None:
+    """Put how tokens reach the ranks of their experts; Megatron names the way and, within `flex`, the library."""
+    kind, library = (f"{options}{name}" for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"))
+    is_deepep = keys.given.get(f"{options}moe_enable_deepep") is True or keys.given.get(library) == "deepep"
+    target = f"{role}.dispatcher"
+    if keys.given.get(kind) == "alltoall":
+        keys.report(kind, KeyVerdict.NO_EFFECT, "alltoall, as in megarl")
+    elif keys.given.get(kind) == "flex" and is_deepep:
+        for key in (kind, library, f"{options}moe_enable_deepep"):
+            keys.mapped(key, target)
+        if f"{role}.expert" in keys:
+            keys.put(target, "deepep")
+
+
+def put_optimizer_on_host(keys: Translation, optimizer: str, role: str) -> None:
+    """Put the optimizer in host memory where Megatron's own options ask for it."""
+    options = f"{optimizer}override_optimizer_config."
+    if keys.given.get(f"{options}optimizer_cpu_offload") is not True or keys.is_ahead or keys.is_sft:
+        return
+    target = f"{role}.offload"
+    if target not in keys:
+        keys.put(target, "optimizer")
+    for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+        keys.mapped(f"{options}{name}", target)
 
 
 def num_step_prompts(keys: Translation) -> int:

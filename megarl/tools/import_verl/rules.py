@@ -16,7 +16,7 @@ from importlib.resources import files
 from megarl.config.document import Tree
 from megarl.config.kernels import ENGINE_ONLY
 from megarl.config.native.options import refusal
-from megarl.config.native.owned import Library
+from megarl.config.native.owned import KERNELS, Library
 
 
 class KeyVerdict(StrEnum):
@@ -58,6 +58,16 @@ _PREFIXES: Mapping[str, tuple[Library, str]] = {
         for inner, library in _INNER.items()
     },
 }
+_OFF = (
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "moe_aux_loss_coeff",
+    "moe_enable_deepep",
+    "moe_router_bias_update_rate",
+    "moe_shared_expert_overlap",
+)
+"""Options that megarl does not pass on, and that do nothing where they are false or 0."""
 _LIKE_ACTOR = ("critic.", "actor_rollout_ref.ref.")
 
 
@@ -109,7 +119,13 @@ def _option_verdict(library: Library, name: str, value: Tree, *, recomputes: boo
     if name.startswith("recompute_") and not recomputes:
         return KeyVerdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
     complaint = refusal(library, name, value, device="cuda") or (ENGINE_ONLY.get(name) if value else None)
-    return (KeyVerdict.MAPPED, "") if complaint is None else (KeyVerdict.NOT_SUPPORTED, complaint)
+    if complaint is None:
+        return KeyVerdict.MAPPED, ""
+    if complaint == KERNELS:
+        return KeyVerdict.NO_EFFECT, "megarl chooses this kernel"
+    if not value and name in _OFF:
+        return KeyVerdict.NO_EFFECT, "off, as in megarl"
+    return KeyVerdict.NOT_SUPPORTED, complaint
 
 
 @cache

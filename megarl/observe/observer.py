@@ -165,6 +165,17 @@ class Observer:
     def checkpoint_failed(self, step: int, reason: str) -> None:
         self._emit(CheckpointFailed(step=step, reason=reason))
 
+    def checkpoint_mirrored(self, step: int, url: str, *, num_bytes: int, seconds: float) -> None:
+        self._meter.set(names.MIRROR_STEP, step)
+        self._meter.set(names.MIRROR_SECONDS, seconds)
+        self.noted(f"copied step {step} to {url}: {num_bytes / 1e9:.3f} GB in {seconds:.1f} s")
+
+    def mirror_failed(self, url: str, reason: str, *, is_first: bool) -> None:
+        """Count an upload that failed; only the first in a row is an event."""
+        self._meter.add(names.MIRROR_FAILURES, 1)
+        if is_first:
+            self.warned(f"checkpoints are not copied to {url}: {reason}; the run goes on, and it is tried again")
+
     def judge_answered(self, judge: str, model: str, version: str) -> None:
         """Record the model and version of a judge, each once."""
         if (judge, model, version) not in self.judges:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from megarl.checkpoint.mirroring import refuse_occupied
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
@@ -19,7 +21,7 @@ from megarl.env import (
     update_environment,
 )
 from megarl.errors import ConfigError, MachineError, Problem
-from megarl.observe.events import Sink
+from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.hardware import gpu_of
 from megarl.planner.run_plan import check_fit
@@ -55,11 +57,13 @@ def train(
     inputs = check_start(recipe, address=address)
     recipe = recipe.with_steps(len(inputs.train.prompts))
     with run_lock(recipe.run_folder):
-        decision, tools = choose(recipe, resume), inputs.tools_digest
+        decision, tools = choose(recipe, resume, told=_tell_on(display)), inputs.tools_digest
         check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
         notes = [*decision.notes]
         point = decision.point and check(decision.point, warn=notes.append)
         is_continued = point is not None and is_of_run(point, recipe.run_folder)
+        if not is_continued and recipe.checkpoint.mirror is not None:
+            refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
         lease = run_lease(recipe.run_folder, recipe.model_dump_json(), recipe.cluster, is_continued=is_continued)
         environment = ray_environment(address, recipe.cluster, lease)
         resumed_step = 0 if point is None else point.step
@@ -71,7 +75,7 @@ def train(
                 observer.warned(note)
 
             def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
-                earlier = choose(recipe, resume, damaged=damaged).point
+                earlier = choose(recipe, resume, damaged=damaged, told=_tell_on(display)).point
                 return earlier and check(earlier, warn=observer.warned)
 
             from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
@@ -87,6 +91,11 @@ def train(
                 asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
                 tasks_file=tasks_file,
             )
+
+
+def _tell_on(display: Sink) -> Callable[[str], None]:
+    """Return what shows a line before the run has an observer: fetching a checkpoint takes long."""
+    return lambda text: display.record(Record(sequence=0, time=datetime.now(UTC), event=Noted(text=text)))
 
 
 def ray_address_of(run: RunConfig) -> str | None:

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
+from megarl.checkpoint.mirroring import Fetched, MirroredRun
 from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_complete, open_named
 from megarl.checkpoint.state import Ledger
 from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
@@ -24,15 +25,30 @@ _TOKENIZER = "tokenizer.json"
 _MAX_PAUSE_S = 60.0
 
 
-def choose(recipe: Recipe, choice: ResumeChoice, *, damaged: Collection[Path] = ()) -> Decision:
-    """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify."""
+def choose(
+    recipe: Recipe,
+    choice: ResumeChoice,
+    *,
+    damaged: Collection[Path] = (),
+    told: Callable[[str], None] = lambda _text: None,
+) -> Decision:
+    """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify.
+
+    A newer one of `checkpoint.mirror` is fetched first; `told` gets lines about it.
+    """
     dumped, num_steps = recipe.model_dump(mode="json"), recipe.run.total_steps
     match choice:
         case "never":
             return Decision(point=None)
         case "auto":
             parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-            return decide(parent, recipe=dumped, num_steps=num_steps, damaged=damaged)
+            mirror, fetched = recipe.checkpoint.mirror, Fetched()
+            if mirror is not None:
+                run = MirroredRun(mirror=mirror, run_folder=recipe.run_folder, recipe=dumped, num_steps=num_steps)
+                fetched = run.fetch_newest(damaged=damaged, told=told)
+            damaged = set(damaged) - fetched.replaced
+            decision = decide(parent, recipe=dumped, num_steps=num_steps, damaged=damaged)
+            return replace(decision, notes=(*fetched.notes, *decision.notes))
         case Path():
             folder = choice.resolve()
             if folder in damaged:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from megarl.checkpoint.mirroring import Mirroring
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
@@ -82,6 +83,7 @@ class _Run:
         self._observer = observer
         self._choose_earlier = choose_earlier
         self._saved_steps: list[int] = []
+        self._mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, observer)
         self._outlive_driver: Callable[[], None] = lambda: None
         self._damaged: set[Path] = set()
         """Checkpoints that ranks found damaged."""
@@ -102,7 +104,7 @@ class _Run:
                 observer.warned(warning)
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
             observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
-            async with AsyncExitStack() as stack, task_group() as tasks:
+            async with self._mirroring, AsyncExitStack() as stack, task_group() as tasks:
                 begin = partial(start_frozen, recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network)
                 starting_frozen = begin(
                     observer=observer, longest_reply=longest_reply(recipe.reward), temperature=sampling.temperature
@@ -235,6 +237,7 @@ class _Run:
 
     def _note_saved(self, step: int) -> None:
         self._saved_steps.append(step)
+        self._mirroring.saved()
         if self._recipe.checkpoint.contents == "everything":
             self._outlive_driver()
 

@@ -30,8 +30,9 @@ from megarl.checkpoint.folder import (
 from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, Contents, FileDigest, Manifest, digest_file
 from megarl.checkpoint.resume import identity_digest
 from megarl.checkpoint.state import STATE_FILE, Best, Ledger, RunState, TrainerState, write_state
+from megarl.config.checkpoint import KeepBestConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import KeepBestConfig, Recipe
+from megarl.config.recipe import Recipe
 from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, Problem, WorkerError
 from megarl.observe.observer import Observer
@@ -144,9 +145,7 @@ class RunSaver:
         has_all, lora = self._config.contents == "everything", recipe.model.lora
         sizes = [estimate_bytes(each.shape, wants_optimizer=has_all, lora=lora) for each in self._models.values()]
         self._num_bytes = sum(sizes) + _SPARE_BYTES
-        self._algorithm = algorithm
-        self._prompts = prompts
-        self._buffer = buffer
+        self._algorithm, self._prompts, self._buffer = algorithm, prompts, buffer
         self._ledger_before = Ledger() if resumed is None else resumed.ledger
         self._data_digest, self._tools_digest = data_digest, tools_digest
         self._preemption, self._observer = preemption, observer

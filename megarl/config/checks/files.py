@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.config.checkpoint import MirrorConfig
 from megarl.config.recipe import DataConfig, ObserveConfig
 from megarl.config.roles import EngineRoleConfig
 from megarl.errors import Problem
@@ -19,6 +20,8 @@ NO_TEMPLATE = (
 )
 _LOGGER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """By key of `observe`, which is also the name of megarl's extra."""
+_STORE_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
+"""By protocol of a URL, which is also the name of megarl's extra."""
 
 
 def check_data_files(data: DataConfig) -> Iterator[Problem]:
@@ -68,6 +71,25 @@ def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:
                 key=f"observe.{key}",
                 message=f"{package} is not installed; run `pip install 'megarl[{key}]'` or remove the key",
             )
+
+
+def check_mirror(mirror: MirrorConfig | None) -> Iterator[Problem]:
+    """Look for the package of the store without importing it."""
+    if mirror is None:
+        return
+    protocol, separator, place = mirror.url.partition("://")
+    if not separator or protocol not in _STORE_PACKAGES:
+        known = ", ".join(f"{name}://" for name in _STORE_PACKAGES)
+        yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url!r} does not begin with one of {known}")
+    elif protocol == "file" and not place.startswith("/"):
+        yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url} is relative; write file:///FOLDER")
+    elif not place.strip("/"):
+        yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url} names no place; write {protocol}://PLACE")
+    elif find_spec(_STORE_PACKAGES[protocol]) is None:
+        yield Problem(
+            key="checkpoint.mirror.url",
+            message=f"{_STORE_PACKAGES[protocol]} is not installed; run `pip install 'megarl[{protocol}]'`",
+        )
 
 
 def check_model_folder(folder: Path, *, needs_template: bool) -> Iterator[Problem]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
     check_key_files,
     check_loggers,
+    check_mirror,
     check_model_folder,
     check_run_folder,
 )
@@ -32,7 +34,7 @@ from megarl.config.kernels import check_engine_precision, check_kernels, check_p
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
-from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
+from megarl.config.recipe import DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
 from megarl.config.roles import CriticConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, Problem
 
@@ -44,6 +46,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_run_folder(recipe.run_folder),
         *check_key_files(recipe.roles.on_engines),
         *check_loggers(recipe.observe),
+        *check_mirror(recipe.checkpoint.mirror),
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.config.checkpoint import MirrorConfig
 from megarl.config.checks import files as module
-from megarl.config.checks.files import check_loggers
+from megarl.config.checks.files import check_loggers, check_mirror
 from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
 
 
@@ -23,3 +24,12 @@ def test_what_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch: pyte
 
 def test_what_is_installed_or_not_asked_for_is_no_problem() -> None:
     assert list(check_loggers(ObserveConfig(tensorboard=TensorboardConfig()))) == []
+
+
+def test_a_store_whose_package_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(check_mirror(MirrorConfig(url="s3://bucket/runs"))) == []
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    (problem,) = check_mirror(MirrorConfig(url="gs://bucket/runs"))
+    assert str(problem) == "checkpoint.mirror.url: gcsfs is not installed; run `pip install 'megarl[gs]'`"
+    (problem,) = check_mirror(MirrorConfig(url="s3://"))
+    assert str(problem) == "checkpoint.mirror.url: s3:// names no place; write s3://PLACE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
+    LOCAL_RAY_ENVIRONMENT,
     NO_TOKEN_ENVIRONMENT,
     RAY_ADDRESS,
     RAY_AUTH_TOKEN,
@@ -25,11 +27,13 @@ from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.hardware import gpu_of
 from megarl.planner.run_plan import check_fit
+from megarl.runtime.driver_process import drive_again
 from megarl.runtime.exit_notice import exit_notice
+from megarl.runtime.inputs import Inputs
 from megarl.runtime.local_ray import private_ray, run_lease
 from megarl.runtime.preflight import check_start
 from megarl.runtime.resume import ResumeChoice, checked_resume_point, choose, is_of_run
-from megarl.system.lease import Lease
+from megarl.system.lease import Lease, digest_program
 from megarl.system.run_lock import refuse_locked, run_lock
 
 
@@ -41,11 +45,13 @@ def train(
     allows_data_change: bool = False,
     overrides_fit: bool = False,
     tasks_file: Path | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> None:
     """Run a recipe to its end; everything it started has ended when this returns or raises.
 
     A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
-    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`.
+    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With `told`, the driver is a
+    forked process, and another one takes over if it is killed; `told` gets a sentence then.
     """
     if recipe.run.device != "cpu" and recipe.cluster.gpu is not None and not overrides_fit:
         check_fit(recipe, gpu_of(recipe.cluster))
@@ -56,41 +62,78 @@ def train(
     # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
     inputs = check_start(recipe, address=address)
     recipe = recipe.with_steps(len(inputs.train.prompts))
-    with run_lock(recipe.run_folder):
-        decision, tools = choose(recipe, resume, told=_tell_on(display)), inputs.tools_digest
-        check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
-        notes = [*decision.notes]
-        point = decision.point and check(decision.point, warn=notes.append)
-        is_continued = point is not None and is_of_run(point, recipe.run_folder)
-        if not is_continued and recipe.checkpoint.mirror is not None:
-            refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
-        lease = run_lease(recipe.run_folder, recipe.model_dump_json(), recipe.cluster, is_continued=is_continued)
-        environment = ray_environment(address, recipe.cluster, lease)
-        resumed_step = 0 if point is None else point.step
-        started = observing(
-            recipe, display=display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
-        )
-        with exit_notice(recipe.run_folder), started as observer, environment:
-            for note in notes:
-                observer.warned(note)
+    driver = _Driver(
+        recipe=recipe,
+        inputs=inputs,
+        program=digest_program(recipe.model_dump_json()),
+        display=display,
+        address=address,
+        allows_data_change=allows_data_change,
+        asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
+        tasks_file=tasks_file,
+    )
+    with exit_notice(recipe.run_folder):
+        if told is None or address is not None or not recipe.cluster.lease_s:
+            driver.drive(resume)
+            return
+        update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
+        import megarl.runtime.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
 
-            def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
-                earlier = choose(recipe, resume, damaged=damaged, told=_tell_on(display)).point
-                return earlier and check(earlier, warn=observer.warned)
+        drive_again(driver.drive, recipe.run_folder, resume, auto="auto", told=told)
 
-            from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
 
-            run_recipe(
-                recipe,
-                inputs,
-                observer,
-                ray_address=address,
-                lease=lease,
-                resume=point,
-                choose_earlier=choose_earlier,
-                asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
-                tasks_file=tasks_file,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Driver:
+    recipe: Recipe
+    inputs: Inputs
+    program: str
+    """`digest_program` of the run when its code was loaded."""
+    display: Sink
+    address: str | None
+    allows_data_change: bool
+    asks_ray_for_gpu: bool
+    tasks_file: Path | None
+
+    def drive(self, resume: ResumeChoice) -> None:
+        """Take the steps of the run that are left."""
+        recipe, inputs = self.recipe, self.inputs
+        with run_lock(recipe.run_folder):
+            told = _tell_on(self.display)
+            decision, tools = choose(recipe, resume, told=told), inputs.tools_digest
+            allows = self.allows_data_change
+            check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows)
+            notes = [*decision.notes]
+            point = decision.point and check(decision.point, warn=notes.append)
+            is_continued = point is not None and is_of_run(point, recipe.run_folder)
+            if not is_continued and recipe.checkpoint.mirror is not None:
+                refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
+            lease = run_lease(recipe.run_folder, self.program, recipe.cluster, is_continued=is_continued)
+            environment = ray_environment(self.address, recipe.cluster, lease)
+            resumed_step = 0 if point is None else point.step
+            started = observing(
+                recipe, display=self.display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
             )
+            with started as observer, environment:
+                for note in notes:
+                    observer.warned(note)
+
+                def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
+                    earlier = choose(recipe, resume, damaged=damaged, told=told).point
+                    return earlier and check(earlier, warn=observer.warned)
+
+                from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment
+
+                run_recipe(
+                    recipe,
+                    inputs,
+                    observer,
+                    ray_address=self.address,
+                    lease=lease,
+                    resume=point,
+                    choose_earlier=choose_earlier,
+                    asks_ray_for_gpu=self.asks_ray_for_gpu,
+                    tasks_file=self.tasks_file,
+                )
 
 
 def _tell_on(display: Sink) -> Callable[[str], None]:

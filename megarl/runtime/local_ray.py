@@ -32,7 +32,7 @@ from megarl.env import (
 )
 from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, digest_program, find_kept
+from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, find_kept
 from megarl.system.network import LOOPBACK
 
 _STOP_GRACE_S = 20.0
@@ -271,12 +271,12 @@ def _ip(*words: str, inside: list[str] | None = None) -> None:
         raise MachineError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def run_lease(run_folder: Path, recipe: str, cluster: ClusterConfig, *, is_continued: bool) -> Lease:
+def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_continued: bool) -> Lease:
     """Return the lease of a run's private Ray, with the one that an earlier driver left if it can be adopted.
 
-    One that cannot is ended. `recipe` is its text. The caller holds the run's lock: no other driver uses it.
+    One that cannot is ended. `program` is a digest. The caller holds the run's lock: no other driver uses it.
     """
-    seconds, program = cluster.lease_s, digest_program(recipe)
+    seconds = cluster.lease_s
     kept = find_kept(run_folder)
     if kept is not None:
         if is_continued and seconds and kept.program == program and _may_use_token(Path(kept.folder)):

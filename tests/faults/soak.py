@@ -1,21 +1,22 @@
 """A run that something happens to every few steps, for as long as you like: `make soak`.
 
 A two-engine run on arithmetic. Its processes are killed and frozen at random from outside, the driver among them, which
-is then started again as a person or a scheduler would. At the end all steps are taken, the checkpoint verifies and
-nothing is left; how much of the time counted and how much memory grew is printed.
+is followed by another one or, if its command is killed or asked to leave, is started again as a person or a scheduler
+would. At the end all steps are taken, the checkpoint verifies and nothing is left; how much of the time counted and how
+much memory grew is printed. A long soak may be taken in pieces: `--seconds` ends one, `--folder` continues it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +26,8 @@ from typing import TypeAlias
 import psutil
 
 from megarl.checkpoint.manifest import verify
-from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunStarted, StepFinished
-from megarl.observe.history import RunTotals
+from megarl.observe.events import EVENTS_FILE, EventTail, RunStarted, StepFinished
+from megarl.system.run_lock import LOCKS_FOLDER
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import Driver, started
@@ -41,10 +42,10 @@ class Soaked:
     steps: int
     seconds: float
     faults: Mapping[str, int]
-    num_starts: int
-    """Of the driver."""
+    num_drivers: int
     num_steps_again: int
     effective_time_ratio: float
+    """Time of steps that were not lost, over all time from the first step of a piece to its last."""
     memory_growth: float
     """Of everything the run holds, from the steps behind its first tenth to its last fifth; 0.05 is 5 %."""
     step_s: float
@@ -80,8 +81,15 @@ def _overrides(
 class _Victims:
     """The processes of a run, by what they do."""
 
-    def __init__(self, footprint: Footprint) -> None:
+    def __init__(self, footprint: Footprint, run_folder: Path) -> None:
         self._footprint = footprint
+        self._run_folder = run_folder
+
+    def drivers(self) -> list[psutil.Process]:
+        """The process that holds the run's lock; not that of the command."""
+        held = self._run_folder.parent / LOCKS_FOLDER / f"{self._run_folder.name}.json"
+        pid = json.loads(held.read_text())["pid"]
+        return [process for process in self._footprint.processes() if process.pid == pid]
 
     def engines(self) -> list[psutil.Process]:
         return self._having(lambda _, words: "megarl.rollout.cpu" in words)
@@ -119,12 +127,15 @@ class _Watch:
     """A run's events as they come."""
 
     path: Path
-    totals: RunTotals = field(default_factory=RunTotals)
     tail: EventTail | None = None
     step: int = 0
     seconds: list[float] = field(default_factory=list)
     """Of each step that was done, those that were done again among them."""
-    records: list[Record] = field(default_factory=list)
+    kept: dict[int, float] = field(default_factory=dict)
+    """Seconds of each step that was not lost."""
+    num_drivers: int = 0
+    piece: tuple[float, float] | None = None
+    """When the first step since `begin_piece` began, and when the last one ended."""
 
     def look(self) -> None:
         if self.tail is None:
@@ -132,14 +143,35 @@ class _Watch:
                 return
             self.tail = EventTail(self.path)
         for record in self.tail.read():
-            self.totals.record(record)
-            self.records.append(record)
             match record.event:
                 case RunStarted(resumed_step=resumed_step):
+                    self.num_drivers += 1
                     self.step = resumed_step
+                    self.kept = {step: seconds for step, seconds in self.kept.items() if step <= resumed_step}
                 case StepFinished(summary=summary):
                     self.step = summary.step
                     self.seconds.append(summary.seconds)
+                    self.kept[summary.step] = summary.seconds
+                    ended = record.time.timestamp()
+                    self.piece = (ended - summary.seconds if self.piece is None else self.piece[0], ended)
+
+    def begin_piece(self) -> None:
+        """Read what happened before."""
+        self.look()
+        self.piece = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pieces:
+    """What is known of a soak beside its events, in a file of its folder."""
+
+    faults: dict[str, int] = field(default_factory=dict)
+    delays: dict[str, list[float]] = field(default_factory=dict)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """Step and resident bytes."""
+    seconds: float = 0.0
+    stepping_s: float = 0.0
+    """From the first step of each piece to its last."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,35 +183,31 @@ class _Accidents:
     """None after it: the run has to be seen to end."""
     kinds: tuple[str, ...]
     chance: Random
-    counts: Counter[str] = field(default_factory=Counter)
-    delays: dict[str, list[float]] = field(default_factory=dict)
-    _next_step: int = 0
+    pieces: _Pieces
+    next_step: int
     _due: float | None = None
     _unanswered: list[tuple[str, float]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._next_step = self.every
-
     def step_done(self) -> None:
         for kind, happened in self._unanswered:
-            self.delays.setdefault(kind, []).append(time.monotonic() - happened)
+            self.pieces.delays.setdefault(kind, []).append(time.monotonic() - happened)
         self._unanswered.clear()
 
-    def happen(self, watch: _Watch, victims: _Victims, driver: Driver) -> str | None:
+    def happen(self, watch: _Watch, victims: _Victims, command: Driver) -> str | None:
         """What happened just now."""
         now = time.monotonic()
         if self._due is None:
-            if watch.seconds and self._next_step <= watch.step <= self.last_step:
+            if watch.seconds and self.next_step <= watch.step <= self.last_step:
                 self._due = now + self.chance.uniform(0, watch.seconds[-1])
             return None
         if now < self._due:
             return None
         kind = self.chance.choice(self.kinds)
-        if not _FAULTS[kind](victims, driver, self.chance):
+        if not _FAULTS[kind](victims, command, self.chance):
             return None
-        self.counts[kind] += 1
+        self.pieces.faults[kind] = self.pieces.faults.get(kind, 0) + 1
         self._unanswered.append((kind, now))
-        self._next_step = watch.step + max(1, round(self.chance.uniform(0.6, 1.4) * self.every))
+        self.next_step = watch.step + max(1, round(self.chance.uniform(0.6, 1.4) * self.every))
         self._due = None
         return kind
 
@@ -193,54 +221,83 @@ def soak(
     num_engines: int = 2,
     num_prompts: int = 16,
     num_tokens: int = 32,
-    lease_s: float = 0,
+    lease_s: float = 90,
     kinds: tuple[str, ...] = (),
+    piece_s: float = math.inf,
     tell: Callable[[str], None],
-) -> Soaked:
-    """Raises AssertionError where a promise is broken. With a lease the next driver adopts what a killed one leaves."""
+) -> Soaked | None:
+    """Raises AssertionError where a promise is broken. After `piece_s` the run is asked to leave: None is returned."""
     tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them; in {folder}")
-    make_arithmetic(folder / "arithmetic", num_train=num_prompts * num_steps // 4, num_sft=16, num_eval=16)
-    watch = _Watch(path=folder / "runs" / "soak" / EVENTS_FILE)
-    accidents = _Accidents(every=every, last_step=num_steps - 2, kinds=kinds or tuple(_FAULTS), chance=Random(seed))
+    if not (folder / "arithmetic").exists():
+        make_arithmetic(folder / "arithmetic", num_train=num_prompts * num_steps // 4, num_sft=16, num_eval=16)
+    watch, path = _Watch(path=folder / "runs" / "soak" / EVENTS_FILE), folder / "soak.json"
+    watch.begin_piece()
+    pieces = _Pieces(**json.loads(path.read_text())) if path.exists() else _Pieces()
+    accidents = _Accidents(
+        every=every,
+        last_step=num_steps - 2,
+        kinds=kinds or tuple(_FAULTS),
+        chance=Random(seed + watch.step),
+        pieces=pieces,
+        next_step=watch.step + every,
+    )
     overrides = _overrides(
         num_steps, num_engines=num_engines, num_prompts=num_prompts, num_tokens=num_tokens, lease_s=lease_s
     )
-    memory: list[tuple[int, int]] = []
-    began, num_starts = time.monotonic(), 0
+    began = time.monotonic()
     with nothing_left() as footprint:
-        victims = _Victims(footprint)
-        while True:
-            num_starts += 1
-            with started(folder, "soak", *overrides, footprint=footprint) as driver:
-                num_done, last_change = len(watch.seconds), time.monotonic()
-                while driver.poll() is None:
-                    time.sleep(_POLL_S)
-                    watch.look()
-                    if len(watch.seconds) > num_done:
-                        num_done, last_change = len(watch.seconds), time.monotonic()
-                        memory.append((watch.step, victims.memory()))
-                        accidents.step_done()
-                    assert time.monotonic() - last_change < _STALL_S, f"no step for {_STALL_S:.0f} s; see {folder}"
-                    if kind := accidents.happen(watch, victims, driver):
-                        tell(f"{time.monotonic() - began:.0f} s, step {watch.step}: {kind}")
-            watch.look()
-            if driver.returncode == 0:
-                break
-            assert driver.returncode in (-signal.SIGKILL, 75), f"exit code {driver.returncode}; see {folder}/soak.out"
-    seconds = time.monotonic() - began
-    assert watch.step == num_steps
-    assert verify((folder / "runs" / "soak" / "checkpoints" / "latest").resolve()).step == num_steps
+        _take_piece(folder, overrides, watch, accidents, footprint, piece_s=piece_s, tell=tell)
+    pieces.seconds += time.monotonic() - began
+    pieces.stepping_s += watch.piece[1] - watch.piece[0] if watch.piece else 0.0
+    path.write_text(json.dumps(asdict(pieces)))
+    latest = verify((folder / "runs" / "soak" / "checkpoints" / "latest").resolve())
+    assert latest.step == watch.step
+    if watch.step < num_steps:
+        return None
     return Soaked(
         steps=num_steps,
-        seconds=seconds,
-        faults=dict(accidents.counts),
-        num_starts=num_starts,
+        seconds=pieces.seconds,
+        faults=pieces.faults,
+        num_drivers=watch.num_drivers,
         num_steps_again=len(watch.seconds) - num_steps,
-        effective_time_ratio=watch.totals.effective_time_ratio(watch.records[-1].time) or 0.0,
-        memory_growth=_growth(memory, num_steps),
+        effective_time_ratio=min(1.0, sum(watch.kept.values()) / pieces.stepping_s),
+        memory_growth=_growth(pieces.memory, num_steps),
         step_s=statistics.median(watch.seconds),
-        next_step_s={kind: round(statistics.median(delays), 1) for kind, delays in accidents.delays.items()},
+        next_step_s={kind: round(statistics.median(delays), 1) for kind, delays in pieces.delays.items()},
     )
+
+
+def _take_piece(
+    folder: Path,
+    overrides: tuple[str, ...],
+    watch: _Watch,
+    accidents: _Accidents,
+    footprint: Footprint,
+    *,
+    piece_s: float,
+    tell: Callable[[str], None],
+) -> None:
+    victims, began, has_to_leave = _Victims(footprint, folder / "runs" / "soak"), time.monotonic(), False
+    while True:
+        with started(folder, "soak", *overrides, footprint=footprint) as command:
+            num_done, last_change = len(watch.seconds), time.monotonic()
+            while command.poll() is None:
+                time.sleep(_POLL_S)
+                watch.look()
+                if len(watch.seconds) > num_done:
+                    num_done, last_change = len(watch.seconds), time.monotonic()
+                    accidents.pieces.memory.append((watch.step, victims.memory()))
+                    accidents.step_done()
+                assert time.monotonic() - last_change < _STALL_S, f"no step for {_STALL_S:.0f} s; see {folder}"
+                if not has_to_leave and time.monotonic() - began > piece_s and num_done:
+                    has_to_leave = True
+                    command.terminate()
+                elif not has_to_leave and (kind := accidents.happen(watch, victims, command)):
+                    tell(f"{time.monotonic() - began:.0f} s, step {watch.step}: {kind}")
+        watch.look()
+        assert command.returncode in (0, -signal.SIGKILL, 75), f"exit code {command.returncode}; see {folder}/soak.out"
+        if command.returncode == 0 or has_to_leave:
+            return
 
 
 def _growth(memory: list[tuple[int, int]], num_steps: int) -> float:
@@ -270,9 +327,9 @@ def _signal_one(
     return happen
 
 
-def _signal_driver(number: signal.Signals) -> Accident:
-    def happen(_: _Victims, driver: Driver, __: Random) -> bool:
-        driver.send_signal(number)
+def _signal_command(number: signal.Signals) -> Accident:
+    def happen(_: _Victims, command: Driver, __: Random) -> bool:
+        command.send_signal(number)
         return True
 
     return happen
@@ -283,8 +340,9 @@ _FAULTS: Mapping[str, Accident] = {
     "engine frozen": _signal_one(signal.SIGSTOP, _Victims.engines, is_group=True),
     "trainer rank killed": _signal_one(signal.SIGKILL, _Victims.ranks),
     "reward worker killed": _signal_one(signal.SIGKILL, _Victims.reward_workers),
-    "driver killed": _signal_driver(signal.SIGKILL),
-    "driver asked to leave": _signal_driver(signal.SIGTERM),
+    "driver killed": _signal_one(signal.SIGKILL, _Victims.drivers),
+    "command killed": _signal_command(signal.SIGKILL),
+    "command asked to leave": _signal_command(signal.SIGTERM),
 }
 
 
@@ -299,7 +357,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=128, help="of a step")
     parser.add_argument("--tokens", type=int, default=128, help="of a response, at most")
-    parser.add_argument("--lease", type=float, default=60, help="cluster.lease_s: drivers adopt; 0: they do not")
+    parser.add_argument("--lease", type=float, default=90, help="cluster.lease_s: drivers adopt; 0: they do not")
+    parser.add_argument("--kinds", default="", help=f"of faults, with commas; all: {', '.join(_FAULTS)}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end a piece of the soak after so long")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -312,11 +372,17 @@ def main() -> int:
         num_prompts=options.prompts,
         num_tokens=options.tokens,
         lease_s=options.lease,
+        kinds=tuple(filter(None, options.kinds.split(","))),
+        piece_s=options.seconds,
         tell=_tell,
     )
+    if found is None:
+        _tell(f"not at its end yet: go on with --folder {folder}")
+        return 0
+    faults = f"{sum(found.faults.values())} faults, {found.num_drivers} drivers"
     lines = (
-        f"{found.steps} steps in {found.seconds:.0f} s, {sum(found.faults.values())} faults, {found.num_starts} starts",
-        f"effective time {found.effective_time_ratio:.0%} (goal 80 %), memory {found.memory_growth:+.1%} (goal 5 %)",
+        f"{found.steps} steps in {found.seconds:.0f} s, {faults}",
+        f"effective time {found.effective_time_ratio:.0%} (goal 90 %), memory {found.memory_growth:+.1%} (goal 2 %)",
         json.dumps({"seed": options.seed, **asdict(found)}),
     )
     sys.stdout.write("\n".join(lines) + "\n")

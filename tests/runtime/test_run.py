@@ -141,7 +141,8 @@ def test_a_signal_to_the_whole_group_leaves_nothing_behind(
     folder: Path, number: signal.Signals, exit_code: int
 ) -> None:
     name = f"stopped_by_{number.name}"
-    with started(folder, name, "run.steps=500") as process:
+    # With a lease, as by default: the driver is a process below that of the command.
+    with started(folder, name, "run.steps=500", "cluster.lease_s=90") as process:
         _await_step(folder / "runs" / name, process)
         processes = descendants(process.pid)
         assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}

@@ -1,0 +1,141 @@
+"""The driver in a forked process: if it is killed, another one is forked, with everything imported and read already.
+
+The process of the command waits, passes signals on and ends as its driver ended. It holds nothing of the run: a command
+that is killed takes its driver along.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TypeVar
+
+from megarl.system.guard import die_with_parent
+from megarl.system.lease import find_kept
+
+Choice = TypeVar("Choice")
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_MAX_RESTARTS = 3
+"""Drivers that may be killed between two checkpoints."""
+
+
+def drive_again(
+    drive: Callable[[Choice], None], run_folder: Path, resume: Choice, *, auto: Choice, told: Callable[[str], None]
+) -> None:
+    """Call `drive` in a forked process, and again if that is killed and has left what the next one can adopt.
+
+    It gets `resume`, and once the run has a checkpoint `auto`.
+
+    What it raises is raised here. If another driver cannot help, this process ends as the driver did.
+    """
+    latest = run_folder / "checkpoints" / "latest"
+    saved, num_restarts = None, 0
+    while True:
+        status, asked = _run_forked(partial(drive, resume))
+        if status == 0:
+            return
+        newest = latest.resolve() if latest.exists() else None
+        num_restarts = num_restarts + 1 if newest == saved else 1
+        saved = newest
+        if status > 0 or asked or num_restarts > _MAX_RESTARTS or find_kept(run_folder) is None:
+            _end_like(status)
+        if newest is not None:
+            resume = auto
+        told(f"the driver was killed ({signal.Signals(-status).name}); another one takes over what it left")
+
+
+def _run_forked(drive: Callable[[], None]) -> tuple[int, Sequence[int]]:
+    """Return the exit code of the process, negative for a signal, and the signals that were passed on to it.
+
+    Raise what `drive` raised.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # pages of what is read once stay shared
+    with tempfile.TemporaryFile() as answer:
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            die_with_parent(parent)
+            os.setpgid(0, 0)  # a terminal's Ctrl-C comes once: by way of the parent
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+            os._exit(_answer(drive, answer))
+        with _passing_signals_on(pid) as asked:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+            _, status = os.waitpid(pid, 0)
+        answer.seek(0)
+        if content := answer.read():
+            error, trace = pickle.loads(content)  # noqa: S301 - our own process wrote it
+            raise error from _DriverTraceback(trace)
+    return os.waitstatus_to_exitcode(status), asked
+
+
+@contextmanager
+def _passing_signals_on(pid: int) -> Iterator[Sequence[int]]:
+    """Yield the signals that were passed on so far."""
+    passed: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        passed.append(number)
+        os.kill(pid, number)
+
+    earlier = {number: signal.getsignal(number) for number in _PASSED_ON}
+    try:
+        for number, handler in earlier.items():
+            if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, pass_on)
+        yield passed
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+class _DriverTraceback(Exception):  # noqa: N818 - it is the cause of an error
+    """The lines of an error's traceback in the driver's process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _answer(drive: Callable[[], None], file: IO[bytes]) -> int:
+    """Call `drive`, write what it raised, and return the exit code."""
+    try:
+        drive()
+    except BaseException as error:  # noqa: BLE001 - it is raised in the parent
+        trace = "".join(traceback.format_exception(error))
+        file.write(_pickled(error, trace))
+        file.flush()
+        return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    return 0
+
+
+def _pickled(error: BaseException, trace: str) -> bytes:
+    try:
+        content = pickle.dumps((error, trace))
+        pickle.loads(content)  # noqa: S301 - our own
+        return content
+    except Exception:  # noqa: BLE001 - an error of any library
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), trace))
+
+
+def _end_like(status: int) -> None:
+    """End this process with the exit code or by the signal of another one; it could print nothing either."""
+    sys.stdout.flush()
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)

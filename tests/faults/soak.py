@@ -27,10 +27,9 @@ import psutil
 
 from megarl.checkpoint.manifest import verify
 from megarl.observe.events import EVENTS_FILE, EventTail, RunStarted, StepFinished
-from megarl.system.run_lock import LOCKS_FOLDER
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import Driver, started
+from tests.runtime.runs import Driver, driver_of, started
 
 _STALL_S = 1200.0
 """Without a step the run has failed to recover."""
@@ -87,9 +86,7 @@ class _Victims:
 
     def drivers(self) -> list[psutil.Process]:
         """The process that holds the run's lock; not that of the command."""
-        held = self._run_folder.parent / LOCKS_FOLDER / f"{self._run_folder.name}.json"
-        pid = json.loads(held.read_text())["pid"]
-        return [process for process in self._footprint.processes() if process.pid == pid]
+        return [driver_of(self._run_folder)]
 
     def engines(self) -> list[psutil.Process]:
         return self._having(lambda _, words: "megarl.rollout.cpu" in words)
@@ -314,11 +311,11 @@ def _signal_one(
     number: signal.Signals, find: Callable[[_Victims], list[psutil.Process]], *, is_group: bool = False
 ) -> Accident:
     def happen(victims: _Victims, _: Driver, chance: Random) -> bool:
-        found = find(victims)
-        if not found:
-            return False
-        victim = chance.choice(found)
         try:
+            found = find(victims)
+            if not found:
+                return False
+            victim = chance.choice(found)
             os.killpg(os.getpgid(victim.pid), number) if is_group else victim.send_signal(number)
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False

@@ -21,6 +21,7 @@ from megarl.cli.main import main
 from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.results import EvalResult
+from megarl.system.run_lock import LOCKS_FOLDER
 from tests.faults.leftovers import Footprint
 from tests.processes import template
 
@@ -202,6 +203,12 @@ def finished(folder: Path, name: str, process: Driver) -> Run:
     assert process.returncode is not None
     output = (folder / f"{name}.out").read_text()
     return Run(folder=folder / "runs" / name, exit_code=process.returncode, output=output)
+
+
+def driver_of(run_folder: Path) -> psutil.Process:
+    """The process that holds the run's lock: with a lease not that of the command."""
+    held = run_folder.parent / LOCKS_FOLDER / f"{run_folder.name}.json"
+    return psutil.Process(json.loads(held.read_text())["pid"])
 
 
 def descendants(pid: int) -> list[psutil.Process]:

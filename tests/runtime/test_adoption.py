@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, read_events
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, StepFinished, read_events
 from megarl.system.lease import find_kept
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import Driver, Run, run, started
+from tests.runtime.runs import Driver, Run, driver_of, finished, run, started
 
 RECIPE = (
     "run.steps=5",
@@ -65,6 +65,34 @@ def test_the_next_driver_adopts_engines_and_ranks_and_ends_with_the_same_bits(fo
     assert log.count("server_args=") == 1, "the engine was started again"
     assert _tensors(resumed) == _tensors(at_once)
     assert find_kept(resumed.folder) is None
+
+
+@pytest.mark.fault(
+    "kill -9 of the driver below its command, with a lease",
+    "the command forks another one, which adopts; the same bits",
+)
+@pytest.mark.slow
+def test_a_command_follows_a_killed_driver_with_another(
+    folder: Path, at_once: Run, record_property: Callable[[str, object], None]
+) -> None:
+    with (
+        nothing_left(within_s=60) as footprint,
+        started(folder, "followed", *RECIPE, *LEASE, footprint=footprint) as process,
+    ):
+        run_folder = folder / "runs" / "followed"
+        _await(lambda: 2 in _saved_steps(run_folder), process)
+        before, num_steps = _serving(footprint), _num_steps(run_folder)
+        driver_of(run_folder).kill()
+        began = time.monotonic()
+        _await(lambda: _num_steps(run_folder) > num_steps, process)
+        record_property("seen", f"next step after {time.monotonic() - began:.1f} s")
+        assert _serving(footprint) == before
+        process.wait(timeout=1200)
+    done = finished(folder, "followed", process)
+    assert done.exit_code == 0, done.output
+    assert "the driver was killed (SIGKILL); another one takes over what it left" in done.output
+    assert "adopted 1 engines of 1" in done.output
+    assert _tensors(done) == _tensors(at_once)
 
 
 @pytest.mark.fault("kill -9 of the driver inside a publish, with a lease", "the open update is closed; the same bits")
@@ -143,6 +171,10 @@ def _saved_steps(run_folder: Path) -> Sequence[int]:
     if not path.exists():
         return ()
     return [record.event.step for record in read_events(path) if isinstance(record.event, CheckpointSaved)]
+
+
+def _num_steps(run_folder: Path) -> int:
+    return sum(isinstance(record.event, StepFinished) for record in read_events(run_folder / EVENTS_FILE))
 
 
 def _serving(footprint: Footprint) -> set[int]:

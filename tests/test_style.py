@@ -15,7 +15,7 @@ MISSED = {
     "files in megarl/": 350,
     "lines to follow one step": 10_400,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_640,
+    "lines with what builds the step": 14_660,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

@@ -47,7 +47,6 @@ def train(
 
     from megarl.cli.display import make_console, make_display, show_warnings
     from megarl.cli.run_folder import traced
-    from megarl.observe.report import make_report
     from megarl.runtime import launch
 
     console = make_console()
@@ -67,6 +66,8 @@ def train(
             )
     except FinishedError as error:
         console.print(str(error))
+    from megarl.observe.report import make_report  # draws: a start need not wait for it
+
     print_report(make_report(checked.run_folder), console)
     print_next(checked.run_folder, console)
 

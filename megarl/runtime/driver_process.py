@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from megarl.system.guard import die_with_parent
+from megarl.system.guard import SIGNAL_EXIT, die_with_parent
 from megarl.system.lease import find_kept
 
 Choice = TypeVar("Choice")
@@ -68,6 +68,7 @@ def _run_forked(drive: Callable[[], None]) -> tuple[int, Sequence[int]]:
         if pid == 0:
             die_with_parent(parent)
             os.setpgid(0, 0)  # a terminal's Ctrl-C comes once: by way of the parent
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may still write to the terminal
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
             os._exit(_answer(drive, answer))
         with _passing_signals_on(pid) as asked:
@@ -138,4 +139,4 @@ def _end_like(status: int) -> None:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    os._exit(status)
+    os._exit(status if status > 0 else SIGNAL_EXIT - status)  # the first process of a container cannot kill itself

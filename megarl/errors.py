@@ -15,6 +15,7 @@
     │   └── StoppedError   130   Ctrl-C: saved as for a preemption
     ├── FleetError          76   no engine that can generate is left
     │   ├── EngineError          one engine failed; the fleet may have others
+    │   │   └── EngineLostError  it died during a request, which can be sent again
     │   ├── QuarantineError      the requests of one prompt failed or lost engines; the run goes on without its group
     │   └── WeightSyncError      a publish was not committed
     ├── NumericsError       77   loss, gradient or log-probability is not finite
@@ -111,6 +112,10 @@ class FleetError(MegarlError):
 
 
 class EngineError(FleetError):
+    pass
+
+
+class EngineLostError(EngineError):
     pass
 
 

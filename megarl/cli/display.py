@@ -35,6 +35,7 @@ from megarl.observe.events import (
     RunStarted,
     Sink,
     StepFinished,
+    Straggled,
     Warned,
 )
 from megarl.observe.history import Progress, advance
@@ -184,6 +185,11 @@ def _(event: Restarted) -> str:
     if event.role == "trainers":
         return f"warning: all trainer ranks restart {event.reason}"
     return f"{event.role} {event.index} restarts: {event.reason}"
+
+
+@_line.register
+def _(event: Straggled) -> str:
+    return f"warning: {event.text}"
 
 
 @_line.register

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, GrpoConfig, PolicyGradientConfig
 from megarl.config.checkpoint import CheckpointConfig
+from megarl.config.cluster import ClusterConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
-    ClusterConfig,
     DataConfig,
     ModelConfig,
     NetworkConfig,

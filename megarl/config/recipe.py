@@ -13,12 +13,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, SftConfig, SpinConfig
 from megarl.config.checkpoint import CheckpointConfig
+from megarl.config.cluster import ClusterConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
-from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
+from megarl.config.section import Device, DtypeName, Section, UserCode, dtype_on
 
 
 class RunConfig(Section):
@@ -262,21 +263,6 @@ class NetworkConfig(Section):
     """A network in CIDR form, such as 10.1.0.0/16, or one address: each machine listens on its own address in it.
     `private` is its only address that is not public, or of several the one of its default route. null is loopback on
     one machine, and in a Ray cluster the address by which Ray knows the machine; metrics stay on loopback then."""
-
-
-class ClusterConfig(Section):
-    """The machines under the pools."""
-
-    gpu: GpuName | None = None
-    """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
-    what Ray reports, and h100 where there is no Ray to ask."""
-    allows_no_token: bool = False
-    """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
-    node_timeout_s: PositiveFloat = 600
-    """How long a run that lost a node waits for another one before it ends."""
-    lease_s: NonNegativeFloat = 90
-    """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
-    them. 0 ends them with the driver. Used in a private Ray, once the run has a checkpoint."""
 
 
 class Recipe(Section):

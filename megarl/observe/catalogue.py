@@ -250,12 +250,8 @@ EPISODE_TOOLS = _rollouts(
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups waiting to be trained on")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "Limit on groups that wait or are in progress")
 UNDER_WAY = _gauge("rollout", "under_way_groups", "Groups being generated or scored")
-STALENESS_MEAN = _gauge(
-    "rollout",
-    "staleness_mean_steps",
-    "Steps between the policy that chose a trained token and the trained policy, mean",
-    source="step.flow.age_mean",
-)
+_TEXT = "Steps between the policy that chose a trained token and the trained policy, mean"
+STALENESS_MEAN = _gauge("rollout", "staleness_mean_steps", _TEXT, source="step.flow.age_mean")
 STALENESS_MAX = _gauge(
     "rollout", "staleness_max_steps", "The same for the oldest token of the step", source="step.flow.age_max"
 )
@@ -268,6 +264,8 @@ ENGINES = _gauge("fleet", "engines", "Engines by state", "state")
 ENGINE_VERSION = _gauge("fleet", "engine_weight_version", "Version that each engine serves", "engine")
 ENGINE_REQUESTS = _gauge("fleet", "engine_requests", "Requests in progress on each engine", "engine")
 RESTARTS = _counter("fleet", "restarts", "Processes started again, by role", "role", known=("rollout", "trainers"))
+SLOWEST = _gauge("fleet", "slowest_over_median_ratio", "Time of the slowest rank or engine over the median", "role")
+STRAGGLERS = _counter("fleet", "stragglers", "Ranks and engines named slow", "role", known=("rollout", "actor"))
 
 ACTOR_VERSION = _gauge("publish", "actor_weight_version", "Version that the trainer holds", source="step.version")
 ROLLOUT_VERSION = _gauge(

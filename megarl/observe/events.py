@@ -124,6 +124,18 @@ class Restarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Straggled:
+    """A rank or an engine was slow beside the others of its role, for several windows in a row."""
+
+    kind: Literal["straggled"] = "straggled"
+    role: str
+    index: int
+    ratio: float
+    """Its time over the median's."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     kind: Literal["evaluated"] = "evaluated"
     step: int
@@ -183,6 +195,7 @@ Event = (
     | PublishFailed
     | EngineChanged
     | Restarted
+    | Straggled
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -20,6 +20,7 @@ from megarl.observe.events import (
     Restarted,
     RunStarted,
     StepFinished,
+    Straggled,
     Warned,
 )
 from megarl.observe.history import Progress, RunTotals, advance
@@ -84,8 +85,8 @@ class Metrics:
                     meter.set(names.ENGINE_VERSION, result.version, engine)
             case EngineChanged():
                 self._record_engine(event)
-            case Restarted(role=role):
-                meter.add(names.RESTARTS, 1, role)
+            case Restarted(role=role) | Straggled(role=role):
+                meter.add(names.RESTARTS if isinstance(event, Restarted) else names.STRAGGLERS, 1, role)
             case Evaluated(step=step, result=evaluation):
                 meter.set(names.EVAL_STEP, step)
                 self._record_evaluation(evaluation)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from types import TracebackType
 
 from megarl.errors import MachineError, PreemptedError, RewardError, StoppedError
@@ -34,6 +34,7 @@ from megarl.observe.events import (
     RunStatus,
     Sink,
     StepFinished,
+    Straggled,
     Warned,
 )
 from megarl.observe.meter import Meter
@@ -150,6 +151,10 @@ class Observer:
         """Record that a process of a role (`rollout`, `reward`), or all `trainers` together, is started again."""
         self._emit(Restarted(role=role, index=index, reason=reason))
 
+    def straggled(self, role: str, index: int, *, ratio: float, text: str) -> None:
+        """Record that a rank or an engine is slow."""
+        self._emit(Straggled(role=role, index=index, ratio=ratio, text=text))
+
     def evaluated(self, step: int, result: EvalResult) -> None:
         self._emit(Evaluated(step=step, result=result))
 
@@ -211,6 +216,11 @@ class Observer:
     def request_retried(self, cause: str) -> None:
         """Count a request that is sent again; `cause` is one of a few words, such as an error's class."""
         self._meter.add(names.RETRIES, 1, cause)
+
+    def measured(self, role: str, seconds: Mapping[int, float]) -> None:
+        """Export the slowest member of a role over the median: `seconds` has the time of each in one window."""
+        if seconds:
+            self._meter.set(names.SLOWEST, max(seconds.values()) / median_low(seconds.values()), role)
 
     def scored(self, seconds: float) -> None:
         """Count a rollout that got a score."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.checks.recipe import check_without_files
+from megarl.config.cluster import ClusterConfig
 from megarl.config.load import read_recipe
-from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
+from megarl.config.recipe import DataConfig, Recipe, SamplingConfig
 from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Placement, RoleShapes, deploy, find_shapes

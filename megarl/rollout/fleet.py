@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from megarl.errors import EngineError, FleetError
+from megarl.errors import EngineError, EngineLostError, FleetError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.lifecycle import (
@@ -30,6 +30,7 @@ from megarl.rollout.lifecycle import (
     RestartPolicy,
     advance,
 )
+from megarl.rollout.pace import Pace
 from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ _NOTED_EVERY_S = 0.25
 _MAX_REASONS = 8  # engines that an error names
 UNFILLED = "has no weights before the first publish"
 RELEASED = "gave up its weights while trainers use its devices"
-
-
-class EngineLostError(EngineError):
-    """The engine died during the request. The request can be sent again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +54,7 @@ class Engine:
     life: Life
     num_outstanding: int = 0
     num_elsewhere: int = 0  # requests of rollout workers in other processes
+    pace: Pace = field(default_factory=Pace)  # of the requests that it answered since somebody asked
     num_pauses: int = 0  # and resumes; a changed number means that a publish may have happened
     is_watched: bool = False  # a rollout worker of its node probes it
     is_syncing: bool = False  # its scheduler waits for weights and answers nothing else
@@ -295,8 +293,9 @@ class Fleet:
             self.report(engine, Answered() if is_there else Ended(reason=reason))
         return is_there
 
-    def answered(self, engine: Engine) -> None:
-        """Record that a request was answered with tokens of the engine's version; it need not be probed."""
+    def answered(self, engine: Engine, pace: Pace) -> None:
+        """Record that requests were answered with tokens of the engine's version; it need not be probed."""
+        engine.pace += pace
         if engine.is_live and self.quiet_s(engine) > _NOTED_EVERY_S:
             self.report(engine, Answered())
 
@@ -337,7 +336,7 @@ class Fleet:
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
-        engine.version, engine.adapter, engine.adapters = PolicyVersion(0), None, Counter()
+        engine.version, engine.adapter, engine.adapters, engine.pace = PolicyVersion(0), None, Counter(), Pace()
         self.num_changes += 1
         return before
 
@@ -382,8 +381,8 @@ class Fleet:
 
     def _reasons(self) -> str:
         reasons = [f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason]
-        num_more = len(reasons) - _MAX_REASONS
-        return "; ".join([*reasons[:_MAX_REASONS], *([f"and {num_more} more"] if num_more > 0 else [])])
+        more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+        return "; ".join([*reasons[:_MAX_REASONS], *more])
 
     def _notify(self) -> None:
         """Wake all waiters from a task: states change in functions that are not async, often many at once."""

@@ -17,11 +17,12 @@ import numpy as np
 
 from megarl.config.model import ModelShape
 from megarl.data.tokenizer import Chat, Tokenizer
-from megarl.errors import DataError, EngineError, ScoreError
+from megarl.errors import DataError, EngineError, EngineLostError, ScoreError
 from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import EngineLostError, Fleet
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.pace import Pace
 from megarl.rollout.teacher import token_scores
 from megarl.types import FloatArray, JsonValue, TokenArray
 
@@ -131,7 +132,7 @@ class FrozenEngines:
                 async with self._fleet.lease(avoid=tried, prefixes=prefixes) as engine:
                     try:
                         reply = await ask(engine.client)
-                        self._fleet.answered(engine)
+                        self._fleet.answered(engine, Pace(num_requests=1))
                         return reply
                     except EngineError as error:
                         tried.add(engine.index)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from uuid import uuid4
@@ -23,10 +24,10 @@ from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.play import Player
 from megarl.episodes.session import SampledTokens
-from megarl.errors import DataError, EngineError, MegarlError, QuarantineError
+from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.rollout.client import GenerateRequest
-from megarl.rollout.fleet import Engine, EngineLostError, Fleet
-from megarl.rollout.lifecycle import EngineState
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.pace import Pace
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.routes import AskedRoutes, RouteShape
 from megarl.system.faults import reach
@@ -291,7 +292,9 @@ class FleetGenerator:
             returns_prompt=asked.is_echoed,
             routes=routes,
         )
+        began = time.monotonic()
         reply = await engine.client.generate(request)
+        seconds = time.monotonic() - began
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
         if is_interrupted and not engine.is_live:
             raise EngineError(f"{engine}: a publish failed during the request: {engine.reason}")
@@ -302,7 +305,7 @@ class FleetGenerator:
             version=version,
             newest_version=engine.version if is_interrupted else version,
             base_version=base_version,
-            is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
+            is_interrupted=is_interrupted or reply.is_cut or engine.life.hands_over,
             in_flight=in_flight,
             echo=request.input_ids if asked.is_echoed else None,
             routes=routes,
@@ -312,7 +315,8 @@ class FleetGenerator:
             response = read_response(reply.content, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
-        self._fleet.answered(engine)
+        pace = Pace(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
+        self._fleet.answered(engine, pace)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:

@@ -6,6 +6,7 @@
     RESTARTING  --it failed, it is late-->      DEAD        --budget spent-->       DEAD for good
     any         --its process ended-->          DEAD
     any         --the operator-->               RETIRED     --the operator-->       RESTARTING
+    HEALTHY     --it is slow-->                 DRAINING    --its requests left-->  DEAD
 
 What must be done follows from the state alone (`Life.wants`), so it may be done late or twice.
 """
@@ -39,6 +40,8 @@ class EngineState(StrEnum):
     """It runs but serves other weights. A publish with compared digests makes it healthy."""
     RETIRED = "retired"
     """The operator took it out."""
+    DRAINING = "draining"
+    """It is slow: its requests go on elsewhere with the tokens they have, then it is restarted."""
 
 
 class Want(Enum):
@@ -100,7 +103,7 @@ class Life:
                 return Want.SYNC
             case EngineState.RESTARTING:
                 return Want.START
-            case EngineState.DEAD | EngineState.RETIRED:
+            case EngineState.DEAD | EngineState.RETIRED | EngineState.DRAINING:
                 return Want.END
             case _:
                 assert_never(self.state)
@@ -109,6 +112,11 @@ class Life:
     def is_reachable(self) -> bool:
         """Whether weights can be sent to the engine."""
         return self.state in (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether its requests are ended with the tokens they have, and continued elsewhere."""
+        return self.state in (EngineState.RETIRED, EngineState.DRAINING)
 
     @property
     def is_over(self) -> bool:
@@ -170,6 +178,13 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """It has to be restarted, without haste."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed."""
 
@@ -179,7 +194,7 @@ class Ticked:
     """Whether an engine may start now: in a shared pool only while engines may generate."""
 
 
-Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Ticked
+Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Drained | Ticked
 
 
 def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901 - one case per event
@@ -189,6 +204,8 @@ def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> L
             return _enter(life, EngineState.RETIRED, now, "retired by the operator", restart_at=None)
         case Added():
             return _restart(replace(life, num_restarts=0), now) if life.is_over else life
+        case Drained(reason=reason):
+            return _enter(life, EngineState.DRAINING, now, reason) if life.state is EngineState.HEALTHY else life
         case Ticked():
             return _tick(life, event, now, policy)
         case Ended(reason=reason):
@@ -243,6 +260,10 @@ def _tick(life: Life, tick: Ticked, now: float, policy: RestartPolicy) -> Life:
             if silence_s > policy.silence_timeout_s * _SUSPECT_AFTER and life.state is not EngineState.SUSPECT:
                 return _suspect(life, f"has not answered for {silence_s:.0f} s", now)
             return life
+        case EngineState.DRAINING:
+            # Its requests do not come back: they are lost, and sent again.
+            is_late = now - life.since > policy.silence_timeout_s
+            return _die(life, life.reason, now, policy) if is_late else life
         case EngineState.RETIRED:
             return life
         case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
@@ -23,6 +23,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
+from megarl.rollout.pace import Pace
 from megarl.rollout.teacher import TaughtGenerator, TeacherModel, Teaching
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
@@ -194,7 +195,7 @@ class WorkerReport:
     complaints: tuple[EngineComplaint, ...]
     probes: tuple[EngineProbe, ...]
     """The last answer of each engine of its own that was probed."""
-    answered: tuple[int, ...]
+    answered: dict[int, Pace]
     """Engines that answered with tokens of their version."""
     num_requests: dict[int, int]
     """Requests under way, by engine."""
@@ -257,7 +258,6 @@ class FollowingFleet:
         self._engines = {engine.index: engine for engine in self.fleet.engines}
         self._numbers: dict[int, int] = {}
         self._complaints: list[EngineComplaint] = []
-        self._heard = {index: engine.life.last_answer for index, engine in self._engines.items()}
         self.scores = ScoreCounts()
         self._probes: dict[int, EngineProbe] = {}
         self._is_due = asyncio.Event()
@@ -308,7 +308,7 @@ class FollowingFleet:
         report = WorkerReport(
             complaints=tuple(self._complaints),
             probes=tuple(self._probes.values()),
-            answered=tuple(self._newly_heard()),
+            answered=self._answered(),
             num_requests={index: engine.num_outstanding for index, engine in self._engines.items()},
             adapters={
                 index: (self._numbers.get(index, 0), tuple(engine.held_adapters))
@@ -357,11 +357,11 @@ class FollowingFleet:
         """A new engine counts as one of version 0, and has no weights until the driver says that it is live."""
         return engine.version if engine.is_live and engine.index in self._numbers else None
 
-    def _newly_heard(self) -> Iterable[int]:
-        for index, engine in self._engines.items():
-            if engine.life.last_answer > self._heard[index]:
-                self._heard[index] = engine.life.last_answer
-                yield index
+    def _answered(self) -> dict[int, Pace]:
+        paces = {index: engine.pace for index, engine in self._engines.items() if engine.pace.num_requests}
+        for index in paces:
+            self._engines[index].pace = Pace()
+        return paces
 
 
 async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -> None:
@@ -377,8 +377,8 @@ async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -
             await fleet.mark_stale(engine, complaint.reason)
     for probe in report.probes:
         _record_probe(probe, engines[probe.endpoint.index], fleet)
-    for index in report.answered:
-        fleet.answered(engines[index])
+    for index, pace in report.answered.items():
+        fleet.answered(engines[index], pace)
     for cause in Counter(report.retries).elements():
         fleet.requests.request_retried(cause)
     for seconds in report.score_seconds:

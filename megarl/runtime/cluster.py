@@ -234,6 +234,11 @@ def live_nodes() -> list[Mapping[str, object]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def address_of(node: str) -> str:
+    """Return the address of a node, from Ray's id of it."""
+    return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), node)
+
+
 def devices_of(node: Mapping[str, object], resource: str) -> int:
     resources = node["Resources"]
     assert isinstance(resources, Mapping), resources

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megarl.checkpoint.mirroring import refuse_occupied
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
+from megarl.config.cluster import ClusterConfig
+from megarl.config.recipe import Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
     LOCAL_RAY_ENVIRONMENT,

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megarl.config.recipe import ClusterConfig
+from megarl.config.cluster import ClusterConfig
 from megarl.config.section import CPU_SLOT
 from megarl.env import (
     LOCAL_RAY_ENVIRONMENT,

@@ -34,6 +34,7 @@ from megarl.runtime.lost_nodes import settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
 from megarl.runtime.rollouts.workers import open_workers
+from megarl.runtime.stragglers import watched_ranks
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
 from megarl.system.lease import Lease
@@ -233,7 +234,8 @@ class _Run:
             # Objects from the start stay for good: looking for garbage among them costs more than a step's own work.
             gc.freeze()
             gc.set_threshold(COLLECT_EVERY)
-            await loop.run()
+            async with watched_ranks(trainers.actor, recipe.cluster.stragglers, self._observer):
+                await loop.run()
 
     def _note_saved(self, step: int) -> None:
         self._saved_steps.append(step)

@@ -9,6 +9,7 @@ processes and sets deadlines.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,10 @@ from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.canonical import VALUE_HEAD
 from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+
+_PRODUCT_CPU, _PRODUCT_GPU = 256, 2048
+"""Sizes of the matrices of `measure`: a few milliseconds, and on a GPU 48 MiB."""
+_NUM_PRODUCTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,20 @@ class ModelRank:
 
     def reload(self) -> None:
         """Take back what `release` freed; here that is nothing."""
+
+    def measure(self) -> float:
+        """Return the seconds of a fixed product of matrices on this rank's device; no other rank takes part."""
+        device = self._topology.device
+        with self._on_device(), torch.no_grad():
+            size = _PRODUCT_CPU if device.type == "cpu" else _PRODUCT_GPU
+            factor = torch.full((size, size), 1 / size, device=device)
+            result = factor @ factor  # not measured: it loads the kernel
+            float(result[0, 0])  # waits for the device
+            began = time.monotonic()
+            for _ in range(_NUM_PRODUCTS):
+                result = factor @ result
+            float(result[0, 0])
+            return time.monotonic() - began
 
     def close(self) -> None:
         """Leave the groups of ranks; no method may be called afterwards."""

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from megarl.errors import FleetError
-from megarl.rollout.fleet import EngineLostError, Fleet
+from megarl.errors import EngineLostError, FleetError
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import Ended, EngineState
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_fleet

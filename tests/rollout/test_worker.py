@@ -9,11 +9,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from megarl.errors import EngineLostError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.dispatch import divide_engines, lent_engines
-from megarl.rollout.fleet import EngineLostError, Fleet
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import Doubted, EngineState, Life
+from megarl.rollout.pace import Pace
 from megarl.rollout.worker import (
     EngineProbe,
     EngineView,
@@ -116,16 +118,17 @@ def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None:
         await worker.fleet.doubt(mine[0], "status 500")
         await worker.fleet.mark_stale(mine[1], "serves version 9")
         worker.fleet._clock = lambda: mine[2].life.last_answer + 1.0
-        worker.fleet.answered(mine[2])
+        pace = Pace(num_requests=2, num_tokens=10, seconds=3.0)
+        worker.fleet.answered(mine[2], pace)
         worker.fleet.requests.request_retried("EngineError")
         worker.scores.scored(0.5)
         worker.scores.judge_answered("fair at http://judge", "judge-1", "")
         # At once: an engine failed.
         report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
-        assert (report.answered, report.retries, report.score_seconds) == ((2,), {"EngineError": 1}, (0.5,))
+        assert (report.answered, report.retries, report.score_seconds) == ({2: pace}, {"EngineError": 1}, (0.5,))
         assert report.judges == (("fair at http://judge", "judge-1", ""),)
         again = await worker.report(within_s=0.01)
-        assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), (), {}, ())
+        assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
 
         healthy = [scripted_client(lambda _: httpx.Response(200), index=index) for index in range(3)]
         fleet = Fleet(healthy, max_outstanding=2, publish_timeout_s=60)

@@ -7,17 +7,24 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeAlias
 
 import pytest
 
+from megarl.config.cluster import StragglerConfig
 from megarl.errors import FleetError
+from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState
+from megarl.runtime.stragglers import EngineWatch
 from megarl.system.proc import all_processes
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 from tests.rollout.engines import generator_of, prompt_of
 from tests.runtime.engines.fleet_scene import SILENCE_TIMEOUT_S, Duo, Scene, open_duo
+from tests.runtime.test_stragglers import Straggles
 
+Content: TypeAlias = tuple[list[int], list[float], list[int]]
 DETECTED_S = 2.0
 PROMPTS = [prompt_of(5, 17, 33, 90, 8 + number, uid=f"row-{number}") for number in range(8)]
 
@@ -33,7 +40,7 @@ async def generate(scene: Scene, prompts: Sequence[Prompt], *, num_tokens: int =
     return list(await asyncio.gather(*(generator.generate(prompt) for prompt in prompts)))
 
 
-def contents(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[float], list[int]]]:
+def contents(groups: Sequence[RolloutGroup]) -> list[Content]:
     return [
         (rollout.token_ids.tolist(), rollout.logprobs.tolist(), rollout.versions.tolist())
         for group in groups
@@ -132,6 +139,60 @@ def test_requests_of_an_engine_killed_in_the_middle_are_answered_by_the_other_as
             await check_joined(scene, lost, 2)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.fault(
+    "an engine that is slow for several windows",
+    "named, drained and restarted; its requests keep their tokens and go on elsewhere, with the same tokens",
+)
+@pytest.mark.slow
+def test_a_slow_engine_is_drained_and_comes_back_and_no_token_changes(
+    duo: Duo, record_property: Callable[[str, object], None]
+) -> None:
+    async def scenario() -> None:
+        async with duo.scene() as scene:
+            await scene.publish(1)
+            expected = contents(await generate(scene, PROMPTS))
+            slow, sink = scene.fleet.engines[1], Straggles()
+            config = StragglerConfig(windows=2, window_s=4)
+            watch = EngineWatch(scene.fleet, config, Observer([sink]), drain=scene.supervisor.drain)
+            states: list[EngineState] = []
+            scene.fleet.listen(lambda engine, _: states.append(engine.state) if engine is slow else None)
+            scheduler = scheduler_of(scene.processes.running[1].pid)
+            hindering = asyncio.create_task(hinder(scheduler))
+            began = time.monotonic()
+            async with watch.running():
+                while slow.state is not EngineState.DRAINING and time.monotonic() < began + 300:
+                    check_alike(contents(await generate(scene, PROMPTS)), expected)
+                record_property("seen", f"drained after {time.monotonic() - began:.0f} s, two windows of 4 s")
+                check_alike(contents(await generate(scene, PROMPTS)), expected)
+            await hindering
+            assert [event.index for event in sink.events] == [1]
+            await scene.until_live(1)
+            assert [state for state in states if state is not EngineState.SUSPECT][-5:] == [
+                *(EngineState.DRAINING, EngineState.DEAD, EngineState.RESTARTING, EngineState.STALE),
+                EngineState.HEALTHY,
+            ]
+            await check_joined(scene, slow, 1)
+
+    asyncio.run(scenario())
+
+
+def check_alike(found: Sequence[Content], expected: Sequence[Content]) -> None:
+    """The same tokens; a prefix that another engine takes over is computed at once, and rounded otherwise."""
+    for (tokens, logprobs, versions), (same_tokens, same_logprobs, same_versions) in zip(found, expected, strict=True):
+        assert (tokens, versions) == (same_tokens, same_versions)
+        assert logprobs == pytest.approx(same_logprobs, abs=1e-4)
+
+
+async def hinder(pid: int) -> None:
+    """Let a process run for a tenth of the time only, until it is gone."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.18)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.fault(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.recipe import ClusterConfig
+from megarl.config.cluster import ClusterConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import ConfigError, MachineError

@@ -148,7 +148,7 @@ def test_an_agent_never_gets_the_port_of_its_head(tmp_path: Path, monkeypatch: p
 GUEST = """
 import sys
 
-from megarl.config.recipe import ClusterConfig
+from megarl.config.cluster import ClusterConfig
 from megarl.runtime.launch import ray_environment
 
 with ray_environment(sys.argv[1], ClusterConfig(allows_no_token=True)):

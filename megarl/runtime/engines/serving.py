@@ -35,6 +35,7 @@ from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases, SharedPublisher
+from megarl.runtime.stragglers import EngineWatch
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.runtime.trainers.start import Trainers, start_trainers
@@ -166,19 +167,23 @@ async def start_serving(
     patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)
     fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
-    await stack.enter_async_context(supervisor.running())
-    await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
-    shared = SharedPhases(fleet, releases_weights=config.release == "everything")
+    slow = EngineWatch(fleet, recipe.cluster.stragglers, observer, drain=supervisor.drain)
+    for keeper in (supervisor.running(), open_to_operator(recipe.run_folder, fleet, supervisor), slow.running()):
+        await stack.enter_async_context(keeper)
     return ManagedServing(
         config=config,
         fleet=fleet,
         supervisor=supervisor,
         transfer=transfer,
         host=own_address(recipe.network.bind),
-        phases=shared if pool.is_shared else SeparatePhases(),
+        phases=_shared_phases(fleet, config) if pool.is_shared else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )
+
+
+def _shared_phases(fleet: Fleet, config: RolloutRoleConfig) -> SharedPhases:
+    return SharedPhases(fleet, releases_weights=config.release == "everything")
 
 
 def _external(config: RolloutRoleConfig, fleet: Fleet, *, model_folder: Path, run_folder: Path) -> ExternalServing:

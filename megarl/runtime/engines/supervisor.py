@@ -20,6 +20,7 @@ from megarl.rollout.fleet import RELEASED, UNFILLED, Engine, Fleet
 from megarl.rollout.lifecycle import (
     Added,
     Answered,
+    Drained,
     Ended,
     EngineState,
     FellBehind,
@@ -43,6 +44,8 @@ _MOST_SILENT = 1 / 6
 _UNHEARD_S = 1.0
 """After a tick later than this the whole process was held up, and answers could not be received either."""
 _RETRY_S = 1.0
+_MOST_DRAINED = 1 / 16
+"""Share of the fleet that may be out of service when an engine is drained; one engine may in any case."""
 
 
 class Processes(Protocol):
@@ -92,6 +95,17 @@ class Supervisor:
     def add(self, index: int) -> None:
         """Start an engine that was retired or given up; it then catches up."""
         self._fleet.report(self._engine(index), Added())
+
+    def drain(self, engine: Engine, reason: str) -> bool:
+        """Restart a live engine when its requests have left it; return False if it cannot be spared now."""
+        live = [other for other in self._fleet.engines if other.is_live]
+        num_out = sum(not other.life.is_over and not other.is_live for other in self._fleet.engines)
+        has_restarts = engine.life.num_restarts < self._fleet.policy.max_restarts
+        is_spare = len(live) > 1 and num_out < max(1, int(len(self._fleet.engines) * _MOST_DRAINED))
+        if not (engine.is_live and has_restarts and is_spare):
+            return False
+        self._fleet.report(engine, Drained(reason=reason))
+        return True
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -169,12 +183,14 @@ class Supervisor:
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        while engine.state is EngineState.RETIRED and engine.num_requests:
+        while engine.life.hands_over and engine.num_requests:
             # Its requests end with the tokens they have, and are continued elsewhere.
             with suppress(EngineError):
                 await engine.client.abort_all()
             await asyncio.sleep(_TICK_S)
         await self._processes.end(engine.index)
+        if engine.state is EngineState.DRAINING:
+            self._fleet.report(engine, Ended(reason=engine.reason))
 
     async def _report_end(self, engine: Engine) -> None:
         self._fleet.report(engine, Ended(reason=await self._processes.wait_end(engine.index)))

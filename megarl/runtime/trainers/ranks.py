@@ -22,7 +22,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.runtime.cluster import own_address
+from megarl.runtime.cluster import address_of, own_address
 from megarl.runtime.rollouts.stored import cut_at_source, fetch
 from megarl.runtime.trainers.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_process
@@ -344,6 +344,14 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             self._processes = await self._gather("process", started, timeout_s=timeout_s)
         filling = [worker.adopt.remote(fill) for worker in self.workers]
         return all(await self._gather("adopt", filling, timeout_s=max(timeout_s, self._timeout_s)))
+
+    async def measure(self) -> dict[int, float]:
+        """Return `ModelRank.measure` of every rank."""
+        async with self.turn:
+            return dict(enumerate(await self.call(ModelRank.measure)))
+
+    def node_of(self, rank: int) -> str:
+        return address_of(self._processes[rank].node)
 
     async def watch(self) -> None:
         """Wait until a rank dies, and raise its error."""

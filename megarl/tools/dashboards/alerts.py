@@ -195,6 +195,13 @@ ALERTS = (
         summary="run {{ $labels.run }}: {{ $labels.role }} started again {{ $value | humanize }} times in 30 minutes",
     ),
     Alert(
+        name="Straggler",
+        severity="warn",
+        text="increase(megarl_stragglers_total[1h]) > 0",
+        lasting="0s",
+        summary="run {{ $labels.run }}: a process of {{ $labels.role }} was named slow {{ $value | humanize }} times",
+    ),
+    Alert(
         name="RolloutRetries",
         severity="warn",
         text=(

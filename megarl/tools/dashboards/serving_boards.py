@@ -206,6 +206,17 @@ OPERATIONS = Dashboard(
             ),
         ),
         PanelRow(
+            title="Stragglers",
+            panels=(
+                Panel(
+                    title="Slowest over median",
+                    queries=(value(names.SLOWEST),),
+                    text="Time of a token in an engine, of a product of matrices on a rank.",
+                ),
+                Panel(title="Ranks and engines named slow, last hour", queries=(increase(names.STRAGGLERS),)),
+            ),
+        ),
+        PanelRow(
             title="Weights",
             panels=(
                 Panel(

@@ -14,6 +14,7 @@ from megarl.errors import FleetError, MachineError, QuarantineError, WeightSyncE
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
+from megarl.rollout.pace import Pace
 from megarl.runtime.engines.supervisor import Supervisor, probe_interval_s
 from megarl.types import PolicyVersion
 from tests.rollout.engines import EOS, generator_of, prompt_of, scripted_client
@@ -252,7 +253,7 @@ def test_an_engine_that_answers_requests_is_not_probed() -> None:
             await until(lambda: len(scripted.asked) >= 2)
             scripted.asked.clear()
             for _ in range(15):
-                fleet.answered(fleet.engines[0])
+                fleet.answered(fleet.engines[0], Pace(num_requests=1))
                 await asyncio.sleep(0.2)
             busy = list(scripted.asked)
             await until(lambda: len(scripted.asked) >= 2)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.algo.advantage import Outcomes, estimate
 from megarl.algo.held_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
+from megarl.config.cluster import StragglerConfig
 from megarl.config.load import load_recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import WorkerError
+from megarl.observe.events import Record, Straggled
+from megarl.observe.observer import Observer
 from megarl.runtime.local_ray import private_ray
+from megarl.runtime.stragglers import watched_ranks
 from megarl.tokens import SampleNumbers
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import TrainBatch, TrainSample
@@ -32,6 +41,9 @@ with private_ray():
     from megarl.runtime.cluster import open_cluster
     from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, HeldPart, RankGroup, RankHost
     from megarl.train.rank import ModelRank, RankSpec
+
+if TYPE_CHECKING:
+    from megarl.train.topology import Topology
 
 SPLIT = ModelParallelConfig(tensor=2)
 WORLD = 4
@@ -171,3 +183,60 @@ def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
 
     with pytest.raises(WorkerError, match=f"numbers of actor ranks .*{reason}"):
         asyncio.run(fetch())
+
+
+class BareRank(ModelRank):
+    """A rank without a model, which can be measured."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._topology = cast("Topology", SimpleNamespace(device=torch.device("cpu")))
+        torch.set_num_threads(1)
+
+
+def bare(spec: RankSpec) -> BareRank:
+    return BareRank(spec)
+
+
+class Texts:
+    """A sink that keeps what is said about slow ranks."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def record(self, record: Record) -> None:
+        if isinstance(record.event, Straggled):
+            self.texts.append(record.event.text)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.fault("a trainer rank that is slow for several windows", "named with its number, its node and its time")
+def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
+    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
+    workers = [remote.remote(None) for _ in range(3)]
+    sink = Texts()
+
+    async def hinder(pid: int) -> None:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.18)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        group: RankGroup[BareRank] = RankGroup(
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+        )
+        await group.start(bare, place)
+        hindering = asyncio.create_task(hinder(group._processes[2].pid))
+        config = StragglerConfig(windows=2, window_s=0.5)
+        async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):
+            while not any("actor rank 2 on " in text for text in sink.texts):
+                await asyncio.sleep(0.1)
+        hindering.cancel()
+        await group.end()
+
+    asyncio.run(run())
+    (text,) = [text for text in sink.texts if "actor rank 2 on " in text]
+    assert "times the median, for 2 windows of 0.5 s; every step waits for it" in text

@@ -166,6 +166,11 @@ TROUBLES: Mapping[str, Trouble] = {
         labels={"role": "rollout"},
         summary="rollout started again 19 times in 30 minutes",
     ),
+    "Straggler": Trouble(
+        series={'stragglers_total{role="rollout"}': "0x300 1x60"},
+        labels={"role": "rollout"},
+        summary="a process of rollout was named slow 1.017 times",
+    ),
     "RolloutRetries": Trouble(
         series={'rollout_retries_total{cause="EngineError"}': "0x270 0+100x90"},
         summary="more than 5 % of the requests to engines are sent again",

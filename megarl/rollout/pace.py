@@ -1,0 +1,31 @@
+"""The time that an engine takes for a token, from the requests that it answered. Knows no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LEAST_REQUESTS = 8
+"""Fewer requests say little about an engine: one may have waited for a publish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Requests that were answered, with their tokens and the time of all of them together."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Pace) -> Pace:
+        return Pace(
+            num_requests=self.num_requests + other.num_requests,
+            num_tokens=self.num_tokens + other.num_tokens,
+            seconds=self.seconds + other.seconds,
+        )
+
+    @property
+    def token_s(self) -> float | None:
+        """The time of a token; None if there were too few requests to tell."""
+        if self.num_requests < _LEAST_REQUESTS or not self.num_tokens:
+            return None
+        return self.seconds / self.num_tokens

@@ -1,11 +1,14 @@
 # syntax=docker/dockerfile:1
-# megarl for CUDA 13: `docker build -t megarl:0.1.0 .`, then `docker run --gpus all --shm-size 16g ...` (docs/operations.md).
+# megarl for CUDA 13: `docker build --build-arg CUDA_DIGEST=sha256:... -t megarl:0.1.0 .`, then `docker run --gpus all --shm-size 16g ...` (docs/operations.md).
 #
 # Versions are those of requirements.txt and requirements-cuda.txt; a test holds this file to them.
 ARG CUDA=13.0.2
+# A tag may change, a digest cannot; without one docker refuses the reference and shows this text. It is printed by
+# `docker buildx imagetools inspect nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04`.
+ARG CUDA_DIGEST=give--build-arg-CUDA_DIGEST=sha256:HEX
 
 # --- Python and everything that is installed from wheels -------------------------------------------------------------
-FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS packages
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04@${CUDA_DIGEST} AS packages
 ARG DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential git ninja-build patch python3-dev python3-venv \
@@ -40,7 +43,7 @@ RUN pip install --no-deps --no-build-isolation ./megarl \
 
 # --- What is run: no compiler of ours, no root -----------------------------------------------------------------------
 # The devel image: SGLang and Triton compile kernels when they are first used.
-FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS megarl
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04@${CUDA_DIGEST} AS megarl
 ARG DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap build-essential iproute2 libnuma1 numactl patch procps \

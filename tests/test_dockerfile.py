@@ -58,9 +58,14 @@ def test_stages_start_from_cuda_13_or_from_each_other() -> None:
     (cuda,) = [rest for rest in of("ARG") if rest.startswith("CUDA=")]
     assert cuda.startswith("CUDA=13.")
     for base, _, _ in stages:
-        assert base in ("packages", "kernels") or re.fullmatch(r"nvidia/cuda:\$\{CUDA\}-[\w.-]+", base), base
+        assert base in ("packages", "kernels") or re.fullmatch(
+            r"nvidia/cuda:\$\{CUDA\}-[\w.-]+@\$\{CUDA_DIGEST\}", base
+        )
         # A name that begins with a host is somebody's registry.
         assert "." not in base.partition("/")[0]
+    # Without the argument the reference is refused, and its text says what to give.
+    (digest,) = [rest for rest in of("ARG") if rest.startswith("CUDA_DIGEST=")]
+    assert digest == "CUDA_DIGEST=give--build-arg-CUDA_DIGEST=sha256:HEX"
     copied = [rest for rest in of("COPY") if "--from=" in rest]
     assert copied == ["--from=built /opt/megarl /opt/megarl"]
 
@@ -98,7 +103,7 @@ def test_patches_are_applied_in_it() -> None:
     assert re.search(r"apt-get install [^&]*\bpatch\b", " ".join(of("RUN")))
 
 
-@pytest.mark.parametrize("name", ["docs/operations.md", "launch/kubernetes/rayjob.yaml", "launch/kubernetes/README.md"])
+@pytest.mark.parametrize("name", ["docs/operations.md", "launch/kubernetes/README.md"])
 def test_the_image_has_one_name_everywhere(name: str) -> None:
     tags = set(re.findall(r"megarl:(\d[\w.]*)", (ROOT / name).read_text()))
     assert tags == {__version__}

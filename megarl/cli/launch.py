@@ -21,11 +21,6 @@ launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 _SUBMIT_TIMEOUT_S = 60.0
 
 
-@launch_app.callback()
-def _launch() -> None:
-    """Keeps `slurm` a subcommand: typer makes a single command the app itself."""
-
-
 @launch_app.command()
 def slurm(
     recipe: RecipePath,
@@ -85,6 +80,63 @@ def slurm(
     _deliver(render(job, checked), out, is_submitted=is_submitted)
 
 
+@launch_app.command()
+def kubernetes(
+    recipe: RecipePath,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of pods with GPUs.", show_default=False)],
+    image: Annotated[
+        str, typer.Option(metavar="NAME@sha256:...", help="The image of megarl, by its digest.", show_default=False)
+    ],
+    claim: Annotated[
+        str, typer.Option(help="A volume claim that all pods can write: models, data, runs.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")] = None,
+    mount: Annotated[Path, typer.Option(help="Where pods see the volume; relative paths start there.")] = Path(
+        "/shared"
+    ),
+    namespace: Annotated[str | None, typer.Option(help="That of kubectl if not given.")] = None,
+    cpus: Annotated[str, typer.Option(help="Cores of a pod with GPUs.")] = "64",
+    memory: Annotated[str, typer.Option(help="Memory of a pod with GPUs.")] = "900Gi",
+    shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm.")] = "64Gi",
+    max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures.")] = 3,
+    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    overrides_fit: Annotated[
+        bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the job here; by default it is printed.")
+    ] = None,
+) -> None:
+    """Write a job of the KubeRay operator for a recipe.
+
+    The run has to fit its GPUs by `megarl plan`. Model and data may be on the cluster only; the job checks them there.
+    """
+    checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
+
+    from megarl.tools.launch.kubernetes import KubernetesJob, render
+
+    job = KubernetesJob(
+        source=str(recipe),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node or max(pool.gpus_per_node for pool in checked.pools.values()),
+        image=image,
+        claim=claim,
+        mount=mount,
+        namespace=namespace,
+        cpus_per_node=cpus,
+        memory_per_node=memory,
+        shared_memory=shared_memory,
+        max_failures=max_failures,
+    )
+    text = render(job, checked)
+    if out is None:
+        print(text, end="")
+    else:
+        _write(out, text, mode=0o644)
+        print(f"wrote {out}; start it with: kubectl apply -f {out}")
+
+
 def _checked(path: Path, overrides: list[str], *, shape: str | None, overrides_fit: bool) -> Recipe:
     """Return the recipe after the checks that are possible here; raise a ConfigError if it does not fit its GPUs."""
     recipe = read_recipe(path, overrides).recipe
@@ -106,7 +158,7 @@ def _checked(path: Path, overrides: list[str], *, shape: str | None, overrides_f
 
 def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:
     if out is not None:
-        _write(out, script)
+        _write(out, script, mode=0o755)
     if is_submitted:
         print(_submit(script))
     elif out is None:
@@ -115,10 +167,10 @@ def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:
         print(f"wrote {out}; submit it with: sbatch {out}")
 
 
-def _write(path: Path, script: str) -> None:
+def _write(path: Path, script: str, *, mode: int) -> None:
     try:
         path.write_text(script)
-        path.chmod(0o755)
+        path.chmod(mode)
     except OSError as error:
         raise MachineError(f"--out {path}: cannot be written: {error.strerror}") from error
 

@@ -52,7 +52,8 @@ class SlurmJob:
 def render(job: SlurmJob, recipe: Recipe) -> str:
     """Return the whole script; raise a ConfigError where the recipe does not fit the job."""
     lead = lead_s(recipe.checkpoint.grace_s)
-    problems = [*_check_sizes(job, recipe.pools), *_check_words(job), *_check_time(job, lead)]
+    pools = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
+    problems = [*pools, *_check_words(job), *_check_time(job, lead)]
     if problems:
         raise ConfigError(str(job.recipe_path), tuple(problems))
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job, recipe.run, lead)), ""]
@@ -61,17 +62,17 @@ def render(job: SlurmJob, recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def _check_sizes(job: SlurmJob, pools: Mapping[str, PoolConfig]) -> Iterator[Problem]:
+def check_pools(pools: Mapping[str, PoolConfig], *, nodes: int, gpus_per_node: int) -> Iterator[Problem]:
     """Pack the pools as a run does: a pool takes its GPUs of a node on as many nodes as it has, the largest first."""
-    needed, given = sum(pool.gpus for pool in pools.values()), job.nodes * job.gpus_per_node
+    needed, given = sum(pool.gpus for pool in pools.values()), nodes * gpus_per_node
     if needed > given:
         yield Problem(
             key="pools",
-            message=f"need {needed} gpus, {job.nodes} nodes of {job.gpus_per_node} have {given}; "
-            f"ask for --nodes {-(-needed // job.gpus_per_node)}",
+            message=f"need {needed} gpus, {nodes} nodes of {gpus_per_node} have {given}; "
+            f"ask for --nodes {-(-needed // gpus_per_node)}",
         )
         return
-    free = [job.gpus_per_node] * job.nodes
+    free = [gpus_per_node] * nodes
     for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
         # The nodes with the least room that is enough.
         fitting = sorted((room, node) for node, room in enumerate(free) if room >= pool.gpus_per_node)
@@ -79,7 +80,7 @@ def _check_sizes(job: SlurmJob, pools: Mapping[str, PoolConfig]) -> Iterator[Pro
             yield Problem(
                 key=f"pools.{name}",
                 message=f"needs {pool.gpus_per_node} gpus on each of {pool.nodes} node(s); {len(fitting)} of "
-                f"{job.nodes} nodes of {job.gpus_per_node} have them beside the other pools; ask for more --nodes",
+                f"{nodes} nodes of {gpus_per_node} have them beside the other pools; ask for more --nodes",
             )
             return
         for _, node in fitting[: pool.nodes]:

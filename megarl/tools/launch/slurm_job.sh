@@ -8,6 +8,7 @@ main() {
   job_folder="$log_root/$SLURM_JOB_ID"
   logs="$job_folder/attempt_${SLURM_RESTART_COUNT:-0}"
   pid_file="$logs/train.pid"
+  began=$(date +%s)
   is_asked=0
   is_told=0
   train_step=""
@@ -193,9 +194,21 @@ leave() {
   esac
 }
 
+# Whether Slurm takes the nodes away. It signals all steps, Ray's too, so that megarl ends with whatever it lost first.
+is_preempted() {
+  local when
+  when=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oE '\bPreemptTime=[^ ]+' | cut -d= -f2)
+  # The time may be that of an earlier attempt.
+  [[ $when == [0-9]* ]] && (($(date -d "$when" +%s) >= began))
+}
+
 # Lost nodes and dead engines: try again, but not for ever. A new checkpoint gives a new budget.
 count_failure() {
   local num_failures step=0
+  if is_preempted; then
+    say "preempted, with exit code $1: not counted as a failure"
+    requeue 75
+  fi
   [[ ! -r $latest_step_file ]] || step=$(<"$latest_step_file")
   echo "$(date -u +%FT%TZ) $1 after step $step" >>"$job_folder/failures"
   num_failures=$(grep -c " after step $step\$" "$job_folder/failures")

@@ -12,12 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from megarl import __version__
-from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT
-from megarl.tools.doctor.packages import pinned_versions
 from megarl.tools.launch.slurm import BODY
 from tests.packages import program
 from tests.repository import ROOT
@@ -28,38 +24,6 @@ START_NODE = LAUNCH / "ray" / "start_node.sh"
 
 def test_the_job_script_is_shown_where_people_look_for_it() -> None:
     assert (LAUNCH / "slurm" / "job.sh").read_text() == BODY.read_text()
-
-
-def test_the_kubernetes_job_starts_this_megarl_on_this_ray() -> None:
-    spec = yaml.safe_load((LAUNCH / "kubernetes" / "rayjob.yaml").read_text())["spec"]
-    cluster = spec["rayClusterSpec"]
-    assert spec["entrypoint"].startswith("megarl train ")
-    assert cluster["rayVersion"] in pinned_versions()["ray"]
-    assert cluster["authOptions"] == {"mode": "token"}
-    (workers,) = cluster["workerGroupSpecs"]
-    pods = [cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]]
-    for pod in pods:
-        (container,) = pod["containers"]
-        assert container["image"] == f"megarl:{__version__}"
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["terminationGracePeriodSeconds"] > Recipe.model_fields["checkpoint"].default.grace_s
-        mounted = {mount["name"] for mount in container["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-        assert "privileged" not in str(pod)
-        assert "TOKEN" not in str(container["env"])
-
-
-def test_the_kubernetes_head_opens_one_port_and_workers_have_the_gpus() -> None:
-    cluster = yaml.safe_load((LAUNCH / "kubernetes" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
-    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
-    (workers,) = cluster["workerGroupSpecs"]
-    (worker,) = workers["template"]["spec"]["containers"]
-    assert [port["containerPort"] for port in head["ports"]] == [6379]
-    assert worker["ports"] == []
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
-    assert "nvidia.com/gpu" not in head["resources"]["limits"]
-    assert workers["rayStartParams"]["num-gpus"] == worker["resources"]["limits"]["nvidia.com/gpu"]
-    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
 @pytest.mark.needs("shellcheck")

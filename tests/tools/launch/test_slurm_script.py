@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def job(folder: Path, megarl: str) -> Path:
+def job(folder: Path, megarl: str, *, max_failures: int = 1) -> Path:
     """A script whose `megarl train` is the given piece of bash."""
     programs = {
         "ray": RAY.replace("FOLDER", str(folder)),
@@ -51,7 +51,9 @@ def job(folder: Path, megarl: str) -> Path:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     script = folder / "job.sh"
-    wanted = SlurmJob(recipe_path=QUICKSTART, folder=folder, nodes=2, gpus_per_node=2, venv=folder, max_failures=1)
+    wanted = SlurmJob(
+        recipe_path=QUICKSTART, folder=folder, nodes=2, gpus_per_node=2, venv=folder, max_failures=max_failures
+    )
     script.write_text(render(wanted, read_recipe(QUICKSTART, []).recipe))
     return script
 
@@ -87,6 +89,26 @@ def test_the_warning_before_the_time_limit_saves_and_the_job_goes_on(cluster: Sl
     # Each attempt has its logs, and the token is gone.
     folders = sorted(path.name for path in (tmp_path / "runs" / "slurm" / number).iterdir())
     assert folders == ["attempt_0", "attempt_1"]
+
+
+def test_a_job_that_another_one_displaces_is_not_a_failure(cluster: SlurmCluster, tmp_path: Path) -> None:
+    # All steps get SIGTERM, Ray's as well: megarl ends with what it has lost, not with 75.
+    megarl = """
+    trap 'echo lost >>signals; exit 1' TERM
+    (($(wc -l <attempts) > 1)) && exit 0
+    for ((i = 0; i < 600; i++)); do sleep 0.5; done
+    """
+    number = cluster.submit(job(tmp_path, megarl, max_failures=0))
+    cluster.wait_for(number, lambda: attempts(tmp_path) == 1, timeout_s=120)
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/sh\ntrue\n")
+    other = cluster.submit(urgent, "--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log")
+    assert cluster.wait(other, "COMPLETED", "FAILED", timeout_s=180) == "COMPLETED"
+    assert cluster.wait(number, "COMPLETED", "FAILED", timeout_s=300) == "COMPLETED", log(tmp_path)
+    assert (tmp_path / "signals").read_text() == "lost\n"
+    assert attempts(tmp_path) == 2
+    assert "preempted, with exit code 1: not counted as a failure" in log(tmp_path)
+    assert not (tmp_path / "runs" / "slurm" / number / "failures").exists()
 
 
 def test_a_mistake_of_the_recipe_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Render a recipe as a job for Kubernetes: a RayJob of the KubeRay operator, and a ConfigMap with the recipe.
+
+The image is named by its digest, so that every pod and every later attempt runs the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+from pydantic import JsonValue
+
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError, Problem
+from megarl.tools.launch.slurm import check_pools, lead_s
+
+RECIPE_FOLDER = "/etc/megarl"
+_RECIPE_FILE = "recipe.yaml"
+_DIGEST = re.compile(r"[a-z0-9][\w./:-]*@sha256:[0-9a-f]{64}")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_MAX_NAME = 47
+"""KubeRay adds to the name, and Kubernetes accepts 63 characters."""
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[KMGT]i?)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesJob:
+    """The options of `megarl launch kubernetes`."""
+
+    source: str
+    """Names the recipe in messages."""
+    nodes: int
+    gpus_per_node: int
+    image: str
+    claim: str
+    """A volume claim that all pods can write (ReadWriteMany): models, data and runs."""
+    mount: Path
+    """Its place in the pods, and their working folder: relative paths of the recipe start there."""
+    namespace: str | None = None
+    cpus_per_node: str
+    memory_per_node: str
+    shared_memory: str
+    max_failures: int
+
+
+def render(job: KubernetesJob, recipe: Recipe) -> str:
+    """Return both documents; raise a ConfigError where the recipe does not fit the job."""
+    name = f"megarl-{re.sub(r'[._]', '-', recipe.run.name.lower())}"
+    pools = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
+    problems = [*pools, *_check_words(job, name), *_check_paths(job, recipe)]
+    if problems:
+        raise ConfigError(job.source, tuple(problems))
+    text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+    metadata: dict[str, JsonValue] = {"name": name, **({"namespace": job.namespace} if job.namespace else {})}
+    documents: list[dict[str, JsonValue]] = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_RECIPE_FILE: text}},
+        {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": metadata,
+            "spec": _spec(job, name, grace_s=lead_s(recipe.checkpoint.grace_s)),
+        },
+    ]
+    return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what occurs twice in full: anchors are allowed, and hard to read."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _check_words(job: KubernetesJob, name: str) -> Iterator[Problem]:
+    if not _DIGEST.fullmatch(job.image):
+        yield Problem(
+            key="--image",
+            message=f"{job.image} is not named by its digest, and a tag may change between two attempts; write "
+            "REGISTRY/megarl@sha256:..., which docker push prints",
+        )
+    names = {"run.name": name, "--claim": job.claim, "--namespace": job.namespace}
+    for key, word in names.items():
+        if word is not None and (not _NAME.fullmatch(word) or len(word) > _MAX_NAME):
+            message = f"{word!r} is not a name for Kubernetes: at most {_MAX_NAME} of a-z, 0-9 and -"
+            yield Problem(key=key, message=message)
+    sizes = {"--cpus": job.cpus_per_node, "--memory": job.memory_per_node, "--shared-memory": job.shared_memory}
+    for key, word in sizes.items():
+        if not _QUANTITY.fullmatch(word):
+            yield Problem(key=key, message=f"{word!r} is not a quantity for Kubernetes, such as 64 or 900Gi")
+
+
+def _check_paths(job: KubernetesJob, recipe: Recipe) -> Iterator[Problem]:
+    if recipe.run.device != "cuda":
+        yield Problem(key="run.device", message=f"{recipe.run.device}: a job for Kubernetes asks for GPUs; use cuda")
+    paths = {"run.folder": [recipe.run.folder], "model.path": [recipe.model.path], "data.train": recipe.data.train}
+    paths |= {"data.eval": recipe.data.eval}
+    for key, path in ((key, path) for key, group in paths.items() for path in group):
+        if path.is_absolute() and not path.is_relative_to(job.mount):
+            yield Problem(key=key, message=f"{path} is not on the volume, which pods see at {job.mount} (--mount)")
+
+
+def _spec(job: KubernetesJob, name: str, *, grace_s: int) -> dict[str, JsonValue]:
+    head: dict[str, JsonValue] = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}
+    worker: dict[str, JsonValue] = {
+        "requests": {"cpu": job.cpus_per_node, "memory": job.memory_per_node},
+        "limits": {"memory": job.memory_per_node, "nvidia.com/gpu": str(job.gpus_per_node)},
+    }
+    gcs: JsonValue = [{"name": "gcs", "containerPort": 6379}]
+    return {
+        # Checkpoints are on the volume: the next attempt goes on from the newest.
+        "backoffLimit": job.max_failures,
+        "shutdownAfterJobFinishes": True,
+        "submissionMode": "SidecarMode",
+        "entrypoint": f"megarl train {RECIPE_FOLDER}/{_RECIPE_FILE}",
+        "rayClusterSpec": {
+            "rayVersion": version("ray"),
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": {
+                # Nothing of the run is placed on the head.
+                "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
+                "template": {"spec": _pod(job, name, head, gcs, grace_s=grace_s)},
+            },
+            "workerGroupSpecs": [
+                {
+                    "groupName": "gpu",
+                    "replicas": job.nodes,
+                    "minReplicas": job.nodes,
+                    "maxReplicas": job.nodes,
+                    "rayStartParams": {"num-gpus": str(job.gpus_per_node)},
+                    "template": {"spec": _pod(job, name, worker, [], grace_s=grace_s)},
+                }
+            ],
+        },
+    }
+
+
+def _pod(
+    job: KubernetesJob, name: str, resources: dict[str, JsonValue], ports: JsonValue, *, grace_s: int
+) -> dict[str, JsonValue]:
+    places = {"shared": str(job.mount), "recipe": RECIPE_FOLDER, "shm": "/dev/shm"}  # noqa: S108 - of the pod
+    container: dict[str, JsonValue] = {
+        "name": "ray",
+        "image": job.image,
+        "workingDir": str(job.mount),
+        "resources": resources,
+        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}, {"name": "HF_HUB_OFFLINE", "value": "1"}],
+        "ports": ports,
+        "volumeMounts": [{"name": volume, "mountPath": place} for volume, place in places.items()],
+    }
+    return {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        # An evicted pod gets SIGTERM: this is the time to save.
+        "terminationGracePeriodSeconds": grace_s,
+        "containers": [container],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+            {"name": "recipe", "configMap": {"name": name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
+        ],
+    }

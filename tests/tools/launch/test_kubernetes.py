@@ -1,0 +1,111 @@
+"""The rendered job for Kubernetes: its fields, the recipe in it, and what is refused before it is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.cli import main as cli
+from megarl.config.load import read_recipe
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError
+from megarl.tools.doctor.packages import pinned_versions
+from megarl.tools.launch.kubernetes import RECIPE_FOLDER, KubernetesJob, render
+from tests.repository import ROOT
+
+LARGE = ROOT / "recipes" / "grpo_70b.yaml"
+IMAGE = f"registry.example:5000/team/megarl@sha256:{'0a' * 32}"
+
+
+def recipe(*overrides: str) -> Recipe:
+    return read_recipe(LARGE, overrides).recipe
+
+
+GPUS = max(pool.gpus_per_node for pool in recipe().pools.values())
+NODES = sum(pool.nodes for pool in recipe().pools.values())
+JOB = KubernetesJob(
+    source="recipe",
+    nodes=NODES,
+    gpus_per_node=GPUS,
+    image=IMAGE,
+    claim="shared",
+    mount=Path("/shared"),
+    cpus_per_node="64",
+    memory_per_node="900Gi",
+    shared_memory="64Gi",
+    max_failures=3,
+)
+
+
+def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) -> None:
+    wanted = recipe("run.steps=7", "checkpoint.mirror.url=s3://bucket/runs")
+    config, job = yaml.safe_load_all(render(JOB, wanted))
+    (name,) = config["data"]
+    assert job["spec"]["entrypoint"] == f"megarl train {RECIPE_FOLDER}/{name}"
+    path = tmp_path / name
+    path.write_text(config["data"][name])
+    assert read_recipe(path, []).recipe == wanted
+
+
+def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> None:
+    config, job = yaml.safe_load_all(render(JOB, recipe("checkpoint.grace_s=240")))
+    cluster = job["spec"]["rayClusterSpec"]
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert cluster["rayVersion"] in pinned_versions()["ray"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    for pod in (cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]):
+        (container,) = pod["containers"]
+        assert container["image"] == IMAGE
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["terminationGracePeriodSeconds"] > 240
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        assert {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}} in pod["volumes"]
+        assert "privileged" not in str(pod)
+        assert "TOKEN" not in str(container["env"])
+
+
+def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
+    _, job = yaml.safe_load_all(render(replace(JOB, namespace="team"), recipe()))
+    assert job["metadata"] == {"name": "megarl-grpo-70b", "namespace": "team"}
+    cluster = job["spec"]["rayClusterSpec"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    (workers,) = cluster["workerGroupSpecs"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert [port["containerPort"] for port in head["ports"]] == [6379]
+    assert worker["ports"] == []
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
+    assert "nvidia.com/gpu" not in head["resources"]["limits"]
+    assert workers["rayStartParams"]["num-gpus"] == worker["resources"]["limits"]["nvidia.com/gpu"] == str(GPUS)
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == NODES
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "expected"),
+    [
+        (replace(JOB, image="megarl:0.1.0"), (), "--image: megarl:0.1.0 is not named by its digest"),
+        (replace(JOB, nodes=1), (), "pools: need "),
+        (replace(JOB, claim="Shared_Disk"), (), "--claim: 'Shared_Disk' is not a name for Kubernetes"),
+        (replace(JOB, memory_per_node="900 GB"), (), "--memory: '900 GB' is not a quantity"),
+        (JOB, ("model.path=/models/x",), "model.path: /models/x is not on the volume, which pods see at /shared"),
+        (JOB, (f"run.name={'a' * 60}",), "run.name: "),
+        (JOB, ("run.device=cpu",), "run.device: cpu: a job for Kubernetes asks for GPUs"),
+    ],
+)
+def test_what_cannot_run_is_refused(job: KubernetesJob, overrides: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(job, recipe(*overrides))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(expected)
+
+
+def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "job.yaml"
+    words = ["launch", "kubernetes", str(LARGE), "--nodes", str(NODES), "--image", IMAGE, "--claim", "shared"]
+    assert cli.run([*words, "--override-fit", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}; start it with: kubectl apply -f {out}\n"
+    assert [document["kind"] for document in yaml.safe_load_all(out.read_text())] == ["ConfigMap", "RayJob"]

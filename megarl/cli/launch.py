@@ -114,6 +114,8 @@ def kubernetes(
     """
     checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
+    import yaml
+
     from megarl.tools.launch.kubernetes import KubernetesJob, render
 
     job = KubernetesJob(
@@ -129,7 +131,15 @@ def kubernetes(
         shared_memory=shared_memory,
         max_failures=max_failures,
     )
-    text = render(job, checked)
+    text = render(
+        job,
+        yaml.safe_dump(checked.model_dump(mode="json", exclude_defaults=True), sort_keys=False),
+        run=checked.run,
+        model=checked.model,
+        data=checked.data,
+        pools=checked.pools,
+        grace_s=checked.checkpoint.grace_s,
+    )
     if out is None:
         print(text, end="")
     else:

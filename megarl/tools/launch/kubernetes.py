@@ -6,7 +6,7 @@ The image is named by its digest, so that every pod and every later attempt runs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue
 
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import DataConfig, ModelConfig, RunConfig
+from megarl.config.roles import PoolConfig
 from megarl.errors import ConfigError, Problem
 from megarl.tools.launch.slurm import check_pools, lead_s
 
@@ -47,14 +48,22 @@ class KubernetesJob:
     max_failures: int
 
 
-def render(job: KubernetesJob, recipe: Recipe) -> str:
-    """Return both documents; raise a ConfigError where the recipe does not fit the job."""
-    name = f"megarl-{re.sub(r'[._]', '-', recipe.run.name.lower())}"
-    pools = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
-    problems = [*pools, *_check_words(job, name), *_check_paths(job, recipe)]
+def render(
+    job: KubernetesJob,
+    text: str,
+    *,
+    run: RunConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    pools: Mapping[str, PoolConfig],
+    grace_s: float,
+) -> str:
+    """Return both documents, with the recipe's text; raise a ConfigError where its sections do not fit the job."""
+    name = f"megarl-{re.sub(r'[._]', '-', run.name.lower())}"
+    fitting = check_pools(pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
+    problems = [*fitting, *_check_words(job, name), *_check_paths(job, run, model, data)]
     if problems:
         raise ConfigError(job.source, tuple(problems))
-    text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     metadata: dict[str, JsonValue] = {"name": name, **({"namespace": job.namespace} if job.namespace else {})}
     documents: list[dict[str, JsonValue]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_RECIPE_FILE: text}},
@@ -62,7 +71,7 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": metadata,
-            "spec": _spec(job, name, grace_s=lead_s(recipe.checkpoint.grace_s)),
+            "spec": _spec(job, name, grace_s=lead_s(grace_s)),
         },
     ]
     return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)
@@ -93,11 +102,15 @@ def _check_words(job: KubernetesJob, name: str) -> Iterator[Problem]:
             yield Problem(key=key, message=f"{word!r} is not a quantity for Kubernetes, such as 64 or 900Gi")
 
 
-def _check_paths(job: KubernetesJob, recipe: Recipe) -> Iterator[Problem]:
-    if recipe.run.device != "cuda":
-        yield Problem(key="run.device", message=f"{recipe.run.device}: a job for Kubernetes asks for GPUs; use cuda")
-    paths = {"run.folder": [recipe.run.folder], "model.path": [recipe.model.path], "data.train": recipe.data.train}
-    paths |= {"data.eval": recipe.data.eval}
+def _check_paths(job: KubernetesJob, run: RunConfig, model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+    if run.device != "cuda":
+        yield Problem(key="run.device", message=f"{run.device}: a job for Kubernetes asks for GPUs; use cuda")
+    paths = {
+        "run.folder": (run.folder,),
+        "model.path": (model.path,),
+        "data.train": data.train,
+        "data.eval": data.eval,
+    }
     for key, path in ((key, path) for key, group in paths.items() for path in group):
         if path.is_absolute() and not path.is_relative_to(job.mount):
             yield Problem(key=key, message=f"{path} is not on the volume, which pods see at {job.mount} (--mount)")

@@ -95,10 +95,8 @@ def kubernetes(
     mount: Annotated[Path, typer.Option(help="Where pods see the volume; relative paths start there.")] = Path(
         "/shared"
     ),
-    namespace: Annotated[str | None, typer.Option(help="That of kubectl if not given.")] = None,
     cpus: Annotated[str, typer.Option(help="Cores of a pod with GPUs.")] = "64",
     memory: Annotated[str, typer.Option(help="Memory of a pod with GPUs.")] = "900Gi",
-    shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm.")] = "64Gi",
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures.")] = 3,
     shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
     overrides_fit: Annotated[
@@ -125,25 +123,17 @@ def kubernetes(
         image=image,
         claim=claim,
         mount=mount,
-        namespace=namespace,
         cpus_per_node=cpus,
         memory_per_node=memory,
-        shared_memory=shared_memory,
         max_failures=max_failures,
     )
-    text = render(
-        job,
-        yaml.safe_dump(checked.model_dump(mode="json", exclude_defaults=True), sort_keys=False),
-        run=checked.run,
-        model=checked.model,
-        data=checked.data,
-        pools=checked.pools,
-        grace_s=checked.checkpoint.grace_s,
-    )
+    text = yaml.safe_dump(checked.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+    run, model, data, grace_s = checked.run, checked.model, checked.data, checked.checkpoint.grace_s
+    rendered = render(job, text, run=run, model=model, data=data, pools=checked.pools, grace_s=grace_s)
     if out is None:
-        print(text, end="")
+        print(rendered, end="")
     else:
-        _write(out, text, mode=0o644)
+        _write(out, rendered, mode=0o644)
         print(f"wrote {out}; start it with: kubectl apply -f {out}")
 
 

@@ -25,6 +25,7 @@ _DIGEST = re.compile(r"[a-z0-9][\w./:-]*@sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 47
 """KubeRay adds to the name, and Kubernetes accepts 63 characters."""
+_SHARED_MEMORY = "64Gi"
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[KMGT]i?)?")
 
 
@@ -41,10 +42,8 @@ class KubernetesJob:
     """A volume claim that all pods can write (ReadWriteMany): models, data and runs."""
     mount: Path
     """Its place in the pods, and their working folder: relative paths of the recipe start there."""
-    namespace: str | None = None
     cpus_per_node: str
     memory_per_node: str
-    shared_memory: str
     max_failures: int
 
 
@@ -64,7 +63,7 @@ def render(
     problems = [*fitting, *_check_words(job, name), *_check_paths(job, run, model, data)]
     if problems:
         raise ConfigError(job.source, tuple(problems))
-    metadata: dict[str, JsonValue] = {"name": name, **({"namespace": job.namespace} if job.namespace else {})}
+    metadata: dict[str, JsonValue] = {"name": name}
     documents: list[dict[str, JsonValue]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_RECIPE_FILE: text}},
         {
@@ -91,12 +90,12 @@ def _check_words(job: KubernetesJob, name: str) -> Iterator[Problem]:
             message=f"{job.image} is not named by its digest, and a tag may change between two attempts; write "
             "REGISTRY/megarl@sha256:..., which docker push prints",
         )
-    names = {"run.name": name, "--claim": job.claim, "--namespace": job.namespace}
+    names = {"run.name": name, "--claim": job.claim}
     for key, word in names.items():
-        if word is not None and (not _NAME.fullmatch(word) or len(word) > _MAX_NAME):
+        if not _NAME.fullmatch(word) or len(word) > _MAX_NAME:
             message = f"{word!r} is not a name for Kubernetes: at most {_MAX_NAME} of a-z, 0-9 and -"
             yield Problem(key=key, message=message)
-    sizes = {"--cpus": job.cpus_per_node, "--memory": job.memory_per_node, "--shared-memory": job.shared_memory}
+    sizes = {"--cpus": job.cpus_per_node, "--memory": job.memory_per_node}
     for key, word in sizes.items():
         if not _QUANTITY.fullmatch(word):
             yield Problem(key=key, message=f"{word!r} is not a quantity for Kubernetes, such as 64 or 900Gi")
@@ -172,6 +171,6 @@ def _pod(
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
             {"name": "recipe", "configMap": {"name": name}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}},
         ],
     }

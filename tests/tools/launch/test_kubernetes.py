@@ -47,7 +47,6 @@ JOB = KubernetesJob(
     mount=Path("/shared"),
     cpus_per_node="64",
     memory_per_node="900Gi",
-    shared_memory="64Gi",
     max_failures=3,
 )
 
@@ -82,8 +81,8 @@ def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> 
 
 
 def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
-    _, job = yaml.safe_load_all(rendered(replace(JOB, namespace="team"), recipe()))
-    assert job["metadata"] == {"name": "megarl-grpo-70b", "namespace": "team"}
+    _, job = yaml.safe_load_all(rendered(JOB, recipe()))
+    assert job["metadata"] == {"name": "megarl-grpo-70b"}
     cluster = job["spec"]["rayClusterSpec"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     (workers,) = cluster["workerGroupSpecs"]

@@ -287,8 +287,9 @@ async def served(
         process.stop()
 
 
-def of_weights(fingerprints: Mapping[str, int]) -> dict[str, int]:
-    return {name: value for name, value in fingerprints.items() if not name.endswith(("k_scale", "v_scale"))}
+def of_weights(fingerprints: Mapping[str, int], *omitted: str) -> dict[str, int]:
+    suffixes = ("k_scale", "v_scale", *omitted)
+    return {name: value for name, value in fingerprints.items() if not name.endswith(suffixes)}
 
 
 def expected_fingerprints(engine: OneEngine, model: Mapping[str, Tensor]) -> dict[str, int]:
@@ -324,19 +325,23 @@ def test_a_published_engine_has_the_bytes_that_sglang_loads_from_an_fp8_folder(f
         save_file({name: tensor.cpu().contiguous() for name, tensor in values.items()}, folder / "model.safetensors")
         async with served(folder, tmp_path / "b", shape, quantization=None, loads=True, sglang=SLOW) as engine:
             (loaded,) = await engine.control.fingerprints()
-        check_same(of_weights(published), of_weights(loaded))
+        # SGLang's Llama leaves the scales of an FP8 folder unread: it looks for them under another name.
+        omitted = (SCALES,) if family is Family.LLAMA else ()
+        check_same(of_weights(published, *omitted), of_weights(loaded, *omitted))
         logger.info("%s: %d parameters equal to SGLang's own", family, len(loaded))
 
     asyncio.run(scenario())
 
 
-def test_publish_and_speed_of_the_7b_shape_in_fp8_and_bf16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_publish_and_speed_of_the_7b_shape(precision: str, tmp_path: Path) -> None:
+    """Logs the figures that docs/performance.md compares."""
     folder, model = write_config(tmp_path / "7b", LARGE), random_model(LARGE, 1)
-    figures: dict[str, tuple[float, float, float]] = {}
+    quantization = quantization_config(LARGE, ()) if precision == "fp8" else None
 
-    async def measure(name: str, quantization: str | None) -> None:
+    async def measure() -> None:
         async with served(
-            folder, tmp_path / name, LARGE, quantization=quantization, loads=False, sglang=FAST
+            folder, tmp_path / precision, LARGE, quantization=quantization, loads=False, sglang=FAST
         ) as engine:
             await engine.join(model)
             first = await engine.publish(1)
@@ -346,16 +351,11 @@ def test_publish_and_speed_of_the_7b_shape_in_fp8_and_bf16(tmp_path: Path) -> No
                 check_same(of_weights(published), expected_fingerprints(engine, model))
                 logger.info("7B: %d parameters equal to the formula's", len(published))
             whole, derived = median(each.whole_s for each in times), median(each.derived_s for each in times)
-            figures[name] = whole, derived, await engine.tokens_per_s()
             num_bytes = sum(engine.transfer.plan().traffic.received_bytes.values())
             logger.info(
                 "%s: %.2f GB; publish %.1f ms (first %.1f), %.1f ms of them derive; %.0f tokens/s at %d requests",
-                *(name, num_bytes / 1e9, 1e3 * whole, 1e3 * first.whole_s, 1e3 * derived),
-                *(figures[name][2], NUM_REQUESTS),
+                *(precision, num_bytes / 1e9, 1e3 * whole, 1e3 * first.whole_s, 1e3 * derived),
+                *(await engine.tokens_per_s(), NUM_REQUESTS),
             )
 
-    asyncio.run(measure("fp8", quantization_config(LARGE, ())))
-    torch.cuda.empty_cache()
-    asyncio.run(measure("bf16", None))
-    ratio, speed = (figures["fp8"][place] / figures["bf16"][place] for place in (0, 2))
-    logger.info("fp8 / bf16: publish %.2f, tokens/s %.2f", ratio, speed)
+    asyncio.run(measure())

@@ -29,8 +29,9 @@ LogprobsOf: TypeAlias = Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatA
 """Returns the trainer's log-probabilities of every token of the samples' responses."""
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "fp8": 0.5}
-"""Allowed mean difference of log-probabilities, by the dtype of both or the engine's precision: kernels differ, other
-weights differ more. FP8 with wrong scales differs by several units."""
+"""Allowed median difference of log-probabilities, by the dtype of both or the engine's precision: kernels differ, other
+weights differ more. FP8 with wrong scales differs by several units at every token, with right ones now and then at one
+that neither side expects: on an H200 five tokens differed by 0.503 in the mean."""
 
 MAX_PROMPT_TOKENS = 16
 MAX_RESPONSE_TOKENS = 8
@@ -171,14 +172,14 @@ class Canary:
             return error
 
     def _compare(self, answer: Response, of_trainer: FloatArray) -> str | None:
-        difference = float(np.abs(answer.logprobs - of_trainer).mean())
+        difference = float(np.median(np.abs(answer.logprobs - of_trainer)))
         tolerance = TOLERANCES[self._question.dtype]
         logger.info("canary difference=%.3g tolerance=%g", difference, tolerance)
         # Not `>`: NaN must count as a difference.
         if difference <= tolerance:
             return None
         return (
-            f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} on average, "
+            f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} (median), "
             f"at most {tolerance:g} is allowed in {self._question.dtype}"
         )
 

@@ -104,7 +104,7 @@ def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
     assert states == [EngineState.HEALTHY, EngineState.STALE, EngineState.STALE, EngineState.STALE]
     assert len(warnings) == 3
     assert "engine 1" in warnings[0]
-    assert "differ from the trainer's by 0.5 on average" in warnings[0]
+    assert "differ from the trainer's by 0.5 (median)" in warnings[0]
     assert "8 tokens of version 2, expected version 3" in warnings[1]
 
 

@@ -266,6 +266,7 @@ ENGINE_REQUESTS = _gauge("fleet", "engine_requests", "Requests in progress on ea
 RESTARTS = _counter("fleet", "restarts", "Processes started again, by role", "role", known=("rollout", "trainers"))
 SLOWEST = _gauge("fleet", "slowest_over_median_ratio", "Time of the slowest rank or engine over the median", "role")
 STRAGGLERS = _counter("fleet", "stragglers", "Ranks and engines named slow", "role", known=("rollout", "actor"))
+EXCLUDED_NODES = _gauge("fleet", "excluded_nodes", "Nodes that get no engine any more after repeated faults")
 
 ACTOR_VERSION = _gauge("publish", "actor_weight_version", "Version that the trainer holds", source="step.version")
 ROLLOUT_VERSION = _gauge(

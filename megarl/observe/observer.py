@@ -202,6 +202,9 @@ class Observer:
     def warned(self, text: str) -> None:
         self._emit(Warned(text=text))
 
+    def nodes_excluded(self, number: int) -> None:
+        self._meter.set(names.EXCLUDED_NODES, number)
+
     def data_read(self, *, num_prompts: int, num_dropped: int) -> None:
         self._meter.set(names.DATA_PROMPTS, num_prompts)
         self._meter.set(names.DATA_DROPPED, num_dropped)

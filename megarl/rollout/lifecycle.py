@@ -39,7 +39,7 @@ class EngineState(StrEnum):
     STALE = "stale"
     """It runs but serves other weights. A publish with compared digests makes it healthy."""
     RETIRED = "retired"
-    """The operator took it out."""
+    """The operator took it out, or its node is excluded."""
     DRAINING = "draining"
     """It is slow: its requests go on elsewhere with the tokens they have, then it is restarted."""
 
@@ -169,7 +169,9 @@ class SyncFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retired:
-    """The operator takes it out."""
+    """The operator takes it out, or its node is excluded."""
+
+    reason: str = "retired by the operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +202,8 @@ Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFail
 def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901 - one case per event
     """Return the life after an event. Events without meaning in a state change nothing."""
     match event:
-        case Retired():
-            return _enter(life, EngineState.RETIRED, now, "retired by the operator", restart_at=None)
+        case Retired(reason=reason):
+            return _enter(life, EngineState.RETIRED, now, reason, restart_at=None)
         case Added():
             return _restart(replace(life, num_restarts=0), now) if life.is_over else life
         case Drained(reason=reason):

@@ -133,11 +133,13 @@ Handler = Callable[[httpx.Request], httpx.Response]
 SlowHandler = Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
 
 
-def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: int = 1) -> EngineClient:
+def scripted_client(
+    handler: Handler | SlowHandler, *, index: int = 0, tensor: int = 1, host: str = "127.0.0.1"
+) -> EngineClient:
     """A client whose engine is `handler`."""
     endpoint = EngineEndpoint(
         index=index,
-        host="127.0.0.1",
+        host=host,
         port=30000 + index,
         tensor=tensor,
         device="cpu",

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import FleetError, MachineError
 from megarl.rollout.fleet import Fleet
+from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.supervisor import Supervisor
 
 SOCKET_FILE = "fleet.sock"
@@ -29,6 +30,8 @@ _MAX_LINE_BYTES = 1 << 20
 class OperatorRequest:
     action: Literal["list", "retire", "add"]
     engine: int | None = None
+    node: str | None = None
+    """The address of a node: all its engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,15 @@ _RESPONSE: TypeAdapter[OperatorReply] = TypeAdapter(OperatorReply)
 
 
 @asynccontextmanager
-async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -> AsyncIterator[None]:
+async def open_to_operator(
+    folder: Path, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes
+) -> AsyncIterator[None]:
     """Serve requests at a socket in `folder` inside the block."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(_TIMEOUT_S):
-                response = _handle(await reader.readline(), fleet, supervisor)
+                response = _handle(await reader.readline(), fleet, supervisor, nodes)
                 writer.write(_RESPONSE.dump_json(response) + b"\n")
                 await writer.drain()
         writer.close()
@@ -98,7 +103,7 @@ def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
     return response.engines
 
 
-def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
+def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes) -> OperatorReply:
     try:
         request = _REQUEST.validate_json(line)
     except ValidationError:
@@ -109,10 +114,14 @@ def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
                 supervisor.retire(index)
             case OperatorRequest(action="add", engine=int(index)):
                 supervisor.add(index)
+            case OperatorRequest(action="retire", node=str(node)):
+                nodes.retire(node)
+            case OperatorRequest(action="add", node=str(node)):
+                nodes.add(node)
             case OperatorRequest(action="list"):
                 pass
             case _:
-                return OperatorReply(error=f"{request.action} which engine? Name its number")
+                return OperatorReply(error=f"{request.action} which engine? Name its number, or a node with --node")
     except FleetError as error:
         return OperatorReply(error=str(error))
     return OperatorReply(

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
+from megarl.config.cluster import ClusterConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
@@ -30,6 +31,7 @@ from megarl.runtime.cluster import Cluster, Place, Pool, accelerators, gpu_numbe
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.adoption import Adoption
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
+from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import TransferPublisher
@@ -167,9 +169,7 @@ async def start_serving(
     patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)
     fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
-    slow = EngineWatch(fleet, recipe.cluster.stragglers, observer, drain=supervisor.drain)
-    for keeper in (supervisor.running(), open_to_operator(recipe.run_folder, fleet, supervisor), slow.running()):
-        await stack.enter_async_context(keeper)
+    await _supervise(supervisor, fleet, stack, observer, cluster=recipe.cluster, run_folder=recipe.run_folder)
     return ManagedServing(
         config=config,
         fleet=fleet,
@@ -180,6 +180,21 @@ async def start_serving(
         nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )
+
+
+async def _supervise(
+    supervisor: Supervisor,
+    fleet: Fleet,
+    stack: AsyncExitStack,
+    observer: Observer,
+    *,
+    cluster: ClusterConfig,
+    run_folder: Path,
+) -> None:
+    slow = EngineWatch(fleet, cluster.stragglers, observer, drain=supervisor.drain)
+    nodes = EngineNodes(fleet, supervisor, max_faults=cluster.max_node_faults, observer=observer)
+    for keeper in (supervisor.running(), open_to_operator(run_folder, fleet, supervisor, nodes), slow.running()):
+        await stack.enter_async_context(keeper)
 
 
 def _shared_phases(fleet: Fleet, config: RolloutRoleConfig) -> SharedPhases:

@@ -85,12 +85,12 @@ class Supervisor:
         """Set the publisher that stale engines catch up with; None while there is none."""
         self._publisher = publisher
 
-    def retire(self, index: int) -> None:
+    def retire(self, index: int, reason: str = "retired by the operator") -> None:
         """Take an engine out: it gets no further request, and ends when it has returned the tokens of those it has."""
         engine = self._engine(index)
         if all(other.life.is_over for other in self._fleet.engines if other is not engine):
             raise EngineError(f"engine {index} is the last one; stop the run instead")
-        self._fleet.report(engine, Retired())
+        self._fleet.report(engine, Retired(reason=reason))
 
     def add(self, index: int) -> None:
         """Start an engine that was retired or given up; it then catches up."""

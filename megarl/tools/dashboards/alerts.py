@@ -202,6 +202,13 @@ ALERTS = (
         summary="run {{ $labels.run }}: a process of {{ $labels.role }} was named slow {{ $value | humanize }} times",
     ),
     Alert(
+        name="NodeExcluded",
+        severity="warn",
+        text="megarl_excluded_nodes > 0",
+        lasting="0s",
+        summary="run {{ $labels.run }}: {{ $value }} node(s) get no engine any more after repeated faults",
+    ),
+    Alert(
         name="RolloutRetries",
         severity="warn",
         text=(

@@ -206,7 +206,7 @@ OPERATIONS = Dashboard(
             ),
         ),
         PanelRow(
-            title="Stragglers",
+            title="Stragglers and excluded nodes",
             panels=(
                 Panel(
                     title="Slowest over median",
@@ -214,6 +214,7 @@ OPERATIONS = Dashboard(
                     text="Time of a token in an engine, of a product of matrices on a rank.",
                 ),
                 Panel(title="Ranks and engines named slow, last hour", queries=(increase(names.STRAGGLERS),)),
+                Panel(title="Excluded nodes", unit="none", queries=(value(names.EXCLUDED_NODES),)),
             ),
         ),
         PanelRow(

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import FleetError, MachineError
+from megarl.observe.observer import Observer
+from megarl.rollout.fleet import Fleet
+from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.operator import SOCKET_FILE, EngineReport, OperatorRequest, ask, open_to_operator
+from megarl.runtime.engines.supervisor import Supervisor
 from tests.runtime.engines.test_supervisor import supervised, until
+
+
+def nodes_of(fleet: Fleet, supervisor: Supervisor) -> EngineNodes:
+    return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()))
 
 
 def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:
@@ -19,7 +27,10 @@ def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path)
         async def say(request: OperatorRequest) -> tuple[EngineReport, ...]:
             return await asyncio.to_thread(ask, folder, request)
 
-        async with supervised() as (_, fleet, supervisor), open_to_operator(folder, fleet, supervisor):
+        async with (
+            supervised() as (_, fleet, supervisor),
+            open_to_operator(folder, fleet, supervisor, nodes_of(fleet, supervisor)),
+        ):
             assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
             assert [report.state for report in await say(OperatorRequest(action="list"))] == ["healthy", "healthy"]
             first, _ = await say(OperatorRequest(action="retire", engine=0))
@@ -28,6 +39,8 @@ def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path)
                 (OperatorRequest(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
                 (OperatorRequest(action="add", engine=7), "there is no engine 7"),
                 (OperatorRequest(action="add"), "add which engine"),
+                (OperatorRequest(action="retire", node="127.0.0.1"), "127.0.0.1 has the last engines; stop the run"),
+                (OperatorRequest(action="add", node="10.9.9.9"), "no engine is on node 10.9.9.9; .* on 127.0.0.1"),
             ):
                 with pytest.raises(FleetError, match=reason):
                     await say(request)

@@ -26,7 +26,9 @@ POLICY = RestartPolicy(max_restarts=2, back_off_s=0.05, silence_timeout_s=3, sta
 class Scripted:
     """Engines as processes and servers: each can be killed, frozen, or kept from starting."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, *, per_node: int | None = None) -> None:
+        """With `per_node`, nodes of so many engines are 10.0.0.0, 10.0.0.1 and so on."""
+        self._per_node = per_node
         self.calls: list[str] = []
         self.frozen: set[int] = set()
         self.cannot_start: set[int] = set()
@@ -73,7 +75,8 @@ class Scripted:
                 await asyncio.sleep(60)
             return httpx.Response(200, json={"weight_version": str(self.served[index])})
 
-        return scripted_client(answer, index=index)
+        host = "127.0.0.1" if self._per_node is None else f"10.0.0.{index // self._per_node}"
+        return scripted_client(answer, index=index, host=host)
 
     async def catch_up(self, engine: Engine) -> bool:
         self.calls.append(f"sync {engine.index}")
@@ -85,9 +88,11 @@ class Scripted:
 
 
 @asynccontextmanager
-async def supervised(num_engines: int = 2) -> AsyncIterator[tuple[Scripted, Fleet, Supervisor]]:
+async def supervised(
+    num_engines: int = 2, *, per_node: int | None = None
+) -> AsyncIterator[tuple[Scripted, Fleet, Supervisor]]:
     """A fleet at version 7."""
-    scripted = Scripted(num_engines)
+    scripted = Scripted(num_engines, per_node=per_node)
     fleet = Fleet(
         [scripted.client(index) for index in range(num_engines)],
         max_outstanding=8,

@@ -49,6 +49,8 @@ HEALTHY: Mapping[str, str] = {
     'engines{state="healthy"}': "4x360",
     'engines{state="dead"}': "0x360",
     'restarts_total{role="rollout"}': "0x60 1x300",
+    'stragglers_total{role="rollout"}': "0x360",
+    "excluded_nodes": "0x360",
     'rollout_retries_total{cause="EngineError"}': "0+1x360",
     "generated_rollouts_total": "0+512x360",
     'reward_failures_total{cause="late"}': "0+1x360",
@@ -170,6 +172,9 @@ TROUBLES: Mapping[str, Trouble] = {
         series={'stragglers_total{role="rollout"}': "0x300 1x60"},
         labels={"role": "rollout"},
         summary="a process of rollout was named slow 1.017 times",
+    ),
+    "NodeExcluded": Trouble(
+        series={"excluded_nodes": "0x300 1x60"}, summary="1 node(s) get no engine any more after repeated faults"
     ),
     "RolloutRetries": Trouble(
         series={'rollout_retries_total{cause="EngineError"}': "0x270 0+100x90"},

@@ -1,0 +1,100 @@
+"""The nodes of the engines: taken out and added as a whole, and excluded after repeated faults.
+
+A node is known by the address at which its engines answer, as `megarl fleet` lists it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from megarl.errors import EngineError
+from megarl.observe.observer import Observer
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import EngineState, Life
+from megarl.runtime.engines.supervisor import Supervisor
+
+WITHIN_S = 3600.0
+"""Faults that are older no longer count."""
+_ONE_ACCIDENT_S = 30.0
+"""Engines of a node that are lost within this time are lost for one reason."""
+
+
+class EngineNodes:
+    """Retires and adds the engines of a node, and counts the faults of each node."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        supervisor: Supervisor,
+        *,
+        max_faults: int,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._max_faults = max_faults
+        self._observer = observer
+        self._clock = clock
+        self._faults: defaultdict[str, list[float]] = defaultdict(list)
+        self._excluded: set[str] = set()
+        fleet.listen(self._note)
+
+    def retire(self, node: str) -> None:
+        """Take all engines of a node out."""
+        self._retire(node, self._on(node), "retired by the operator")
+
+    def add(self, node: str) -> None:
+        """Start the engines of a node again that are out of service; faults that it had are forgotten."""
+        engines = self._on(node)
+        self._faults.pop(node, None)
+        self._excluded.discard(node)
+        self._observer.nodes_excluded(len(self._excluded))
+        for engine in engines:
+            self._supervisor.add(engine.index)
+
+    def _on(self, node: str) -> list[Engine]:
+        engines = [engine for engine in self._fleet.engines if node in nodes_of(engine)]
+        if not engines:
+            known = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
+            raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(known)}")
+        return engines
+
+    def _retire(self, node: str, engines: list[Engine], reason: str) -> None:
+        if all(other.life.is_over for other in self._fleet.engines if other not in engines):
+            raise EngineError(f"node {node} has the last engines; stop the run instead")
+        for engine in engines:
+            if engine.state is not EngineState.RETIRED:
+                self._supervisor.retire(engine.index, reason)
+
+    def _note(self, engine: Engine, before: Life) -> None:
+        if engine.state is not EngineState.DEAD or before.state is EngineState.RETIRED:
+            return
+        for node in nodes_of(engine):
+            self._count(node, engine)
+
+    def _count(self, node: str, engine: Engine) -> None:
+        now = self._clock()
+        faults = [at for at in self._faults[node] if at > now - WITHIN_S]
+        self._faults[node] = faults if faults and now < faults[-1] + _ONE_ACCIDENT_S else [*faults, now]
+        if node in self._excluded or len(self._faults[node]) < self._max_faults:
+            return
+        elsewhere = [other for other in self._fleet.engines if other.is_live and node not in nodes_of(other)]
+        if not elsewhere:
+            return  # counted on: with the next fault another node may have engines
+        reason = f"node {node} is excluded after {len(self._faults[node])} faults within an hour"
+        self._excluded.add(node)
+        self._observer.nodes_excluded(len(self._excluded))
+        self._observer.warned(
+            f"{reason} (cluster.max_node_faults), the last: {engine.reason}; its engines are retired, and "
+            f"`megarl fleet RUN add --node {node}` takes it back"
+        )
+        self._retire(node, self._on(node), reason)
+
+
+def nodes_of(engine: Engine) -> tuple[str, ...]:
+    """Return the addresses of the nodes that an engine is on."""
+    endpoint = engine.client.endpoint
+    return endpoint.node_hosts or (endpoint.host,)

@@ -114,9 +114,10 @@ def validate(
         is_wide = any(pool.nodes > 1 for pool in checked.pools.values())
         # Off a terminal, standard error has the problems alone.
         with telling_rows(partial(print, file=sys.stderr)) if sys.stderr.isatty() else nullcontext():
-            inputs = check_start(checked, address="elsewhere" if is_wide else ray_address_of(checked.run))
+            address = "elsewhere" if is_wide else ray_address_of(checked.run)
+            inputs = check_start(checked, address=address, keeps_rows=False)
         held_out = f", {len(inputs.eval)} held out" if inputs.eval else ""
-        summary = f", {len(inputs.train.prompts)} prompts{held_out}"
+        summary = f", {inputs.train.num_prompts} prompts{held_out}"
         if checked.environment is not None:
             from megarl.episodes.build import rehearse
 

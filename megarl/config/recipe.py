@@ -253,8 +253,6 @@ class ObserveConfig(Section):
     """A run of MLflow as well; needs the extra `megarl[mlflow]`."""
     rollouts: RolloutSamplesConfig = RolloutSamplesConfig()
     """Rollouts that are kept in `<run>/rollouts` for `megarl view`."""
-    log_megabytes: PositiveInt = 64
-    """Size of `megarl.log` and of each engine's log; a larger one loses its older half."""
 
 
 class NetworkConfig(Section):

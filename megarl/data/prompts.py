@@ -9,18 +9,30 @@ import hashlib
 import logging
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import DataRow, check_pairs, read_rows
+from megarl.data.rows import (
+    DataRow,
+    RowBatch,
+    check_files,
+    check_pairs,
+    checked_rows,
+    num_rows_of,
+    refuse_bad_rows,
+    row_batches,
+    row_keys,
+)
 from megarl.data.tokenizer import Chat, Template, Tokenizer, ToolFunction, load_tokenizer
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
@@ -41,11 +53,14 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_ROWS_PER_CHUNK = 1024
 _ROWS_PER_WORKER = 8192
 """Fewer rows are tokenised in less time than a worker process takes to start."""
 _MAX_WORKERS = 16
+_PARTS_PER_WORKER = 4
+"""Batches of rows that wait for each worker: more would only take memory."""
 
+RowKind: TypeAlias = Literal["prompts", "demonstrations", "pairs"]
+"""Questions alone, with an answer to imitate, or with a better and a worse answer."""
 _Encoded: TypeAlias = tuple[list[TokenArray], list[tuple[TokenArray, BoolArray]]]
 """The prompts of some rows; and the demonstrations of those that have one, with what of them is imitated."""
 
@@ -53,6 +68,8 @@ _Encoded: TypeAlias = tuple[list[TokenArray], list[tuple[TokenArray, BoolArray]]
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
     prompts: tuple[Prompt, ...]
+    num_prompts: int
+    """Rows within the limits of length; more than `prompts` where only the first of each source are kept."""
     num_dropped: int
     """Rows dropped for their length, if the recipe allows that."""
 
@@ -69,48 +86,182 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer) -> PromptSet:
-    """Return the prompts to generate answers to, each with the ground truth that its score needs."""
-    prompts = _tokenise(read_rows(files, config, as_demonstrations=False), tokenizer)
-    return _without_overlong(prompts, [_prompt_limit(config)], config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """Reads prompts from files: what of a row becomes a prompt, and which rows are too long."""
 
+    config: DataConfig
+    kind: RowKind
+    max_response_tokens: int = 0
+    """The limit of given answers."""
+    as_chats: bool = False
+    """An answer of a pair goes on to where the template ends the chat, as a reward model reads it on engines."""
+    keeps_all: bool = True
+    """False keeps the first prompt of each data source: the others are checked and counted."""
 
-def load_demonstrations(
-    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
-) -> PromptSet:
-    """Return the prompts with the answers to imitate: the response column, or else assistant messages."""
-    prompts = _tokenise(read_rows(files, config, as_demonstrations=True), tokenizer)
-    response_limit = _Limit(
-        key="sampling.max_response_tokens",
-        max_tokens=max_response_tokens,
-        length=lambda prompt: 0 if prompt.demonstration is None else len(prompt.demonstration),
-    )
-    return _without_overlong(prompts, [_prompt_limit(config), response_limit], config)
+    def read(self, files: Sequence[Path], tokenizer: Tokenizer) -> PromptSet:
+        """Return the prompts; raise a DataError that names a row."""
+        check_files(files, self.config, as_demonstrations=self.kind != "prompts")
+        if self.kind == "pairs":
+            check_pairs(files, self.config)
+        num_rows, num_read, num_prompts = num_rows_of(files), 0, 0
+        prompts: list[Prompt] = []
+        sources: set[str] = set()
+        excess = [_Excess()] * len(self._limits)
+        errors: dict[Path, list[str]] = {}
+        for path, part in self._parts(files, tokenizer, num_rows):
+            if path not in errors:
+                refuse_bad_rows([error for wrong in errors.values() for error in wrong])
+            errors.setdefault(path, []).extend(part.errors)
+            excess = [before.joined(more) for before, more in zip(excess, part.excess, strict=True)]
+            for prompt in part.prompts:
+                if self.keeps_all or prompt.data_source not in sources:
+                    prompts.append(replace(prompt, position=len(prompts)))
+                    sources.add(prompt.data_source)
+            num_read, num_prompts = num_read + part.num_rows, num_prompts + part.num_prompts
+            logger.info("tokenised num_rows=%d of=%d", num_read, num_rows)
+        refuse_bad_rows([error for wrong in errors.values() for error in wrong])
+        self._refuse_overlong(excess, num_rows=num_rows, num_prompts=num_prompts)
+        return PromptSet(prompts=tuple(prompts), num_prompts=num_prompts, num_dropped=num_rows - num_prompts)
 
+    def part(self, tokenizer: Tokenizer, batch: RowBatch) -> _Part:
+        """Return the prompts of some rows; none where a row is bad."""
+        prompts, errors = self._prompts(tokenizer, batch)
+        if errors:
+            return _Part(num_rows=len(batch.rows), errors=tuple(errors), excess=(_Excess(),) * len(self._limits))
+        excess = tuple(_excess(prompts, limit) for limit in self._limits)
+        within = [prompt for prompt in prompts if all(limit.holds(prompt) for limit in self._limits)]
+        firsts: dict[str, Prompt] = {}
+        for prompt in () if self.keeps_all else within:
+            firsts.setdefault(prompt.data_source, prompt)
+        kept = within if self.keeps_all else firsts.values()
+        return _Part(num_rows=len(batch.rows), num_prompts=len(within), prompts=tuple(kept), excess=excess)
 
-def load_pairs(
-    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int, as_chats: bool = False
-) -> PromptSet:
-    """Return the prompts with two answers each, the better one as the demonstration.
+    def _parts(self, files: Sequence[Path], tokenizer: Tokenizer, num_rows: int) -> Iterator[tuple[Path, _Part]]:
+        """Yield the parts in the order of the rows; those of many rows are made in worker processes."""
+        keys = [*row_keys(self.config), *((self.config.chosen_key, self.config.rejected_key) * (self.kind == "pairs"))]
+        batches = row_batches(files, keys)
+        num_workers = min(_num_cores(), _MAX_WORKERS, num_rows // _ROWS_PER_WORKER)
+        if num_workers <= 1:
+            yield from ((batch.path, self.part(tokenizer, batch)) for batch in batches)
+            return
+        with _workers(self, tokenizer, num_workers) as pool:
+            waiting: deque[tuple[Path, Future[_Part]]] = deque()
+            for batch in batches:
+                waiting.append((batch.path, pool.submit(_part_in_worker, batch)))
+                if len(waiting) > num_workers * _PARTS_PER_WORKER:
+                    path, future = waiting.popleft()
+                    yield path, future.result()
+            yield from ((path, future.result()) for path, future in waiting)
 
-    With `as_chats` an answer goes on to where the template ends the chat, as a reward model reads it on engines.
-    """
-    check_pairs(files, config)
-    chosen, rejected = (
-        _tokenise(
-            read_rows(files, config.model_copy(update={"response_key": key}), as_demonstrations=True),
-            tokenizer,
-            as_chats=as_chats,
+    def _prompts(self, tokenizer: Tokenizer, batch: RowBatch) -> tuple[list[Prompt], list[str]]:
+        if self.kind != "pairs":
+            return self._tokenised(tokenizer, batch, self.config)
+        keys = (self.config.chosen_key, self.config.rejected_key)
+        (chosen, wrong), (rejected, also_wrong) = (
+            self._tokenised(tokenizer, batch, self.config.model_copy(update={"response_key": key})) for key in keys
         )
-        for key in (config.chosen_key, config.rejected_key)
-    )
-    pairs = list(map(_pair_of_chats if as_chats else _pair, chosen, rejected))
-    limit = _Limit(
-        key="sampling.max_response_tokens",
-        max_tokens=max_response_tokens,
-        length=lambda prompt: max(len(answer) for answer in _answers(prompt)),
-    )
-    return _without_overlong(pairs, [_prompt_limit(config), limit], config)
+        if wrong or also_wrong:
+            return [], wrong or also_wrong
+        return list(map(_pair_of_chats if self.as_chats else _pair, chosen, rejected)), []
+
+    def _tokenised(self, tokenizer: Tokenizer, batch: RowBatch, config: DataConfig) -> tuple[list[Prompt], list[str]]:
+        rows, errors = checked_rows(batch, config, as_demonstrations=self.kind != "prompts")
+        if errors:
+            return [], errors
+        questions, answers = _encode(tokenizer, rows, as_chats=self.as_chats)
+        remaining = iter(answers)
+        prompts: list[Prompt] = []
+        for row, token_ids in zip(rows, questions, strict=True):
+            demonstration, mask = next(remaining) if row.continuation else (None, None)
+            prompts.append(
+                Prompt(
+                    uid=row.uid,
+                    position=len(prompts),
+                    epoch=0,
+                    token_ids=token_ids,
+                    data_source=row.data_source,
+                    ground_truth=row.ground_truth,
+                    extra_info=row.extra_info,
+                    messages=row.chat,
+                    demonstration=demonstration,
+                    demonstration_mask=mask,
+                )
+            )
+        return prompts, []
+
+    @property
+    def _limits(self) -> tuple[_Limit, ...]:
+        prompt = _Limit(key="data.max_prompt_tokens", max_tokens=self.config.max_prompt_tokens, length=_prompt_tokens)
+        if self.kind == "prompts":
+            return (prompt,)
+        answer = _Limit(key="sampling.max_response_tokens", max_tokens=self.max_response_tokens, length=_answer_tokens)
+        return (prompt, answer)
+
+    def _refuse_overlong(self, excess: Sequence[_Excess], *, num_rows: int, num_prompts: int) -> None:
+        """Raise a DataError for rows that are too long, unless the recipe drops them and others are left."""
+        complaints = [
+            f"{found.num_rows} of {num_rows} rows are longer than {limit.key} {limit.max_tokens} "
+            f"(longest: {found.longest} with {found.num_tokens} tokens); raise it"
+            for found, limit in zip(excess, self._limits, strict=True)
+            if found.num_rows
+        ]
+        if complaints and self.config.overlong_prompts == "refuse":
+            raise DataError(f"{'; '.join(complaints)}; or set data.overlong_prompts to drop")
+        if not num_prompts:
+            raise DataError(f"no prompt is left: {'; '.join(complaints)}")
+        if num_prompts < num_rows:
+            dropped = num_rows - num_prompts
+            logger.warning("dropped overlong prompts num_dropped=%d num_prompts=%d", dropped, num_prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    key: str
+    max_tokens: int
+    length: Callable[[Prompt], int]
+
+    def holds(self, prompt: Prompt) -> bool:
+        return self.length(prompt) <= self.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Excess:
+    """The rows over a limit, and the longest of them."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    longest: str = ""
+
+    def joined(self, later: _Excess) -> _Excess:
+        longest = max(self, later, key=lambda each: each.num_tokens)
+        return replace(longest, num_rows=self.num_rows + later.num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    num_rows: int
+    num_prompts: int = 0
+    prompts: tuple[Prompt, ...] = ()
+    excess: tuple[_Excess, ...]
+    """By limit."""
+    errors: tuple[str, ...] = ()
+
+
+def _excess(prompts: Sequence[Prompt], limit: _Limit) -> _Excess:
+    overlong = [prompt for prompt in prompts if not limit.holds(prompt)]
+    if not overlong:
+        return _Excess()
+    longest = max(overlong, key=limit.length)
+    return _Excess(num_rows=len(overlong), num_tokens=limit.length(longest), longest=longest.uid)
+
+
+def _prompt_tokens(prompt: Prompt) -> int:
+    return len(prompt.token_ids)
+
+
+def _answer_tokens(prompt: Prompt) -> int:
+    return max((len(answer) for answer in _answers(prompt)), default=0)
 
 
 def _pair(better: Prompt, worse: Prompt) -> Prompt:
@@ -139,39 +290,8 @@ def _answers(prompt: Prompt) -> list[TokenArray]:
     return [answer for answer in (prompt.demonstration, prompt.rejected) if answer is not None]
 
 
-def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer, *, as_chats: bool = False) -> list[Prompt]:
-    """Tokenise all rows, many of them in worker processes."""
-    chunks = [rows[start : start + _ROWS_PER_CHUNK] for start in range(0, len(rows), _ROWS_PER_CHUNK)]
-    num_workers = min(_num_cores(), _MAX_WORKERS, len(rows) // _ROWS_PER_WORKER)
-    if num_workers > 1:
-        encodings = _encode_all(chunks, tokenizer, num_workers, as_chats=as_chats)
-    else:
-        encodings = map(partial(_encode, tokenizer, as_chats=as_chats), chunks)
-    prompts: list[Prompt] = []
-    for chunk, (questions, answers) in zip(chunks, encodings, strict=True):
-        remaining = iter(answers)
-        for row, token_ids in zip(chunk, questions, strict=True):
-            demonstration, mask = next(remaining) if row.continuation else (None, None)
-            prompts.append(
-                Prompt(
-                    uid=row.uid,
-                    position=len(prompts),
-                    epoch=0,
-                    token_ids=token_ids,
-                    data_source=row.data_source,
-                    ground_truth=row.ground_truth,
-                    extra_info=row.extra_info,
-                    messages=row.chat,
-                    demonstration=demonstration,
-                    demonstration_mask=mask,
-                )
-            )
-        logger.info("tokenised num_rows=%d of=%d", len(prompts), len(rows))
-    return prompts
-
-
 def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow], *, as_chats: bool) -> _Encoded:
-    questions = tokenizer.encode([_named(row, tokenizer.render_chat, row.chat) for row in rows])
+    questions = tokenizer.encode(_rendered(tokenizer, rows))
     if as_chats:
         wholes = [_named(row, tokenizer.render_answered, (*row.chat, *row.continuation)) for row in rows]
         return questions, [(token_ids, np.ones(len(token_ids), np.bool_)) for token_ids in tokenizer.encode(wholes)]
@@ -179,19 +299,25 @@ def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow], *, as_chats: bool) ->
     return questions, tokenizer.encode_spans(answered)
 
 
-def _encode_all(
-    chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_workers: int, *, as_chats: bool
-) -> Iterator[_Encoded]:
-    """Yield the encoded chunks in their order, so that the first row that is refused is the first of the data."""
+def _rendered(tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[str]:
+    """Return the texts of the questions: all at once, or one by one where a row has to be named."""
+    try:
+        return tokenizer.render_chats([row.chat for row in rows])
+    except DataError:
+        return [_named(row, tokenizer.render_chat, row.chat) for row in rows]
+
+
+@contextmanager
+def _workers(reader: PromptReader, tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor]:
     # Spawned, not forked: this process has threads. Workers that outlive a killed driver would wait for ever.
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(tokenizer.folder, tokenizer.vocab, tokenizer.template, tokenizer.tools, os.getpid()),
+        initargs=(reader, tokenizer.folder, tokenizer.vocab, tokenizer.template, tokenizer.tools, os.getpid()),
     )
     try:
-        yield from pool.map(partial(_encode_in_worker, as_chats=as_chats), chunks)
+        yield pool
     except BrokenProcessPool as error:
         raise MachineError(
             "a process that tokenises the data was killed; is there enough memory? (data.train, data.eval)"
@@ -200,18 +326,21 @@ def _encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizer_of_worker: Tokenizer | None = None
+_of_worker: tuple[PromptReader, Tokenizer] | None = None
 
 
-def _start_worker(folder: Path, vocab: int, template: Template, tools: Sequence[ToolFunction], parent: int) -> None:
-    global _tokenizer_of_worker
+def _start_worker(
+    reader: PromptReader, folder: Path, vocab: int, template: Template, tools: Sequence[ToolFunction], parent: int
+) -> None:
+    global _of_worker
     die_with_parent(parent)
-    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
+    _of_worker = reader, load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
 
 
-def _encode_in_worker(rows: Sequence[DataRow], *, as_chats: bool) -> _Encoded:
-    assert _tokenizer_of_worker is not None, "_start_worker comes first"
-    return _encode(_tokenizer_of_worker, rows, as_chats=as_chats)
+def _part_in_worker(batch: RowBatch) -> _Part:
+    assert _of_worker is not None, "_start_worker comes first"
+    reader, tokenizer = _of_worker
+    return reader.part(tokenizer, batch)
 
 
 def _num_cores() -> int:
@@ -224,50 +353,6 @@ def _named(row: DataRow, render: Callable[..., _T], *chats: Chat) -> _T:
         return render(*chats)
     except DataError as error:
         raise DataError(f"{row.uid}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limit:
-    key: str
-    max_tokens: int
-    length: Callable[[Prompt], int]
-
-
-def _prompt_limit(config: DataConfig) -> _Limit:
-    return _Limit(
-        key="data.max_prompt_tokens",
-        max_tokens=config.max_prompt_tokens,
-        length=lambda prompt: len(prompt.token_ids),
-    )
-
-
-def _without_overlong(prompts: Sequence[Prompt], limits: Sequence[_Limit], config: DataConfig) -> PromptSet:
-    """Return the prompts within the limits; a longer one is dropped or an error, as the recipe says."""
-    complaints = [complaint for limit in limits if (complaint := _complaint(prompts, limit))]
-    if complaints and config.overlong_prompts == "refuse":
-        raise DataError(f"{'; '.join(complaints)}; or set data.overlong_prompts to drop")
-    within = [prompt for prompt in prompts if all(limit.length(prompt) <= limit.max_tokens for limit in limits)]
-    if not within:
-        raise DataError(f"no prompt is left: {'; '.join(complaints)}")
-    num_dropped = len(prompts) - len(within)
-    if num_dropped:
-        logger.warning("dropped overlong prompts num_dropped=%d num_prompts=%d", num_dropped, len(within))
-    return PromptSet(
-        prompts=tuple(replace(prompt, position=place) for place, prompt in enumerate(within)),
-        num_dropped=num_dropped,
-    )
-
-
-def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
-    """Return one line about the rows over the limit; empty without any."""
-    overlong = [prompt for prompt in prompts if limit.length(prompt) > limit.max_tokens]
-    if not overlong:
-        return ""
-    longest = max(overlong, key=limit.length)
-    return (
-        f"{len(overlong)} of {len(prompts)} rows are longer than {limit.key} {limit.max_tokens} "
-        f"(longest: {longest.uid} with {limit.length(longest)} tokens); raise it"
-    )
 
 
 class Demonstrations:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ from megarl.types import JsonValue
 
 _EXTRA = "extra_info"
 
-_ROWS_PER_READ = 4096
+_ROWS_PER_READ = 1024
 _CONVERTIBLE = (".jsonl", ".json", ".csv", ".arrow")
 _NUM_LOOKED_AT = 64
 _TEMPLATE_MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>", "<\uff5cUser\uff5c>")
@@ -47,17 +47,70 @@ def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: b
     """Return all rows of all files, in order. A DataError names the first bad row of a file and counts the others."""
     check_files(files, config, as_demonstrations=as_demonstrations)
     rows: list[DataRow] = []
-    for path, name in zip(files, _file_names(files), strict=True):
-        errors: list[_RowError] = []
-        for number, raw in enumerate(_raw_rows(path, config)):
-            try:
-                rows.append(_row(raw, f"{name}:{number}", config, as_demonstrations=as_demonstrations))
-            except _RowError as error:
-                errors.append(_RowError(f"{path} row {number}, {error}"))
-        if errors:
-            others = f" ({len(errors) - 1} more bad rows in this file)" if len(errors) > 1 else ""
-            raise DataError(f"{errors[0]}{others}")
+    for _, batches in groupby(row_batches(files, row_keys(config)), key=lambda batch: batch.path):
+        errors: list[str] = []
+        for batch in batches:
+            good, bad = checked_rows(batch, config, as_demonstrations=as_demonstrations)
+            rows += good
+            errors += bad
+        refuse_bad_rows(errors)
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """Some rows of a file as they stand there."""
+
+    path: Path
+    name: str
+    """The file in the names of its rows."""
+    first: int
+    """The number of the first row in the file."""
+    rows: pa.RecordBatch
+
+
+def row_keys(config: DataConfig) -> tuple[str, ...]:
+    """Return the columns, or fields of columns, that rows are made of."""
+    keys = (config.prompt_key, config.response_key, config.source_key, config.ground_truth_key, _EXTRA)
+    return tuple(key for key in keys if key is not None)
+
+
+def row_batches(files: Sequence[Path], keys: Sequence[str]) -> Iterator[RowBatch]:
+    """Yield all rows in order; one batch after the other is in memory."""
+    wanted = dict.fromkeys(part for key in keys for part in (key, key.partition(".")[0]))
+    for path, name in zip(files, _file_names(files), strict=True):
+        first = 0
+        try:
+            with pq.ParquetFile(path) as file:
+                present = [column for column in wanted if column in file.schema_arrow.names]
+                for rows in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
+                    yield RowBatch(path=path, name=name, first=first, rows=rows)
+                    first += len(rows)
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            raise _unreadable(path, error) from error
+
+
+def checked_rows(batch: RowBatch, config: DataConfig, *, as_demonstrations: bool) -> tuple[list[DataRow], list[str]]:
+    """Return the good rows, and a line about each bad one."""
+    rows: list[DataRow] = []
+    errors: list[str] = []
+    for number, raw in enumerate(_raw(batch), start=batch.first):
+        try:
+            rows.append(_row(raw, f"{batch.name}:{number}", config, as_demonstrations=as_demonstrations))
+        except _RowError as error:
+            errors.append(f"{batch.path} row {number}, {error}")
+    return rows, errors
+
+
+def refuse_bad_rows(errors: Sequence[str]) -> None:
+    """Raise a DataError about the bad rows of a file, if there are any."""
+    if errors:
+        others = f" ({len(errors) - 1} more bad rows in this file)" if len(errors) > 1 else ""
+        raise DataError(f"{errors[0]}{others}")
+
+
+def num_rows_of(files: Sequence[Path]) -> int:
+    return sum(int(pq.read_metadata(path).num_rows) for path in files)
 
 
 def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> None:
@@ -84,7 +137,9 @@ def advise_template(config: DataConfig) -> Iterator[Problem]:
     if config.template == "raw":
         return
     for path in config.train:
-        prompts = [str(_value(row, config.prompt_key)) for row in islice(_raw_rows(path, config), _NUM_LOOKED_AT)]
+        batch = next(row_batches([path], [config.prompt_key]), None)
+        rows = [] if batch is None else _raw(replace(batch, rows=batch.rows.slice(0, _NUM_LOOKED_AT)))
+        prompts = [str(_value(row, config.prompt_key)) for row in rows]
         marked = [mark for prompt in prompts for mark in _TEMPLATE_MARKS if mark in prompt]
         if marked:
             message = f"prompts of {path} have {marked[0]} in them: are they rendered already? Then set it to raw"
@@ -172,17 +227,17 @@ def _file_names(files: Sequence[Path]) -> list[str]:
     return [path.name if counts[path.name] == 1 else str(path) for path in files]
 
 
-def _raw_rows(path: Path, config: DataConfig) -> Iterator[Mapping[str, JsonValue]]:
-    keys = (config.prompt_key, config.response_key, config.source_key, config.ground_truth_key, _EXTRA)
-    wanted = dict.fromkeys(part for key in keys if key is not None for part in (key, key.partition(".")[0]))
+def _raw(batch: RowBatch) -> list[Mapping[str, JsonValue]]:
     try:
-        with pq.ParquetFile(path) as file:
-            present = [column for column in wanted if column in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
-                yield from batch.to_pylist(maps_as_pydicts="strict")
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        # Text that is not UTF-8, a field of a struct or a key of a map that is there twice.
-        raise DataError(f"{path} cannot be read to its end: {_one_line(error)}") from error
+        rows: list[Mapping[str, JsonValue]] = batch.rows.to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        raise _unreadable(batch.path, error) from error
+    return rows
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    # Text that is not UTF-8, a field of a struct or a key of a map that is there twice.
+    return DataError(f"{path} cannot be read to its end: {_one_line(error)}")
 
 
 def _one_line(error: Exception) -> str:

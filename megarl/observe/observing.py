@@ -30,7 +30,6 @@ from megarl.observe.events import (
     Sink,
     StepFinished,
 )
-from megarl.observe.log_files import LogFiles
 from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
@@ -92,8 +91,7 @@ def observing(
         stack.callback(targets.close)
         loggers = LoggerSink(meter, open_loggers(recipe.observe, started))
         stack.callback(loggers.close)
-        log_files = LogFiles(folder, max_bytes=recipe.observe.log_megabytes << 20)
-        sinks = (log, metrics, targets, loggers, display, StepFaults(), log_files)
+        sinks = (log, metrics, targets, loggers, display, StepFaults())
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(started)
             if retired is not None:

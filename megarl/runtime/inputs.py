@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 
 from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.data.prompts import PromptSet, load_demonstrations, load_pairs, load_prompts
+from megarl.data.prompts import PromptReader, PromptSet, RowKind
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
 from megarl.types import Prompt
@@ -32,8 +32,11 @@ class Inputs:
         return hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest() if tools else None
 
 
-def read_inputs(recipe: Recipe) -> Inputs:
-    """Read and check everything; raise a DataError or ConfigError that names the file."""
+def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
+    """Read and check everything; raise a DataError or ConfigError that names the file.
+
+    Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
+    """
     shape = read_model_shape(recipe.model.path)
     is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
     if is_scorer:
@@ -46,34 +49,36 @@ def read_inputs(recipe: Recipe) -> Inputs:
         tools=[tool.as_function for tool in tools],
     )
     data, evaluation = recipe.data, recipe.evaluation
-    demonstrations = partial(
-        load_demonstrations,
+    reader = PromptReader(
         config=data,
-        tokenizer=tokenizer,
-        max_response_tokens=recipe.sampling.max_response_tokens,
-    )
-    pairs = partial(
-        load_pairs,
-        config=data,
-        tokenizer=tokenizer,
+        kind="prompts",
         max_response_tokens=recipe.sampling.max_response_tokens,
         as_chats=is_scorer,
+        keeps_all=keeps_rows,
     )
     match recipe.algorithm:
         case SftConfig() | SpinConfig():
-            train = demonstrations(data.train)
+            train = replace(reader, kind="demonstrations").read(data.train, tokenizer)
         case DpoConfig() | RewardModelConfig():
-            train = pairs(data.train)
+            train = replace(reader, kind="pairs").read(data.train, tokenizer)
         case PolicyGradientConfig():
-            train = load_prompts(data.train, data, tokenizer)
+            train = reader.read(data.train, tokenizer)
     inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
     if evaluation is None:
         return inputs
+    reader = replace(reader, keeps_all=True)
+    files: dict[RowKind, tuple[Path, ...]] = {
+        "prompts": data.eval,
+        "demonstrations": data.eval_demonstrations,
+        "pairs": data.eval_pairs,
+    }
+    held_out = {
+        kind: replace(reader, kind=kind).read(paths, tokenizer).prompts[: evaluation.max_prompts] if paths else ()
+        for kind, paths in files.items()
+    }
     return replace(
         inputs,
-        eval=load_prompts(data.eval, data, tokenizer).prompts[: evaluation.max_prompts] if data.eval else (),
-        eval_demonstrations=demonstrations(data.eval_demonstrations).prompts[: evaluation.max_prompts]
-        if data.eval_demonstrations
-        else (),
-        eval_pairs=pairs(data.eval_pairs).prompts[: evaluation.max_prompts] if data.eval_pairs else (),
+        eval=held_out["prompts"],
+        eval_demonstrations=held_out["demonstrations"],
+        eval_pairs=held_out["pairs"],
     )

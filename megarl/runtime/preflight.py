@@ -45,17 +45,17 @@ _MAX_TRIED = 64
 """Data sources whose reward is tried before a run."""
 
 
-def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
+def check_start(recipe: Recipe, *, address: str | None, keeps_rows: bool = True) -> Inputs:
     """Check the machine, read the inputs, ask frozen models that run already and try the reward: all that can fail
     before a run moves or starts anything.
 
-    `address` is that of the Ray cluster to join.
+    `address` is that of the Ray cluster to join. `keeps_rows` as in `read_inputs`.
     """
     refuse_missing_gpu(recipe.run.device, address)
     _try_port(recipe.observe, recipe.network)
     for key, code in _codes(recipe.algorithm, recipe.sampling):
         load_code(code, key=key)
-    inputs = read_inputs(recipe)
+    inputs = read_inputs(recipe, keeps_rows=keeps_rows)
     check_weights(recipe.model.path, inputs.shape)
     if recipe.environment is not None:
         limit = recipe.sampling.max_response_tokens

@@ -14,10 +14,8 @@ from megarl.data import prompts as prompts_module
 from megarl.data.prompts import (
     Demonstrations,
     DemonstrationScorer,
+    PromptReader,
     PromptSet,
-    load_demonstrations,
-    load_pairs,
-    load_prompts,
 )
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError
@@ -30,12 +28,13 @@ WriteParquet = Callable[..., Path]
 
 def load(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
     config = DataConfig.model_validate({"train": [path], **keys})
-    return load_prompts(config.train, config, tokenizer)
+    return PromptReader(config=config, kind="prompts").read(config.train, tokenizer)
 
 
 def load_answered(path: Path, tokenizer: Tokenizer, *, max_response_tokens: int = 16, **keys: object) -> PromptSet:
     config = DataConfig.model_validate({"train": [path], **keys})
-    return load_demonstrations(config.train, config, tokenizer, max_response_tokens=max_response_tokens)
+    reader = PromptReader(config=config, kind="demonstrations", max_response_tokens=max_response_tokens)
+    return reader.read(config.train, tokenizer)
 
 
 def test_a_prompt_goes_through_the_chat_template_up_to_the_answer(
@@ -69,7 +68,7 @@ def test_more_rows_than_one_encoding_keep_their_places(
 def in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenise in two processes, however few rows and cores there are."""
     monkeypatch.setattr(prompts_module, "_ROWS_PER_WORKER", 10)
-    monkeypatch.setattr(prompts_module, "_ROWS_PER_CHUNK", 7)
+    monkeypatch.setattr("megarl.data.rows._ROWS_PER_READ", 7)
     monkeypatch.setattr(prompts_module, "_num_cores", lambda: 2)
 
 
@@ -84,10 +83,23 @@ def test_worker_processes_give_the_same_prompts(
     path = write_parquet(*rows)
     expected = load_answered(path, tokenizer)
     request.getfixturevalue("in_workers")
-    monkeypatch.setattr(tokenizer, "render_chat", lambda _: pytest.fail("tokenised here"))
+    monkeypatch.setattr(tokenizer, "render_chats", lambda _: pytest.fail("tokenised here"))
     found = load_answered(path, tokenizer)
     assert found.digest == expected.digest
     assert [prompt.position for prompt in found.prompts] == list(range(len(rows)))
+
+
+def test_rows_that_are_not_kept_are_checked_and_counted(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    rows = [{**make_row(f"{number}+{number}="), "data_source": f"s{number % 2}"} for number in range(40)]
+    path = write_parquet(*rows)
+    config = DataConfig(train=(path,), max_prompt_tokens=6, overlong_prompts="drop")
+    counted = PromptReader(config=config, kind="prompts", keeps_all=False).read((path,), tokenizer)
+    kept = PromptReader(config=config, kind="prompts").read((path,), tokenizer)
+    assert 0 < kept.num_dropped < 40
+    assert (counted.num_prompts, counted.num_dropped) == (len(kept.prompts), kept.num_dropped)
+    assert [prompt.uid for prompt in counted.prompts] == [prompt.uid for prompt in kept.prompts[:2]]
 
 
 @pytest.mark.usefixtures("in_workers")
@@ -201,7 +213,7 @@ def test_a_prompt_without_a_demonstration_is_a_bug(tokenizer: Tokenizer) -> None
 
 def load_chosen(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
     config = DataConfig.model_validate({"train": [path], **keys})
-    return load_pairs(config.train, config, tokenizer, max_response_tokens=8)
+    return PromptReader(config=config, kind="pairs", max_response_tokens=8).read(config.train, tokenizer)
 
 
 def test_a_pair_is_a_group_of_the_better_and_the_worse_answer(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megarl.config.model import read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import DataConfig
-from megarl.data.prompts import load_demonstrations, load_prompts
+from megarl.data.prompts import PromptReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError
 from megarl.tools.quickstart.arithmetic import (
@@ -96,8 +96,9 @@ def test_a_number_of_problems_that_cannot_be_is_an_error(tmp_path: Path) -> None
 def test_the_files_load_as_a_data_set(files: ArithmeticFiles) -> None:
     tokenizer = load_tokenizer(files.model, vocab=SHAPE.vocab)
     config = DataConfig(train=(files.train,), max_prompt_tokens=8)
-    assert len(load_prompts((files.eval,), config, tokenizer).prompts) == 500
-    prompts = load_demonstrations((files.sft,), config, tokenizer, max_response_tokens=4).prompts
+    assert len(PromptReader(config=config, kind="prompts").read((files.eval,), tokenizer).prompts) == 500
+    reader = PromptReader(config=config, kind="demonstrations", max_response_tokens=4)
+    prompts = reader.read((files.sft,), tokenizer).prompts
     answers = [
         tokenizer.decode_response(prompt.demonstration) for prompt in prompts if prompt.demonstration is not None
     ]

@@ -108,11 +108,14 @@ class Mirroring:
         self._idle = asyncio.Event()
         self._stop = threading.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_newer = False
+        """Whether a checkpoint was saved after the upload under way began."""
         self._num_failures = 0
         self._uploaded: list[tuple[int, int]] = []
 
     def saved(self) -> None:
         """Ask for a copy of what the disk has now."""
+        self._is_newer = True
         self._idle.clear()
         self._wanted.set()
 
@@ -139,15 +142,17 @@ class Mirroring:
             await asyncio.wait([self._task])
 
     async def _finish(self, timeout_s: float) -> None:
-        if self._idle.is_set():
-            return
-        self._wanted.set()  # at once, even in a pause after a failure
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout=timeout_s)
-        except TimeoutError:
+        """Wait for the last copy; a store that fails is asked once more at once, and then no longer waited for."""
+        failed_before = self._num_failures
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._idle.is_set() and self._num_failures <= failed_before + 1:
+                    self._wanted.set()
+                    await asyncio.sleep(_POLL_S)
+        if not self._idle.is_set():
             self._observer.warned(
-                f"the mirror lacks the last checkpoint, which is whole in {self._parent}: not copied within "
-                f"checkpoint.mirror.finish_s {timeout_s:g} s; the same command, started again, copies it"
+                f"the mirror lacks the last checkpoint, which is whole in {self._parent}; the same command, started "
+                "again, copies it"
             )
 
     async def _work(self, mirror: MirrorConfig) -> None:
@@ -157,11 +162,12 @@ class Mirroring:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), timeout=pause_s)
             self._wanted.clear()
+            self._is_newer = False
             began = time.monotonic()
             problem = await self._upload(url, mirror)
             seconds = time.monotonic() - began
             pause_s = self._after(url, problem, seconds)
-            if not self._wanted.is_set() and not problem:
+            if not problem and not self._is_newer:
                 self._idle.set()
 
     async def _upload(self, url: str, mirror: MirrorConfig) -> str:

@@ -27,7 +27,7 @@ class MirrorConfig(Section):
     stall_s: PositiveFloat = 300
     """A transfer in which nothing moves for so long is ended, and tried again later."""
     finish_s: NonNegativeFloat = 600
-    """How long a run that is done waits for its last checkpoint to be copied."""
+    """How long a run that is done waits for its last checkpoint to be copied, by a store that takes it."""
 
 
 class CheckpointConfig(Section):

@@ -118,6 +118,22 @@ def test_a_preempted_run_finishes_its_copy_and_one_that_failed_does_not_wait(tmp
     assert copy.exists()
 
 
+def test_a_run_that_is_done_does_not_wait_for_a_store_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_text("a file, not a folder")
+    recipe, sink = _recipe(tmp_path, f"file://{tmp_path}/mirror", finish_s=100_000), ListSink()
+    write_checkpoint(_parent(recipe), 1, recipe=recipe)
+
+    async def run() -> None:
+        async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([sink])):
+            pass
+
+    asyncio.run(run())
+    told = _texts(sink, Warned)
+    assert "are not copied to" in told[0]
+    assert told[1].startswith(f"the mirror lacks the last checkpoint, which is whole in {_parent(recipe)}")
+    assert len(told) == 2
+
+
 def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_store = ObjectStore(port=silent.getsockname()[1])

@@ -78,7 +78,7 @@ class _RowsRead(logging.Handler):
 
 @contextmanager
 def telling_rows(told: Callable[[str], None], *, every_s: float = 5.0) -> Iterator[None]:
-    """Tell inside the block how far tables are read: a million rows take minutes."""
+    """Tell inside the block how far tables are read: a million rows take a minute or more."""
     logger, handler = logging.getLogger("megarl.data.prompts"), _RowsRead(told, every_s=every_s)
     level = logger.level
     logger.setLevel(logging.INFO)

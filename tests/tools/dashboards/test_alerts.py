@@ -169,12 +169,12 @@ TROUBLES: Mapping[str, Trouble] = {
         summary="rollout started again 19 times in 30 minutes",
     ),
     "Straggler": Trouble(
-        series={'stragglers_total{role="rollout"}': "0x300 1x60"},
+        series={'stragglers_total{role="rollout"}': "0x270 1x90"},
         labels={"role": "rollout"},
-        summary="a process of rollout was named slow 1.017 times",
+        summary="a process of rollout was named slow 1 times",
     ),
     "NodeExcluded": Trouble(
-        series={"excluded_nodes": "0x300 1x60"}, summary="1 node(s) get no engine any more after repeated faults"
+        series={"excluded_nodes": "0x270 1x90"}, summary="1 node(s) get no engine any more after repeated faults"
     ),
     "RolloutRetries": Trouble(
         series={'rollout_retries_total{cause="EngineError"}': "0x270 0+100x90"},

@@ -97,10 +97,11 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process without a GPU."""
 
 MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
-    # Model classes that replace those of SGLang, whose heads have a random bias, and no temperature for given tokens.
+    # Model classes that replace those of SGLang: see `rollout.model_classes.heads`.
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.rollout.model_classes",
 }
-"""Further variables of an SGLang process that serves a sequence classifier, or scores at a temperature."""
+"""Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, or records
+experts."""
 
 SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # SGLang would refuse GPUs of which one has less free memory, because a trainer has not left it yet.

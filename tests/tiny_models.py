@@ -24,6 +24,8 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -36,6 +38,7 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
 
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -78,6 +81,8 @@ def write_tiny_model(
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
         sizes["norm_topk_prob"] = family == "qwen3_moe"  # as in the released ones
+    if family == "mixtral":
+        sizes |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 2 * ffn
     if rope is not None:

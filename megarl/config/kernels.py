@@ -120,6 +120,9 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
     """Yield what keeps a model of this shape from being published in FP8: cuts through blocks, unknown modules."""
     if rollout.fp8_keep is None:
         return
+    if shape.family is Family.MIXTRAL:
+        yield Problem(key="roles.rollout.precision", message="fp8 has not been tried with mixtral engines; use bf16")
+        return
     if shape.hidden % FP8_BLOCK:
         message = f"fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, and it is {shape.hidden}; use bf16"
         yield Problem(key="roles.rollout.precision", message=message)

@@ -16,6 +16,7 @@ from megarl.routes import RouteShape
 class Family(StrEnum):
     LLAMA = "llama"
     QWEN2 = "qwen2"
+    MIXTRAL = "mixtral"
     QWEN2_MOE = "qwen2_moe"
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3_moe"
@@ -119,10 +120,17 @@ class Traits:
     has_qk_norm: bool = False
     has_experts: bool = False
     has_shared_expert: bool = False
+    block: str = "mlp."
+    """Prefix of the feed-forward block in a layer of a checkpoint, and in SGLang."""
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of the three matrices of an expert, or of a dense block."""
 
 
 TRAITS: Mapping[Family, Traits] = {
     Family.LLAMA: Traits(architecture="LlamaForCausalLM"),
+    Family.MIXTRAL: Traits(
+        architecture="MixtralForCausalLM", has_experts=True, block="block_sparse_moe.", matrices=("w1", "w3", "w2")
+    ),
     Family.QWEN2: Traits(architecture="Qwen2ForCausalLM", has_qkv_bias=True),
     Family.QWEN2_MOE: Traits(
         architecture="Qwen2MoeForCausalLM", has_qkv_bias=True, has_experts=True, has_shared_expert=True
@@ -161,18 +169,20 @@ def read_model_shape(folder: Path) -> ModelShape:
         raise _error(f"{path}: attention_bias and mlp_bias are not supported for {family}; choose a model without")
     if not raw.get("qkv_bias", True):
         raise _error(f"{path}: qkv_bias false is not supported; choose a model with these biases")
-    if raw.get("use_sliding_window"):
-        raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
+    if raw.get("use_sliding_window") or (family is Family.MIXTRAL and raw.get("sliding_window")):
+        raise _error(f"{path}: a sliding window is not supported; set it to false or null if the context allows")
     try:
         shape = _shape(raw, family)
     except KeyError as error:
         raise _error(f"{path}: {error.args[0]} is missing") from None
+    if family is Family.MIXTRAL and shape.head_dim * shape.num_heads != shape.hidden:
+        raise _error(f"{path}: SGLang does not read head_dim {shape.head_dim} of {family}; choose a model without it")
     return shape.as_critic() if is_critic else shape
 
 
 def _shape(raw: dict[str, object], family: Family) -> ModelShape:
     def integer(key: str, default: int | None = None) -> int:
-        value = raw.get(key, default)
+        value = default if raw.get(key) is None else raw[key]
         if value is None:
             raise KeyError(key)
         return int(value)  # type: ignore[call-overload,no-any-return]
@@ -181,7 +191,10 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         # transformers 5 writes `num_local_experts`; earlier versions `num_experts`.
         num = integer("num_local_experts" if "num_local_experts" in raw else "num_experts")
         shared = integer("shared_expert_intermediate_size") if traits.has_shared_expert else 0
-        return _experts(raw, num=num, per_token=integer("num_experts_per_tok"), shared=shared)
+        # Mixtral always normalises, and has no key for it.
+        is_normalized = family is Family.MIXTRAL or bool(raw.get("norm_topk_prob", False))
+        per_token = integer("num_experts_per_tok")
+        return _experts(raw, num=num, per_token=per_token, is_normalized=is_normalized, shared=shared)
 
     num_heads = integer("num_attention_heads")
     hidden = integer("hidden_size")
@@ -194,7 +207,9 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         family=family,
         num_layers=integer("num_hidden_layers"),
         hidden=hidden,
-        ffn_hidden=integer("moe_intermediate_size" if is_mixture else "intermediate_size"),
+        ffn_hidden=integer(
+            "moe_intermediate_size" if is_mixture and family is not Family.MIXTRAL else "intermediate_size"
+        ),
         num_heads=num_heads,
         num_kv_heads=integer("num_key_value_heads", num_heads),
         head_dim=integer("head_dim", hidden // num_heads),
@@ -211,10 +226,9 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
     )
 
 
-def _experts(raw: dict[str, object], *, num: int, per_token: int, shared: int) -> Experts:
+def _experts(raw: dict[str, object], *, num: int, per_token: int, is_normalized: bool, shared: int) -> Experts:
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         raise _error("config.json: layers without experts are not supported; choose a model with experts in every one")
-    is_normalized = bool(raw.get("norm_topk_prob", False))
     if per_token == 1 and is_normalized:
         # The one weight is always 1.
         raise _error(

@@ -121,9 +121,18 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32),
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64),
     "llama-3.1-405b": _llama3(126, 16384, 53248, 128),
+    "mixtral-8x7b": replace(
+        _llama3(32, 4096, 14336, 32),
+        family=Family.MIXTRAL,
+        vocab=32000,
+        max_context_tokens=32768,
+        rope_theta=1e6,
+        rope_scaling=None,
+        experts=Experts(num=8, per_token=2, is_normalized=True),
+    ),
 }
 
-_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf)+$")
+_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf|-v0\.1)+$")
 
 
 def public_model_name(path: Path) -> str | None:

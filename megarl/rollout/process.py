@@ -138,7 +138,7 @@ class EngineProcess:
                 tensor=self.spec.config.tensor,
                 interface=interface_of(self.spec.host),
                 shares_devices=self.spec.shares_devices,
-                has_own_classes=self.spec.is_classifier or self.spec.temperature != 1,
+                has_own_classes=self.spec.is_classifier or self.spec.temperature != 1 or self.spec.returns_routes,
             ),
             output=subprocess.PIPE,
         )

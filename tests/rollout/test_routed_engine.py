@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,13 @@ ENDS = tuple(range(2, 22))
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    folder = tmp_path_factory.mktemp("mixture")
-    shape = write_tiny_model(folder / "model", "qwen3_moe", layers=3, seed=1)
+    with recording_engine(tmp_path_factory.mktemp("mixture"), "qwen3_moe") as served:
+        yield served
+
+
+@contextmanager
+def recording_engine(folder: Path, family: str) -> Iterator[ServedModel]:
+    shape = write_tiny_model(folder / "model", family, layers=3, seed=1)
     process = EngineProcess(replace(engine_spec(folder / "model", folder / "run"), returns_routes=True))
     process.start()
     try:
@@ -75,6 +81,12 @@ def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixture: Ser
     assert len({rollout.num_tokens for rollout in rollouts}) > 1
     for rollout in rollouts:
         check_routes(mixture, PROMPT, rollout)
+
+
+@pytest.mark.slow
+def test_an_engine_of_mixtral_says_which_experts_its_layers_choose(tmp_path: Path) -> None:
+    with recording_engine(tmp_path, "mixtral") as served:
+        test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(served)
 
 
 def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, SftConfig
 from megarl.config.losses import PpoLossConfig
@@ -137,4 +137,13 @@ def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:
             parts = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
             for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
                 weights[f"{prefix}experts.{index}.{part}.weight"] = rows.clone()
+    if isinstance(model, MixtralForCausalLM):
+        return {_in_mixtral(name): weight for name, weight in weights.items()}
     return weights
+
+
+def _in_mixtral(name: str) -> str:
+    """Return the name in a checkpoint of what other families call the same."""
+    for other, own in ((".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        name = name.replace(other, own)
+    return name

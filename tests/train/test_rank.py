@@ -197,6 +197,13 @@ def test_a_shared_expert_and_weights_over_all_experts_equal_the_hugging_face_mod
     check_equals_hugging_face(model, MIXTURE_SPLITS[split], cluster, references)
 
 
+@pytest.mark.parametrize("split", ["TP2-SP", "EP2"])
+def test_mixtral_equals_the_hugging_face_model(
+    split: str, cluster: Cluster, models: Models, references: References
+) -> None:
+    check_equals_hugging_face(models.get("mixtral", tied=False), MIXTURE_SPLITS[split], cluster, references)
+
+
 def check_equals_hugging_face(
     model: Model, split: tuple[int, ActorConfig], cluster: Cluster, references: References
 ) -> None:

@@ -24,6 +24,7 @@ Arrays = dict[str, Array]
 PADDING = -1
 
 _EXPERTS = {
+    Family.MIXTRAL: Experts(num=4, per_token=2, is_normalized=True),
     Family.QWEN2_MOE: Experts(num=4, per_token=2, is_normalized=False, shared=96),
     Family.QWEN3_MOE: Experts(num=4, per_token=2, is_normalized=True),
 }
@@ -155,10 +156,24 @@ def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping
         target[...] = given
 
 
+_OF_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+def _renamed(model: Mapping[str, Array]) -> Arrays:
+    """Return a Mixtral with the names of the other families, which it has none of."""
+    arrays = {}
+    for name, array in model.items():
+        for own, other in _OF_MIXTRAL.items():
+            name = name.replace(own, other)
+        arrays[name] = array
+    return arrays
+
+
 def megatron_rank(
     shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, data: int, stage: int
 ) -> Arrays:
     """Return the parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
+    model = _renamed(model)
     size, num_chunks = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     fixed = (first or 0) + (last or 0)
@@ -246,6 +261,7 @@ def _megatron_shared(experts: Experts, model: Mapping[str, Array], hf: str, tens
 
 def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int, expert: int = 1) -> Arrays:
     """Return the parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
+    model = _renamed(model)
     kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
     kv_heads = np.split(kv_rows, size)[tensor]
 
@@ -276,7 +292,8 @@ def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, s
             arrays |= _sglang_experts(shape.experts, model, f"{prefix}mlp.", tensor, size, expert)
         else:
             arrays |= _sglang_block(model, f"{prefix}mlp.", tensor, size)
-    return arrays
+    block = ".block_sparse_moe." if shape.family is Family.MIXTRAL else ".mlp."
+    return {name.replace(".mlp.", block): array for name, array in arrays.items()}
 
 
 def _sglang_block(model: Mapping[str, Array], block: str, tensor: int, size: int) -> Arrays:

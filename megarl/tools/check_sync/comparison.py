@@ -18,7 +18,7 @@ from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Piece
 from megarl.weights.executors.tensors import box_of, torch_dtype
-from megarl.weights.layouts.canonical import EMBEDDING, HEAD, ROUTER, SHARED_BLOCK, SHARED_GATE, VALUE_HEAD
+from megarl.weights.layouts.canonical import EMBEDDING, HEAD, SHARED_BLOCK, SHARED_GATE, VALUE_HEAD
 
 PADDING = "padding"
 """The class of the elements that are outside all boxes of a holding."""
@@ -31,8 +31,8 @@ def tensor_class(name: str) -> str:
         (HEAD, "output"),
         (VALUE_HEAD, "value head"),
         ("norm", "norms"),
-        (ROUTER, "router"),
-        ("mlp.experts.", "experts"),
+        (".gate.weight", "router"),
+        (".experts.", "experts"),
         (SHARED_BLOCK, "shared expert"),
         (SHARED_GATE, "shared expert"),
         ("o_proj", "attention output"),

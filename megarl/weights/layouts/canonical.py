@@ -13,9 +13,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
-ROUTER = "mlp.gate.weight"
 DENSE_BLOCK = "mlp."
-"""Prefix of the matrices of a feed-forward block; like ROUTER, named within a layer."""
+"""Prefix of the matrices of a feed-forward block; like the next ones, named within a layer."""
 SHARED_BLOCK = "mlp.shared_expert."
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 """A token's share of the shared expert's output is the sigmoid of this row times the token."""
@@ -48,8 +47,18 @@ def layer_of(canonical: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {name.removeprefix(prefix): spec for name, spec in canonical.items() if name.startswith(prefix)}
 
 
-def expert_block(index: int) -> str:
-    return f"mlp.experts.{index}."
+def router_name(shape: ModelShape) -> str:
+    return f"{TRAITS[shape.family].block}gate.weight"
+
+
+def expert_block(shape: ModelShape, index: int) -> str:
+    return f"{TRAITS[shape.family].block}experts.{index}."
+
+
+def matrix_names(shape: ModelShape) -> tuple[str, str, str]:
+    """Return how the matrices of an expert, a shared one or a dense block end: gate, up and down."""
+    gate, up, down = TRAITS[shape.family].matrices
+    return f"{gate}.weight", f"{up}.weight", f"{down}.weight"
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -82,15 +91,15 @@ def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
     shapes["post_attention_layernorm.weight"] = (shape.hidden,)
     blocks = {DENSE_BLOCK: shape.ffn_hidden}
     if shape.experts is not None:
-        shapes[ROUTER] = (shape.experts.num, shape.hidden)
-        blocks = dict.fromkeys(map(expert_block, range(shape.experts.num)), shape.ffn_hidden)
+        shapes[router_name(shape)] = (shape.experts.num, shape.hidden)
+        blocks = {expert_block(shape, index): shape.ffn_hidden for index in range(shape.experts.num)}
         if shape.experts.shared:
             shapes[SHARED_GATE] = (1, shape.hidden)
             blocks[SHARED_BLOCK] = shape.experts.shared
+    gate, up, down = matrix_names(shape)
     for block, rows in blocks.items():
-        shapes[f"{block}gate_proj.weight"] = (rows, shape.hidden)
-        shapes[f"{block}up_proj.weight"] = (rows, shape.hidden)
-        shapes[f"{block}down_proj.weight"] = (shape.hidden, rows)
+        shapes[block + gate] = shapes[block + up] = (rows, shape.hidden)
+        shapes[block + down] = (shape.hidden, rows)
     return shapes
 
 

@@ -22,7 +22,6 @@ from megarl.weights.layouts.canonical import (
     DENSE_BLOCK,
     EMBEDDING,
     FINAL_NORM,
-    ROUTER,
     SHARED_BLOCK,
     SHARED_GATE,
     VALUE_HEAD,
@@ -31,6 +30,8 @@ from megarl.weights.layouts.canonical import (
     head_name,
     layer_of,
     layer_prefix,
+    matrix_names,
+    router_name,
 )
 from megarl.weights.layouts.pieces import LocalTensor, Segment, column_window, repeated, replicate, row_window, whole
 
@@ -246,12 +247,12 @@ def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
     if shape.experts is None:
         yield from _feed_forward(cut, "mlp.", DENSE_BLOCK)
         return
-    yield cut.whole("mlp.router.weight", ROUTER)
+    yield cut.whole("mlp.router.weight", router_name(shape))
     if shape.experts.shared:
         yield cut.whole("mlp.shared_experts.gate_weight", SHARED_GATE)
         yield from _feed_forward(cut, "mlp.shared_experts.", SHARED_BLOCK)
     for index, expert in enumerate(share.experts):
-        yield from _feed_forward(share.expert, f"mlp.experts.local_experts.{index}.", expert_block(expert))
+        yield from _feed_forward(share.expert, f"mlp.experts.local_experts.{index}.", expert_block(shape, expert))
 
 
 def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> LocalTensor:
@@ -272,13 +273,11 @@ def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> Loc
 
 def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
     """Yield [gate of the rank; up of the rank], and the columns of down that go with them."""
-    share = cut.canonical[f"{block}gate_proj.weight"].shape[0] // cut.size
-    segments = tuple(
-        Segment(name=f"{block}{projection}.weight", start=cut.rank * share, num_rows=share)
-        for projection in ("gate_proj", "up_proj")
-    )
+    gate, up, down = matrix_names(cut.shape)
+    share = cut.canonical[block + gate].shape[0] // cut.size
+    segments = tuple(Segment(name=block + name, start=cut.rank * share, num_rows=share) for name in (gate, up))
     yield row_window(f"{local}linear_fc1.weight", segments, start=0, num_rows=2 * share, columns=(cut.shape.hidden,))
-    yield cut.columns(f"{local}linear_fc2.weight", f"{block}down_proj.weight")
+    yield cut.columns(f"{local}linear_fc2.weight", block + down)
 
 
 def _refuse_impossible(shape: ModelShape, parallel: MegatronParallel) -> None:

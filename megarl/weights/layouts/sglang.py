@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.checks.splits import ENGINE_VOCAB_STEP, check_engine_experts, check_engine_split, check_experts
-from megarl.config.model import ModelShape
+from megarl.config.model import TRAITS, ModelShape
 from megarl.errors import ConfigError
 from megarl.weights.algebra.slices import Layout, TensorSpec
 from megarl.weights.layouts.canonical import (
@@ -18,13 +18,14 @@ from megarl.weights.layouts.canonical import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    ROUTER,
     SHARED_BLOCK,
     SHARED_GATE,
     canonical_tensors,
     expert_block,
     layer_of,
     layer_prefix,
+    matrix_names,
+    router_name,
 )
 from megarl.weights.layouts.pieces import (
     LocalTensor,
@@ -131,32 +132,37 @@ def _layer_tensors(
     for name in (f"{norm}.weight" for norm in norms):
         yield whole(name, name, canonical[name])
     part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
+    matrices = matrix_names(shape)
     if shape.experts is None:
-        yield from _feed_forward(canonical, DENSE_BLOCK, part, grid.ffn)
+        yield from _feed_forward(canonical, DENSE_BLOCK, part, grid.ffn, matrices)
         return
-    yield whole(ROUTER, ROUTER, canonical[ROUTER])
+    router = router_name(shape)
+    yield whole(router, router, canonical[router])
     if grid.shared:
         yield whole(SHARED_GATE, SHARED_GATE, canonical[SHARED_GATE])
-        yield from _feed_forward(canonical, SHARED_BLOCK, rank, grid.shared)
-    blocks = [expert_block(index) for index in range(first, first + grid.experts)]
-    gate_up = [_gate_up(canonical, block, block, part, grid.ffn) for block in blocks]
-    yield stacked("mlp.experts.w13_weight", gate_up)
-    down = [_columns(canonical, f"{block}down_proj.weight", part, grid.ffn) for block in blocks]
-    yield stacked("mlp.experts.w2_weight", down)
+        yield from _feed_forward(canonical, SHARED_BLOCK, rank, grid.shared, matrices)
+    blocks = [expert_block(shape, index) for index in range(first, first + grid.experts)]
+    experts = f"{TRAITS[shape.family].block}experts"
+    gate_up = [_gate_up(canonical, block, block, part, grid.ffn, matrices) for block in blocks]
+    yield stacked(f"{experts}.w13_weight", gate_up)
+    down = [_columns(canonical, block + matrices[2], part, grid.ffn) for block in blocks]
+    yield stacked(f"{experts}.w2_weight", down)
 
 
-def _feed_forward(canonical: dict[str, TensorSpec], block: str, part: int, share: int) -> Iterator[LocalTensor]:
-    yield _gate_up(canonical, f"{block}gate_up_proj.weight", block, part, share)
-    yield _columns(canonical, f"{block}down_proj.weight", part, share)
+def _feed_forward(
+    canonical: dict[str, TensorSpec], block: str, part: int, share: int, matrices: tuple[str, str, str]
+) -> Iterator[LocalTensor]:
+    yield _gate_up(canonical, f"{block}gate_up_proj.weight", block, part, share, matrices)
+    yield _columns(canonical, block + matrices[2], part, share)
 
 
-def _gate_up(canonical: dict[str, TensorSpec], name: str, block: str, part: int, share: int) -> LocalTensor:
+def _gate_up(
+    canonical: dict[str, TensorSpec], name: str, block: str, part: int, share: int, matrices: tuple[str, str, str]
+) -> LocalTensor:
     """Return [gate of the rank; up of the rank]."""
-    total, hidden = canonical[f"{block}gate_proj.weight"].shape
-    segments = (
-        *_share(f"{block}gate_proj.weight", part, share, total),
-        *_share(f"{block}up_proj.weight", part, share, total),
-    )
+    gate, up, _ = matrices
+    total, hidden = canonical[block + gate].shape
+    segments = (*_share(block + gate, part, share, total), *_share(block + up, part, share, total))
     return row_window(name, segments, start=0, num_rows=2 * share, columns=(hidden,))
 
 

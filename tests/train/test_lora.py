@@ -300,7 +300,9 @@ def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
         reached, _ = cluster.run(SPLITS[split][0], jobs.resume_and_train, *arguments)[0]
         assert reached.num_updates == 2
         for kind, tensors in expected.items():
-            assert_close(load_folder(there / kind), tensors)
+            # Adam divides rounding differences by small moments: a hundredth of a step, where a wrong one is whole.
+            tolerance = 0.01 * adam.learning_rate if kind == "model" else TOLERANCE
+            assert_close(load_folder(there / kind), tensors, tolerance=tolerance)
     cluster.run(
         4, jobs.resume_and_train, setups["TP2-PP2"], tmp_path / "one", state, batches["TP2-PP2"][1:], tmp_path / "three"
     )

@@ -323,7 +323,7 @@ def test_an_answer_that_claims_to_be_huge_is_none(make_reward: MakeReward) -> No
             import os, stat, struct
 
             def compute_score(data_source, solution_str, ground_truth, extra_info):
-                for descriptor in range(3, 64):
+                for descriptor in range(3, 4096):
                     try:
                         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                             os.write(descriptor, struct.pack("!I", 0xFFFFFFFF) + b"x" * 1000)
@@ -364,7 +364,7 @@ import json, os, stat, struct
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     payload = PAYLOAD
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 4096):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.write(descriptor, struct.pack("!I", len(payload)) + payload)

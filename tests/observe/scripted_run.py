@@ -58,3 +58,6 @@ class ScriptedRun:
         observer.step_summarized(replace(step_summary(step), critic=CRITIC, preference=PAIRS, kl_coef=0.1))
         observer.evaluated(step, evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)).result)
         observer.checkpoint_saved(step, Path("x"), num_bytes=4096, blocking_seconds=0.1, seconds=0.5)
+        observer.checkpoint_mirrored(step, "s3://bucket/run", num_bytes=4096, seconds=0.5)
+        observer.measured("rollout", {0: 0.01, 1: 0.012})
+        observer.nodes_excluded(1)

@@ -37,8 +37,8 @@ class _InWorkers(_Tolerance):
     """Processes that score, on the driver's node or on each node with rollout workers."""
     deadline_s: PositiveFloat = 30
     """Per rollout; a worker that is later is killed and replaced."""
-    samples_per_worker: PositiveInt = 1000
-    """After this many a fresh process replaces the worker, so that leaked memory is freed."""
+    samples_per_worker: PositiveInt = 10_000
+    """After this many a fresh process, with its imports, replaces the worker, so that leaked memory is freed."""
     memory_gib: PositiveFloat | None = 16
     """Address space of one worker; null sets no limit, which a function that uses CUDA needs."""
     cpu_s: PositiveInt | None = 120

@@ -113,7 +113,7 @@ class WorkerPool:
                 if path := self._sources.note(worker.sources):
                     raise RewardError(_changed(path))
             answers = await worker.ask(requests)
-            if worker.num_asked < self._task.samples_per_worker:
+            if worker.num_samples < self._task.samples_per_worker:
                 self._idle.append(worker)
         finally:
             self._busy.remove(worker)
@@ -139,7 +139,8 @@ class RewardWorker:
         self.is_ready = False
         self.sources: dict[str, str] = {}
         """The digest of each file that it imported."""
-        self.num_asked = 0
+        self.num_samples = 0
+        """Samples it was asked for, by which its calls are numbered."""
         self._names: list[str] = []
         """The arguments that the function takes."""
         self._task = task
@@ -164,9 +165,9 @@ class RewardWorker:
 
     async def ask(self, requests: Sequence[Request]) -> list[Answer]:
         deadline_s, before_s = self._task.deadline_s, self._process.cpu_s
-        self.num_asked += 1
+        self.num_samples += len(requests)
         samples = [{name: item for name, item in request.items() if name in self._names} for request in requests]
-        asked: ScoringCall = {"id": self.num_asked, "samples": samples}
+        asked: ScoringCall = {"id": self.num_samples, "samples": samples}
         try:
             async with asyncio.timeout(deadline_s):
                 await self._process.send(asked)

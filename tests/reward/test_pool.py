@@ -16,7 +16,7 @@ import pytest
 from megarl.config.reward import FunctionRewardConfig, MathRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.build import scoring_task
-from megarl.reward.pool import MachineFaultError, WorkerPool
+from megarl.reward.pool import MachineFaultError, WorkerPool, score_of
 from megarl.reward.protocol import Request
 from megarl.system.proc import ZOMBIE, read_stat
 from megarl.system.user_process import UserProcess
@@ -178,7 +178,7 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
         dedent(f"""
         import asyncio
         from megarl.config.reward import FunctionRewardConfig
-        from megarl.reward.pool import MachineFaultError, WorkerPool
+        from megarl.reward.pool import MachineFaultError, WorkerPool, score_of
         from megarl.reward.protocol import Request
         from megarl.reward.build import scoring_task
 
@@ -251,6 +251,25 @@ def test_a_worker_makes_room_for_a_fresh_one(make_reward: MakeReward) -> None:
     assert [len(set(pids[:3])), len(set(pids[3:6])), len(set(pids))] == [1, 1, 3]
     wait_for_end(pids[:6])
     pool.close()
+
+
+def test_the_samples_of_a_group_count_one_by_one(make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        import os
+
+        def compute_score(samples):
+            return [os.getpid()] * len(samples)
+        """
+    ).model_copy(update={"samples_per_worker": 4, "scores_groups": True})
+    pool = pool_of(config)
+
+    async def scenario() -> list[int]:
+        return [int(score_of(answer).value) for _ in range(3) for answer in await pool.answers([request("go")] * 2)]
+
+    pids = asyncio.run(scenario())
+    pool.close()
+    assert [len(set(pids[:4])), len(set(pids[4:])), len(set(pids))] == [1, 1, 2]
 
 
 @pytest.mark.fault("a reward function that eats memory or time", "ends at its limit")

@@ -178,7 +178,8 @@ class PublishTime:
 class OneEngine:
     """An engine, and this process as the only trainer rank on the same card."""
 
-    def __init__(self, shape: ModelShape, client: EngineClient, *, is_fp8: bool) -> None:
+    def __init__(self, shape: ModelShape, client: EngineClient, *, is_fp8: bool, keeps_open: bool) -> None:
+        """Without `keeps_open` FP8 tensors are given up between publishes, as in a shared pool."""
         self.client = client
         self.control = ToolControl(Fleet([client], max_outstanding=256, publish_timeout_s=10), timeout_s=TIMEOUT_S)
         self.transfer = TransferSpec(
@@ -190,7 +191,7 @@ class OneEngine:
             engine_dtype="bfloat16",
             is_cpu_engine=False,
             shares_devices=True,
-            keeps_open=not is_fp8,
+            keeps_open=keeps_open,
             fp8_keep=() if is_fp8 else None,
         )
         self._own = megatron_layout(shape, MegatronParallel(), dtype="bfloat16").by_rank[0]
@@ -243,7 +244,7 @@ class OneEngine:
         check_digests([sent], arrived)
         await self.control.confirm(PolicyVersion(version))
         ended = time.monotonic()
-        if self._derived is not None:
+        if self._derived is not None and not self.transfer.keeps_open:
             self._derived.free()
         return PublishTime(whole_s=ended - started, derived_s=derived - started)
 
@@ -262,7 +263,14 @@ class OneEngine:
 
 @asynccontextmanager
 async def served(
-    folder: Path, run: Path, shape: ModelShape, *, quantization: str | None, loads: bool, sglang: dict[str, object]
+    folder: Path,
+    run: Path,
+    shape: ModelShape,
+    *,
+    quantization: str | None,
+    loads: bool,
+    sglang: dict[str, object],
+    keeps_open: bool = False,
 ) -> AsyncIterator[OneEngine]:
     config = RolloutRoleConfig(
         pool="gpu", max_cached_tokens=100_000, max_running_requests=NUM_REQUESTS, memory_fraction=0.5, sglang=sglang
@@ -275,7 +283,7 @@ async def served(
     try:
         await process.wait_ready()
         client = EngineClient(process.endpoint, request_timeout_s=TIMEOUT_S)
-        engine = OneEngine(shape, client, is_fp8=quantization is not None or loads)
+        engine = OneEngine(shape, client, is_fp8=quantization is not None or loads, keeps_open=keeps_open)
         try:
             yield engine
         finally:
@@ -333,15 +341,28 @@ def test_a_published_engine_has_the_bytes_that_sglang_loads_from_an_fp8_folder(f
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_publish_and_speed_of_the_7b_shape(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "keeps_open"),
+    [
+        pytest.param("bf16", True, id="bf16"),
+        pytest.param("fp8", True, id="fp8_separate"),
+        pytest.param("fp8", False, id="fp8_shared"),
+    ],
+)
+def test_publish_and_speed_of_the_7b_shape(precision: str, keeps_open: bool, tmp_path: Path) -> None:
     """Logs the figures that docs/performance.md compares."""
     folder, model = write_config(tmp_path / "7b", LARGE), random_model(LARGE, 1)
     quantization = quantization_config(LARGE, ()) if precision == "fp8" else None
 
     async def measure() -> None:
         async with served(
-            folder, tmp_path / precision, LARGE, quantization=quantization, loads=False, sglang=FAST
+            folder,
+            tmp_path / precision,
+            LARGE,
+            quantization=quantization,
+            loads=False,
+            sglang=FAST,
+            keeps_open=keeps_open,
         ) as engine:
             await engine.join(model)
             first = await engine.publish(1)
@@ -353,8 +374,15 @@ def test_publish_and_speed_of_the_7b_shape(precision: str, tmp_path: Path) -> No
             whole, derived = median(each.whole_s for each in times), median(each.derived_s for each in times)
             num_bytes = sum(engine.transfer.plan().traffic.received_bytes.values())
             logger.info(
-                "%s: %.2f GB; publish %.1f ms (first %.1f), %.1f ms of them derive; %.0f tokens/s at %d requests",
-                *(precision, num_bytes / 1e9, 1e3 * whole, 1e3 * first.whole_s, 1e3 * derived),
+                "%s, %s: %.2f GB; publish %.1f ms (first %.1f), %.1f ms of them derive; %.0f tokens/s at %d requests",
+                *(
+                    precision,
+                    "kept open" if keeps_open else "opened each time",
+                    num_bytes / 1e9,
+                    1e3 * whole,
+                    1e3 * first.whole_s,
+                    1e3 * derived,
+                ),
                 *(await engine.tokens_per_s(), NUM_REQUESTS),
             )
 

@@ -187,16 +187,34 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Relocated:
+    """Its devices are on another node now: its failures before that do not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed."""
 
     unheard_s: float = 0.0
     """Time in which this process could not receive answers; it does not count as silence."""
     may_start: bool = True
-    """Whether an engine may start now: in a shared pool only while engines may generate."""
+    """Whether it may start now: its node is there, and in a shared pool engines may generate."""
 
 
-Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Drained | Ticked
+Event = (
+    Answered
+    | Doubted
+    | Ended
+    | Started
+    | Confirmed
+    | FellBehind
+    | SyncFailed
+    | Retired
+    | Added
+    | Drained
+    | Relocated
+    | Ticked
+)
 
 
 def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901 - one case per event
@@ -208,6 +226,10 @@ def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> L
             return _restart(replace(life, num_restarts=0), now) if life.is_over else life
         case Drained(reason=reason):
             return _enter(life, EngineState.DRAINING, now, reason) if life.state is EngineState.HEALTHY else life
+        case Relocated():
+            fresh = replace(life, num_restarts=0)
+            is_dead = life.state is EngineState.DEAD
+            return _enter(fresh, life.state, now, life.reason, restart_at=now) if is_dead else fresh
         case Ticked():
             return _tick(life, event, now, policy)
         case Ended(reason=reason):

@@ -51,6 +51,8 @@ class NodeBundle:
         """Ray's id of the node."""
         self.gpus: tuple[int, ...] = ()
         """Their numbers on the node; empty for CPU slots."""
+        self.is_lost = False
+        """Its node is gone, and Ray has no other one for it yet."""
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:

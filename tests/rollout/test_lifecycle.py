@@ -16,11 +16,13 @@ from megarl.rollout.lifecycle import (
     Answered,
     Confirmed,
     Doubted,
+    Drained,
     Ended,
     EngineState,
     Event,
     FellBehind,
     Life,
+    Relocated,
     RestartPolicy,
     Retired,
     Started,
@@ -242,3 +244,35 @@ def test_every_path_ends_when_nothing_but_time_passes(
         engine.now += policy.start_timeout_s + policy.max_back_off_s + policy.silence_timeout_s + 61
         engine.see(Ticked())
     assert engine.life.is_over
+
+
+def test_an_engine_without_a_node_spends_no_restart_and_one_that_moved_has_them_all() -> None:
+    engine = Clocked(policy=RestartPolicy(max_restarts=1, back_off_s=1, silence_timeout_s=30, start_timeout_s=100))
+    engine.see(Ended(reason="its node is gone"))
+    for _ in range(100):
+        engine.now += 1
+        assert engine.see(Ticked(may_start=False)) is DEAD
+    assert engine.life.num_restarts == 0
+    assert engine.after(1, Ended(reason="again")) is DEAD
+    assert engine.life.is_over
+    assert engine.see(Relocated()) is DEAD
+    assert not engine.life.is_over
+    assert engine.after(1, Started()) is STALE
+    assert engine.life.num_restarts == 1
+
+
+def test_a_retired_engine_that_moved_stays_retired() -> None:
+    engine = Clocked()
+    assert engine.see(Retired(), Relocated()) is RETIRED
+    assert engine.life.is_over
+
+
+def test_a_draining_engine_is_dead_when_its_requests_do_not_leave() -> None:
+    engine = Clocked()
+    assert engine.see(Drained(reason="is slow")) is EngineState.DRAINING
+    assert engine.wants() is Want.END
+    assert engine.after(29) is EngineState.DRAINING
+    assert engine.after(2) is DEAD
+    assert engine.life.reason == "is slow"
+    engine = Clocked()
+    assert engine.see(Retired(), Drained(reason="is slow")) is RETIRED

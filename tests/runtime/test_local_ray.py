@@ -25,9 +25,9 @@ with private_ray():
 
     from megarl.runtime import cluster as cluster_module
     from megarl.runtime import local_ray as local_ray_module
-    from megarl.runtime.cluster import Cluster, Place, Pool
+    from megarl.runtime.cluster import Cluster, NodeBundle, Place, Pool
     from megarl.runtime.local_ray import LocalRay, local_ray
-    from megarl.runtime.lost_nodes import settle
+    from megarl.runtime.lost_nodes import followed, settle
 
 GPUS = (4, 4, 2, 4)
 """Declared by each node beside the head, which has none; the third is smaller."""
@@ -106,7 +106,16 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluste
     victim = min(before)
     told: list[str] = []
 
+    moved: list[NodeBundle] = []
+
     async def lose(address: str, *, timeout_s: float) -> None:
+        async with followed(places, moved=moved.append, warn=told.append):
+            await lose_and_settle(address, timeout_s=timeout_s)
+            async with asyncio.timeout(120):
+                while not moved:
+                    await asyncio.sleep(0.2)
+
+    async def lose_and_settle(address: str, *, timeout_s: float) -> None:
         nodes.kill_node(address)
         while any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address):
             await asyncio.sleep(0.5)
@@ -117,9 +126,12 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluste
     assert victim not in after
     assert len(after - before) == 1
     (replacement,) = after - before
+    assert [bundle.node for bundle in moved] == [replacement]
+    assert not moved[0].is_lost
     with pytest.raises(MachineError, match=r"pools.all: 1 node with 4 devices lost, and no other within 1 s"):
         asyncio.run(lose(addresses[replacement], timeout_s=1.0))
-    assert told[-1].startswith("pools.all: 1 node with 4 devices lost; waiting up to 1 s")
+    assert any(text.startswith("pools.all: 1 node with 4 devices lost; waiting up to 1 s") for text in told)
+    assert moved[0].is_lost
 
 
 def test_the_object_store_grows_with_the_machine(nodes: LocalRay) -> None:

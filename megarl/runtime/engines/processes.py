@@ -25,7 +25,7 @@ from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
-from megarl.runtime.cluster import Place, own_address
+from megarl.runtime.cluster import NodeBundle, Place, own_address
 from megarl.runtime.engines.adoption import Adoption, KeptActors
 from megarl.runtime.stored_adapter import ReadAdapters, StoredAdapter, place_adapter, remove_left_adapters
 from megarl.runtime.trainers.worker_group import exit_detail
@@ -112,6 +112,13 @@ class Engines:
                 options |= self._actors.options(f"engine-{index}-{node}")
                 self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
         return await with_free_ports(lambda: self._start_nodes(index))
+
+    def bundles_of(self, index: int) -> set[NodeBundle]:
+        return {place.bundle for places in self._places[index] for place in places}
+
+    def has_nodes(self, index: int) -> bool:
+        """Whether an engine has a living node for all its devices."""
+        return not any(bundle.is_lost for bundle in self.bundles_of(index))
 
     async def _start_nodes(self, index: int) -> EngineEndpoint:
         spec, num_nodes = self._specs[index], len(self._places[index])

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from megarl.config.cluster import ClusterConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
@@ -27,17 +26,23 @@ from megarl.rollout.deadlines import EngineDeadlines, deadlines_of, restart_poli
 from megarl.rollout.fleet import UNFILLED, Fleet
 from megarl.rollout.lifecycle import FellBehind, RestartPolicy
 from megarl.rollout.process import EngineAdapters, EngineSpec
-from megarl.runtime.cluster import Cluster, Place, Pool, accelerators, gpu_numbers, open_cluster, own_address
+from megarl.runtime.cluster import (
+    Cluster,
+    Place,
+    Pool,
+    accelerators,
+    gpu_numbers,
+    open_cluster,
+    own_address,
+)
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.adoption import Adoption
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
-from megarl.runtime.engines.nodes import EngineNodes
-from megarl.runtime.engines.operator import open_to_operator
+from megarl.runtime.engines.keeping import kept_engines
 from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases, SharedPublisher
-from megarl.runtime.stragglers import EngineWatch
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.runtime.trainers.start import Trainers, start_trainers
@@ -168,8 +173,8 @@ async def start_serving(
     # The longest time without news of an engine that is being restarted.
     patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)
     fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
-    supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
-    await _supervise(supervisor, fleet, stack, observer, cluster=recipe.cluster, run_folder=recipe.run_folder)
+    keeping = partial(kept_engines, recipe.run_folder, fleet, engines, places, cluster=recipe.cluster)
+    supervisor = await stack.enter_async_context(keeping(observer=observer, request_timeout_s=deadlines.request_s))
     return ManagedServing(
         config=config,
         fleet=fleet,
@@ -180,21 +185,6 @@ async def start_serving(
         nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )
-
-
-async def _supervise(
-    supervisor: Supervisor,
-    fleet: Fleet,
-    stack: AsyncExitStack,
-    observer: Observer,
-    *,
-    cluster: ClusterConfig,
-    run_folder: Path,
-) -> None:
-    slow = EngineWatch(fleet, cluster.stragglers, observer, drain=supervisor.drain)
-    nodes = EngineNodes(fleet, supervisor, max_faults=cluster.max_node_faults, observer=observer)
-    for keeper in (supervisor.running(), open_to_operator(run_folder, fleet, supervisor, nodes), slow.running()):
-        await stack.enter_async_context(keeper)
 
 
 def _shared_phases(fleet: Fleet, config: RolloutRoleConfig) -> SharedPhases:

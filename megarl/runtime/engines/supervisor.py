@@ -70,9 +70,15 @@ class Supervisor:
     """One task per engine, inside `running`. It does not depend on the trainer ranks."""
 
     def __init__(
-        self, fleet: Fleet, processes: Processes, *, connect: Callable[[EngineEndpoint], EngineClient]
+        self,
+        fleet: Fleet,
+        processes: Processes,
+        *,
+        connect: Callable[[EngineEndpoint], EngineClient],
+        may_start: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """`connect` makes the client of a restarted engine."""
+        """`connect` makes the client of a restarted engine; an engine without a node may not start."""
+        self._may_start = may_start
         self._fleet = fleet
         self._processes = processes
         self._connect = connect
@@ -132,9 +138,10 @@ class Supervisor:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             seconds, last = now - last, now
-            tick = Ticked(unheard_s=seconds if seconds > _UNHEARD_S else 0.0, may_start=self._fleet.is_awake)
+            unheard_s = seconds if seconds > _UNHEARD_S else 0.0
             for engine in self._fleet.engines:
-                self._fleet.report(engine, tick)
+                may_start = self._fleet.is_awake and self._may_start(engine.index)
+                self._fleet.report(engine, Ticked(unheard_s=unheard_s, may_start=may_start))
 
     async def _supervise(self, engine: Engine) -> None:
         """Keep one engine; a failure of its supervision costs this engine alone, which is ended and started again."""

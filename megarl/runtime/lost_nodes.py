@@ -92,6 +92,7 @@ def _lost(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
         elif node != bundle.node:
             if bundle.gpus and devices_of(alive[node], bundle.resource) != bundle.size:
                 # Ray tells the numbers only to a task that holds the GPUs, and an engine may already hold some.
+                bundle.is_lost = True
                 raise MachineError(
                     f"a lost node was replaced by {alive[node]['NodeManagerAddress']}, which has more GPUs than the "
                     "pool takes of a node, and which of them are free is not known; run the same command to resume"

@@ -49,10 +49,6 @@ def can_make_namespaces() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, cwd=ROOT).returncode == 0
 
 
-@pytest.mark.fault(
-    "loss of a node with trainer ranks and engines (its raylet and everything on it)",
-    "the run waits, takes the node that joins in its place, goes on from its checkpoint and ends",
-)
 def test_a_shared_pool_over_nodes_loses_one_and_goes_on(tmp_path: Path) -> None:
     shown = rehearse("dapo_32b", tmp_path)
     assert "pools.all: 16 node(s) of 8 -> 2 of 2" in shown

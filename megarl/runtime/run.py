@@ -164,7 +164,10 @@ class _Run:
                 point = await self._last_good(first)
                 self._restarted(point, error)
                 await asyncio.sleep(pause_s)
-                await settle(pools, timeout_s=self._recipe.cluster.node_timeout_s, waiting=self._observer.warned)
+                # Engines wait for their nodes by themselves.
+                used = {role.pool for role in self._recipe.roles.megatron_roles.values()}
+                of_ranks = {name: pool for name, pool in pools.items() if name in used}
+                await settle(of_ranks, timeout_s=self._recipe.cluster.node_timeout_s, waiting=self._observer.warned)
             except DamagedError as error:
                 if point is None or point.folder in self._damaged:
                     raise

@@ -30,6 +30,7 @@ _SECTIONS = {
     "tests/runtime": "the run",
     "tests/observe": "the run",
     "tests/system": "the run",
+    "tests/tools": "the run",
 }
 """By the beginning of a test's file; the first that fits."""
 

@@ -1,4 +1,4 @@
-"""Rehearse a run on this machine: a Ray of several local nodes, one whole `megarl train`, and a node that is killed.
+"""Rehearse a run on this machine: a Ray of several local nodes, one whole `megarl train`, and nodes that are killed.
 
 The rehearsal looks only at what a real run leaves behind: its events and the placement groups of the cluster. Import
 this module inside `private_ray`.
@@ -10,10 +10,11 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +23,7 @@ import yaml
 from ray.util.placement_group import placement_group_table
 
 from megarl.compare.small_recipe import SmallRecipe
-from megarl.config.recipe import NetworkConfig
-from megarl.config.roles import PoolConfig
+from megarl.config.recipe import NetworkConfig, Recipe
 from megarl.env import RAY_ADDRESS, current_environment
 from megarl.errors import MachineError
 from megarl.observe.events import (
@@ -49,6 +49,10 @@ Found = TypeVar("Found")
 
 _SILENCE_S = 600.0
 """Longest time without an event of the run."""
+_LONGEST_WAIT_S = 1800.0
+"""For one thing, while the run goes on."""
+_UNTIL_ASKED = 100_000
+"""Steps of a run that goes on while engines start, and is then asked to leave."""
 _POLL_S = 0.2
 _STOP_GRACE_S = 60.0
 _MAX_MISMATCH = 1e-3
@@ -82,7 +86,7 @@ class RehearsalReport:
 
 
 def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) -> RehearsalReport:
-    """Start the nodes, run the recipe, kill a node of the actor's pool, and report what was seen of the run."""
+    """Start the nodes, run the recipe, kill nodes of it, and report what was seen of the run."""
     began = time.monotonic()
     report = RehearsalReport()
     recipe = small.recipe
@@ -91,6 +95,8 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         network = _enter_network(stack, report)
         if network is None:
             recipe = recipe.model_copy(update={"network": NetworkConfig()})
+        if _engine_pool(recipe) is not None:
+            recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": _UNTIL_ASKED})})
         path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
         nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True, network=network)
         num_nodes = sum(pool.nodes for pool in recipe.pools.values())
@@ -107,9 +113,10 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         stack.callback(run.stop)
         if network is not None and recipe.network.bind is not None:
             report.shown.append(_read_metrics(run, network))
-        _watch(run, nodes, recipe.pools, actor_pool=recipe.roles.actor.pool, report=report)
+        _watch(run, nodes, recipe, report=report)
     engines = 0 if recipe.roles.rollout is None else recipe.num_engines
-    report.shown += read_off(run.events, num_engines=engines, num_steps=recipe.run.total_steps)
+    num_steps = recipe.run.total_steps if _engine_pool(recipe) is None else None
+    report.shown += read_off(run.events, num_engines=engines, num_steps=num_steps)
     report.seconds = time.monotonic() - began
     return report
 
@@ -133,10 +140,9 @@ def _read_metrics(run: _WatchedRun, network: NodeNetwork) -> Shown:
     return Shown(what="metrics", is_shown=found > 0, how=f"{found} values of {url}, read from {network.address_of(1)}")
 
 
-def _watch(
-    run: _WatchedRun, nodes: LocalRay, pools: Mapping[str, PoolConfig], *, actor_pool: str, report: RehearsalReport
-) -> None:
-    """Follow the run to its end; after a checkpoint a node is killed, and another one started when it is missed."""
+def _watch(run: _WatchedRun, nodes: LocalRay, recipe: Recipe, *, report: RehearsalReport) -> None:
+    """Follow the run to its end; after a checkpoint nodes are killed, and others take their places."""
+    pools, engine_pool = recipe.pools, _engine_pool(recipe)
     # While ranks and engines start: on a busy machine the look takes as long as a few small steps.
     while not (held := held_nodes(nodes.address)).keys() >= pools.keys() and run.is_running:
         time.sleep(_POLL_S)
@@ -144,25 +150,91 @@ def _watch(
     is_whole = all(list(held[name].values()) == [pool.gpus_per_node] * pool.nodes for name, pool in pools.items())
     texts = [f"{name}: {', '.join(f'{count} on {node}' for node, count in held[name].items())}" for name in held]
     report.add("placement", "; ".join(texts), is_shown=is_whole)
-    victim = list(held[actor_pool])[-1]
     run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
+    if engine_pool is None:
+        _lose_ranks(run, nodes, held, recipe, num_replaced=1, report=report)
+    else:
+        lost = list(held[engine_pool])[-1]
+        _lose_engines(run, nodes, lost, num_engines=recipe.num_engines, report=report)
+        fresh = _lose_ranks(run, nodes, held, recipe, num_replaced=2, report=report)
+        back = run.seen_or_waited(partial(_engine_on, fresh, "healthy"))
+        report.add("engines back", f"engine {back} serves on a node that was started after the loss of {lost}")
+        run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+        run.ask_to_leave()
+    run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+
+
+def _engine_pool(recipe: Recipe) -> str | None:
+    """Return the pool of engines of which a node can be lost while others serve and no rank is lost."""
+    rollout, users = recipe.roles.rollout, list(recipe.roles.used_pools.values())
+    if rollout is None or rollout.pool is None or users.count(rollout.pool) > 1:
+        return None
+    pool = recipe.pools[rollout.pool]
+    return rollout.pool if pool.nodes > 1 and rollout.tensor <= pool.gpus_per_node else None
+
+
+def _lose_engines(run: _WatchedRun, nodes: LocalRay, victim: str, *, num_engines: int, report: RehearsalReport) -> None:
+    """Kill a node of engines, and wait until a step was taken without it."""
+    run.say(f"killing every process of node {victim}, which has engines")
+    killed = time.monotonic()
+    nodes.kill_node(victim)
+    lost = run.wait_for(partial(_engine_on, [victim], "dead"))
+    noticed_s = time.monotonic() - killed
+    left = run.wait_for(partial(_fewer_engines, num_engines))
+    step = run.wait_for(lambda event: event.summary.step if isinstance(event, StepFinished) else None)
+    how = f"{victim} killed; engine {lost} dead after {noticed_s:.0f} s; step {step} is trained with {left} engine(s)"
+    report.add("engines lost", how, is_shown=left > 0)
+
+
+def _engine_on(nodes: Collection[str], state: str, event: Event) -> int | None:
+    if not isinstance(event, EngineChanged) or event.state != state or event.address.rpartition(":")[0] not in nodes:
+        return None
+    return event.index
+
+
+def _fewer_engines(num_engines: int, event: Event) -> int | None:
+    return event.result.num_engines if isinstance(event, Published) and event.result.num_engines < num_engines else None
+
+
+def _lose_ranks(
+    run: _WatchedRun,
+    nodes: LocalRay,
+    held: Mapping[str, Mapping[str, int]],
+    recipe: Recipe,
+    *,
+    num_replaced: int,
+    report: RehearsalReport,
+) -> list[str]:
+    """Kill a node of the actor's pool; when it is missed, start nodes in place of all that were lost, and return them.
+
+    The ranks wait meanwhile: on a busy machine no node would start beside them.
+    """
+    name = recipe.roles.actor.pool
+    victim = list(held[name])[-1]
     run.say(f"killing every process of node {victim}")
     killed = time.monotonic()
     nodes.kill_node(victim)
-    missed = run.wait_for(lambda event: event.text if isinstance(event, Warned) and " lost; " in event.text else None)
+    missed = run.wait_for(partial(_loss_in, name))
     report.add("node lost", f"{victim} killed; after {time.monotonic() - killed:.0f} s: {missed}")
-    replacement = nodes.start_node(num_slots=pools[actor_pool].gpus_per_node)
-    run.say(f"starting node {replacement} in its place")
-    nodes.wait_started()
-    while replacement not in (after := held_nodes(nodes.address).get(actor_pool, {})) and run.is_running:
+    # Each is large enough for any pool: Ray decides which pool gets it.
+    num_slots, fresh = max(pool.gpus_per_node for pool in recipe.pools.values()), []
+    for _ in range(num_replaced):
+        fresh.append(nodes.start_node(num_slots=num_slots))
+        run.say(f"starting node {fresh[-1]} in place of a lost one")
+        nodes.wait_started()
+    while not set(fresh) & (after := held_nodes(nodes.address).get(name, {})).keys() and run.is_running:
         time.sleep(_POLL_S)
     run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
     report.add(
         "node replaced",
-        f"pool {actor_pool} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",
-        is_shown=replacement in after and victim not in after,
+        f"pool {name} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",
+        is_shown=bool(set(fresh) & after.keys()) and victim not in after,
     )
-    run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+    return fresh
+
+
+def _loss_in(pool: str, event: Event) -> str | None:
+    return event.text if isinstance(event, Warned) and event.text.startswith(f"pools.{pool}: ") else None
 
 
 def held_nodes(address: str) -> dict[str, dict[str, int]]:
@@ -212,7 +284,7 @@ class _WatchedRun:
 
     def wait_for(self, find: Callable[[Event], Found | None]) -> Found:
         """Return what `find` finds in the first event in which it finds something; earlier events are passed over."""
-        deadline = time.monotonic() + _SILENCE_S
+        deadline, latest = time.monotonic() + _SILENCE_S, time.monotonic() + _LONGEST_WAIT_S
         while True:
             while self._unread:
                 event = self._unread.pop(0)
@@ -221,7 +293,7 @@ class _WatchedRun:
                     self.say(line)
                 if (found := find(event)) is not None:
                     return found
-                deadline = time.monotonic() + _SILENCE_S
+                deadline = min(latest, time.monotonic() + _SILENCE_S)
                 if isinstance(event, RunFinished):
                     raise MachineError(f"the run ended early: {event.status}: {event.reason}; its log is {self._log}")
             has_ended = not self.is_running
@@ -231,8 +303,18 @@ class _WatchedRun:
                 if has_ended:
                     raise MachineError(f"the run ended without an event of its end; its log is {self._log}")
                 if time.monotonic() > deadline:
-                    raise MachineError(f"no event of the run within {_SILENCE_S:.0f} s; its log is {self._log}")
+                    raise MachineError(f"the run does not do what is waited for; its log is {self._log}")
                 time.sleep(_POLL_S)
+
+    def seen_or_waited(self, find: Callable[[Event], Found | None]) -> Found:
+        """Do as `wait_for`, beginning with the events that were passed over."""
+        seen = (found for event in self.events if (found := find(event)) is not None)
+        found = next(seen, None)
+        return self.wait_for(find) if found is None else found
+
+    def ask_to_leave(self) -> None:
+        self.say("asking the run to leave (SIGTERM)")
+        self._process.terminate()
 
     def stop(self) -> None:
         """Let a finished run end, and end any other."""
@@ -260,8 +342,8 @@ def _progress(event: Event) -> str | None:
             return None
 
 
-def read_off(events: list[Event], *, num_engines: int, num_steps: int) -> Iterator[Shown]:
-    """Yield what the events of a whole run show."""
+def read_off(events: list[Event], *, num_engines: int, num_steps: int | None) -> Iterator[Shown]:
+    """Yield what the events of a whole run show; one without `num_steps` was asked to leave."""
     published = [event.result for event in events if isinstance(event, Published)]
     steps = [event.summary for event in events if isinstance(event, StepFinished)]
     saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
@@ -290,9 +372,10 @@ def read_off(events: list[Event], *, num_engines: int, num_steps: int) -> Iterat
         is_shown=any(reason.startswith("from step ") for reason in resumed),
         how="; ".join(reason.partition(":")[0] for reason in resumed) or "the ranks were never restarted",
     )
-    last = steps[-1].step if steps else 0
-    yield Shown(
-        what="end",
-        is_shown=bool(ends) and ends[-1].status is RunStatus.DONE and last == num_steps,
-        how=f"step {last} of {num_steps}, {ends[-1].status if ends else 'no end'}",
-    )
+    last, end = steps[-1].step if steps else 0, ends[-1].status if ends else "no end"
+    if num_steps is None:
+        is_shown = end is RunStatus.PREEMPTED and saved[-1:] == [last]
+        yield Shown(what="end", is_shown=is_shown, how=f"step {last}, saved when the run was asked to leave: {end}")
+        return
+    is_shown = end is RunStatus.DONE and last == num_steps
+    yield Shown(what="end", is_shown=is_shown, how=f"step {last} of {num_steps}, {end}")

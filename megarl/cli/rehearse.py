@@ -50,8 +50,8 @@ def rehearse(
     """Rehearse a recipe's cluster on this machine.
 
     Starts a Ray of several local nodes and a whole run with a tiny model of the same family: the recipe's pools, roles
-    and algorithm, with every split by at most two. After a checkpoint one node is killed; the run must notice it, wait
-    for another one, resume from the checkpoint and end.
+    and algorithm, with every split by at most two. After a checkpoint a node of engines, where these have several for
+    themselves, and one of ranks are killed; the run must notice it, wait for others, resume from the checkpoint and end.
 
     Exits with 0 where everything was shown, with 5 where something was not.
     """

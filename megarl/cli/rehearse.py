@@ -51,7 +51,7 @@ def rehearse(
 
     Starts a Ray of several local nodes and a whole run with a tiny model of the same family: the recipe's pools, roles
     and algorithm, with every split by at most two. After a checkpoint a node of engines, where these have several for
-    themselves, and one of ranks are killed; the run must notice it, wait for others, resume from the checkpoint and end.
+    themselves, and one of ranks are killed; the run must notice it, wait for others, resume from a checkpoint and end.
 
     Exits with 0 where everything was shown, with 5 where something was not.
     """

@@ -23,7 +23,8 @@ import yaml
 from ray.util.placement_group import placement_group_table
 
 from megarl.compare.small_recipe import SmallRecipe
-from megarl.config.recipe import NetworkConfig, Recipe
+from megarl.config.recipe import NetworkConfig
+from megarl.config.roles import PoolConfig, RolesConfig
 from megarl.env import RAY_ADDRESS, current_environment
 from megarl.errors import MachineError
 from megarl.observe.events import (
@@ -95,7 +96,7 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         network = _enter_network(stack, report)
         if network is None:
             recipe = recipe.model_copy(update={"network": NetworkConfig()})
-        if _engine_pool(recipe) is not None:
+        if _engine_pool(recipe.roles, recipe.pools) is not None:
             recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": _UNTIL_ASKED})})
         path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
         nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True, network=network)
@@ -113,9 +114,9 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         stack.callback(run.stop)
         if network is not None and recipe.network.bind is not None:
             report.shown.append(_read_metrics(run, network))
-        _watch(run, nodes, recipe, report=report)
-    engines = 0 if recipe.roles.rollout is None else recipe.num_engines
-    num_steps = recipe.run.total_steps if _engine_pool(recipe) is None else None
+        engines = 0 if recipe.roles.rollout is None else recipe.num_engines
+        _watch(run, nodes, recipe.roles, recipe.pools, num_engines=engines, report=report)
+    num_steps = recipe.run.total_steps if _engine_pool(recipe.roles, recipe.pools) is None else None
     report.shown += read_off(run.events, num_engines=engines, num_steps=num_steps)
     report.seconds = time.monotonic() - began
     return report
@@ -140,9 +141,17 @@ def _read_metrics(run: _WatchedRun, network: NodeNetwork) -> Shown:
     return Shown(what="metrics", is_shown=found > 0, how=f"{found} values of {url}, read from {network.address_of(1)}")
 
 
-def _watch(run: _WatchedRun, nodes: LocalRay, recipe: Recipe, *, report: RehearsalReport) -> None:
+def _watch(
+    run: _WatchedRun,
+    nodes: LocalRay,
+    roles: RolesConfig,
+    pools: Mapping[str, PoolConfig],
+    *,
+    num_engines: int,
+    report: RehearsalReport,
+) -> None:
     """Follow the run to its end; after a checkpoint nodes are killed, and others take their places."""
-    pools, engine_pool = recipe.pools, _engine_pool(recipe)
+    engine_pool, actor_pool = _engine_pool(roles, pools), roles.actor.pool
     # While ranks and engines start: on a busy machine the look takes as long as a few small steps.
     while not (held := held_nodes(nodes.address)).keys() >= pools.keys() and run.is_running:
         time.sleep(_POLL_S)
@@ -152,11 +161,11 @@ def _watch(run: _WatchedRun, nodes: LocalRay, recipe: Recipe, *, report: Rehears
     report.add("placement", "; ".join(texts), is_shown=is_whole)
     run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
     if engine_pool is None:
-        _lose_ranks(run, nodes, held, recipe, num_replaced=1, report=report)
+        _lose_ranks(run, nodes, held[actor_pool], actor_pool, pools, num_replaced=1, report=report)
     else:
         lost = list(held[engine_pool])[-1]
-        _lose_engines(run, nodes, lost, num_engines=recipe.num_engines, report=report)
-        fresh = _lose_ranks(run, nodes, held, recipe, num_replaced=2, report=report)
+        _lose_engines(run, nodes, lost, num_engines=num_engines, report=report)
+        fresh = _lose_ranks(run, nodes, held[actor_pool], actor_pool, pools, num_replaced=2, report=report)
         back = run.seen_or_waited(partial(_engine_on, fresh, "healthy"))
         report.add("engines back", f"engine {back} serves on a node that was started after the loss of {lost}")
         run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
@@ -164,12 +173,12 @@ def _watch(run: _WatchedRun, nodes: LocalRay, recipe: Recipe, *, report: Rehears
     run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
 
 
-def _engine_pool(recipe: Recipe) -> str | None:
+def _engine_pool(roles: RolesConfig, pools: Mapping[str, PoolConfig]) -> str | None:
     """Return the pool of engines of which a node can be lost while others serve and no rank is lost."""
-    rollout, users = recipe.roles.rollout, list(recipe.roles.used_pools.values())
+    rollout, users = roles.rollout, list(roles.used_pools.values())
     if rollout is None or rollout.pool is None or users.count(rollout.pool) > 1:
         return None
-    pool = recipe.pools[rollout.pool]
+    pool = pools[rollout.pool]
     return rollout.pool if pool.nodes > 1 and rollout.tensor <= pool.gpus_per_node else None
 
 
@@ -199,25 +208,25 @@ def _fewer_engines(num_engines: int, event: Event) -> int | None:
 def _lose_ranks(
     run: _WatchedRun,
     nodes: LocalRay,
-    held: Mapping[str, Mapping[str, int]],
-    recipe: Recipe,
+    held: Collection[str],
+    name: str,
+    pools: Mapping[str, PoolConfig],
     *,
     num_replaced: int,
     report: RehearsalReport,
 ) -> list[str]:
-    """Kill a node of the actor's pool; when it is missed, start nodes in place of all that were lost, and return them.
+    """Kill a node of the pool `name`; when it is missed, start nodes in place of all that were lost, and return them.
 
     The ranks wait meanwhile: on a busy machine no node would start beside them.
     """
-    name = recipe.roles.actor.pool
-    victim = list(held[name])[-1]
+    victim = list(held)[-1]
     run.say(f"killing every process of node {victim}")
     killed = time.monotonic()
     nodes.kill_node(victim)
     missed = run.wait_for(partial(_loss_in, name))
     report.add("node lost", f"{victim} killed; after {time.monotonic() - killed:.0f} s: {missed}")
     # Each is large enough for any pool: Ray decides which pool gets it.
-    num_slots, fresh = max(pool.gpus_per_node for pool in recipe.pools.values()), []
+    num_slots, fresh = max(pool.gpus_per_node for pool in pools.values()), []
     for _ in range(num_replaced):
         fresh.append(nodes.start_node(num_slots=num_slots))
         run.say(f"starting node {fresh[-1]} in place of a lost one")

@@ -160,7 +160,7 @@ class _Parts:
         copies = copy_to_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
         gathered = gather(self._gathering, copies, self._group)
         middle = time.perf_counter()
-        fields = self._lora.peft_fields(base=source_folder, is_critic=False)
+        fields = self._lora.peft_fields(base=source_folder, modules=self._lora.modules)
         stored = store_adapter(gathered, fields, version=version)
         self.spent["gathered"].append(middle - start)
         self.spent["stored"].append(time.perf_counter() - middle)

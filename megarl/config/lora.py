@@ -6,7 +6,7 @@ An adapter's folder is PEFT's: `adapter_model.safetensors` and `adapter_config.j
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -29,6 +29,10 @@ _NEEDED: Mapping[LoraModule, frozenset[LoraModule]] = {
     "up_proj": frozenset({"gate_proj"}),
 }
 """Modules whose adapters SGLang fuses with those of others: without them it refuses an adapter, or ends at its use."""
+SERVED_AS: Mapping[str, str] = {"gate_proj": "q_b_proj", "up_proj": "kv_b_proj", "down_proj": "wo_ud"}
+"""Names of a shared expert's modules in engines with adapters. By their own names SGLang would reserve adapters for
+every expert; of the names that it takes, these are of one layer each: divided by columns, by columns and by rows."""
+SHARED_EXPERT = "shared_expert"
 _SCORE = "score"
 """The module of a critic's value head, which is trained as a whole."""
 _UNSUPPORTED = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
@@ -44,7 +48,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 64
     """The product of the two matrices is multiplied by `alpha / rank`."""
     modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = ALL_MODULES
-    """The linear layers of each block that have an adapter; in a mixture of experts those of the attention."""
+    """The linear layers of each block that have an adapter; in a mixture of experts those of the attention and of the
+    shared expert."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random values of the first matrix; the second is zero, so that the policy starts as the base."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -56,8 +61,18 @@ class LoraConfig(Section):
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def peft_fields(self, *, base: Path, is_critic: bool) -> dict[str, object]:
-        """Return the content of the adapter's configuration file."""
+    def peft_modules(self, shape: ModelShape) -> tuple[str, ...]:
+        """Return the names by which PEFT finds the modules: in a mixture those of the shared expert alone."""
+        prefix = "" if shape.experts is None else f"{SHARED_EXPERT}."
+        return tuple(module if module in ATTENTION_MODULES else f"{prefix}{module}" for module in self.modules)
+
+    def served_modules(self, shape: ModelShape) -> tuple[str, ...]:
+        """Return the names that the modules have in engines."""
+        has_experts = shape.experts is not None
+        return tuple(SERVED_AS.get(module, module) if has_experts else module for module in self.modules)
+
+    def peft_fields(self, *, base: Path, modules: Sequence[str], is_critic: bool = False) -> dict[str, object]:
+        """Return the content of the adapter's configuration file, for modules of these names."""
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
@@ -65,7 +80,7 @@ class LoraConfig(Section):
             "r": self.rank,
             "lora_alpha": self.alpha,
             "lora_dropout": self.dropout,
-            "target_modules": list(self.modules),
+            "target_modules": list(modules),
             "modules_to_save": [_SCORE] if is_critic else None,
             "inference_mode": True,
             **_UNSUPPORTED,
@@ -90,6 +105,8 @@ def read_adapter_config(folder: Path) -> tuple[LoraConfig, Path]:
         if fields.get(name):
             raise ValueError(f"{path}: {name} is not supported; all modules have one rank and one alpha")
     modules = fields.get("target_modules")
+    if isinstance(modules, list):
+        modules = [str(module).removeprefix(f"{SHARED_EXPERT}.") for module in modules]
     unknown = sorted(set(modules) - set(ALL_MODULES)) if isinstance(modules, list) else [modules]
     if unknown:
         raise ValueError(f"{path}: target_modules has {unknown[0]}; supported are {', '.join(ALL_MODULES)}")
@@ -98,13 +115,20 @@ def read_adapter_config(folder: Path) -> tuple[LoraConfig, Path]:
     return lora, Path(str(fields.get("base_model_name_or_path")))
 
 
+def served_name(name: str) -> str:
+    """Return the name that a tensor of a model or of an adapter has in engines with adapters."""
+    block, shared, rest = name.partition(f".{SHARED_EXPERT}.")
+    module, dot, end = rest.partition(".")
+    return f"{block}{shared}{SERVED_AS[module]}{dot}{end}" if shared else name
+
+
 def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
     """Yield what keeps a model of this shape from having the adapter."""
     twice = [module for index, module in enumerate(lora.modules) if module in lora.modules[:index]]
     if twice:
         yield Problem(key="model.lora.modules", message=f"{twice[0]} is given twice; name it once")
     dense = [module for module in lora.modules if module not in ATTENTION_MODULES]
-    if shape.experts is not None and dense:
+    if shape.experts is not None and not shape.experts.shared and dense:
         yield Problem(
             key="model.lora.modules",
             message=f"{dense[0]} is part of each expert, and experts have no adapters; "
@@ -154,30 +178,34 @@ def adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | 
             return f"{folder} has {key} {its}, the recipe {own}; set model.lora.{key} to that of the adapter"
     for layer in range(shape.num_layers):
         for module in lora.modules:
-            rows, columns = matrix_shape(module, shape)
+            rows, columns = _matrix_shape(module, shape)
             for part, wanted in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
-                name = f"base_model.model.model.layers.{layer}.{block_of(module)}.{module}.lora_{part}.weight"
+                name = f"base_model.model.model.layers.{layer}.{block_of(module, shape)}.{module}.lora_{part}.weight"
                 if shapes.get(name) != wanted:
                     seen = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
                     return f"{folder} is an adapter of another base: {name} {seen}, model.path needs {list(wanted)}"
     return None
 
 
-def block_of(module: LoraModule) -> str:
-    return "self_attn" if module in ATTENTION_MODULES else "mlp"
+def block_of(module: LoraModule, shape: ModelShape) -> str:
+    """Return the part of a layer that has the module."""
+    if module in ATTENTION_MODULES:
+        return "self_attn"
+    return "mlp" if shape.experts is None else f"mlp.{SHARED_EXPERT}"
 
 
-def matrix_shape(module: LoraModule, shape: ModelShape) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a module of a dense layer multiplies with."""
+def _matrix_shape(module: LoraModule, shape: ModelShape) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a module multiplies with."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    width = shape.ffn_hidden if shape.experts is None else shape.experts.shared
     table: Mapping[LoraModule, tuple[int, int]] = {
         "q_proj": (queries, shape.hidden),
         "k_proj": (keys, shape.hidden),
         "v_proj": (keys, shape.hidden),
         "o_proj": (shape.hidden, queries),
-        "gate_proj": (shape.ffn_hidden, shape.hidden),
-        "up_proj": (shape.ffn_hidden, shape.hidden),
-        "down_proj": (shape.hidden, shape.ffn_hidden),
+        "gate_proj": (width, shape.hidden),
+        "up_proj": (width, shape.hidden),
+        "down_proj": (shape.hidden, width),
     }
     return table[module]
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megarl.config.lora import SERVED_AS
 from megarl.config.native.options import JSON, read_library
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
@@ -30,7 +30,7 @@ from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
-from megarl.system.network import LOOPBACK, interface_of
+from megarl.system.network import LOOPBACK, interface_of, reserve_port
 from megarl.system.proc import ProcessStat, all_processes, read_stat
 from megarl.system.secret import masked
 
@@ -52,6 +52,10 @@ class EngineAdapters:
     modules: tuple[str, ...]
     num_loaded: int
     """Versions that are loaded at the same time."""
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return not set(SERVED_AS.values()).isdisjoint(self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,12 @@ class EngineSpec:
         name, part = self.role.replace("rollout", "engine"), f"_node_{self.node}" if self.node else ""
         return self.run_folder / "engines" / f"{name}_{self.index}{part}.log"
 
+    @property
+    def has_own_classes(self) -> bool:
+        """Whether SGLang takes our model classes."""
+        has_shared_expert = self.adapters is not None and self.adapters.has_shared_expert
+        return self.is_classifier or self.temperature != 1 or self.returns_routes or has_shared_expert
+
     def __str__(self) -> str:
         part = f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else ""
         return f"{self.role.replace('rollout', 'engine')} {self.index}{part}"
@@ -110,7 +120,7 @@ class EngineProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self._reservation = _reserve_port(spec.host, spec.port)
+        self._reservation = reserve_port(spec.host, spec.port)
         self.endpoint = EngineEndpoint(
             index=spec.index,
             host=spec.host,
@@ -138,7 +148,7 @@ class EngineProcess:
                 tensor=self.spec.config.tensor,
                 interface=interface_of(self.spec.host),
                 shares_devices=self.spec.shares_devices,
-                has_own_classes=self.spec.is_classifier or self.spec.temperature != 1 or self.spec.returns_routes,
+                has_own_classes=self.spec.has_own_classes,
             ),
             output=subprocess.PIPE,
         )
@@ -303,6 +313,8 @@ def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
         "--lora-backend": "torch_native" if device == "cpu" else "triton",
     }
     words = [str(word) for option in options.items() for word in option]
+    if adapters.has_shared_expert:
+        words += ["--json-model-override-args", json.dumps({"has_adapted_shared_expert": True})]
     return ["--enable-lora", "--lora-strict-loading", *words, "--lora-target-modules", *adapters.modules]
 
 
@@ -355,19 +367,6 @@ def last_message(lines: Iterable[str]) -> str:
     exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
     chosen = exceptions or meaningful
     return chosen[-1][:500] if chosen else "(nothing)"
-
-
-def _reserve_port(host: str, port: int | None) -> socket.socket:
-    """Return a bound socket that does not listen: the port is given to no other process, but the server can take it."""
-    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reservation.bind((host, port or 0))
-    except OSError as error:
-        reservation.close()
-        message = f"cannot listen on {host}:{port or 'any port'}: {error.strerror}; choose another port"
-        raise MachineError(message) from error
-    return reservation
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -65,3 +65,16 @@ def _own_addresses() -> dict[str, str]:
         for entry in entries
         if entry.family == socket.AF_INET
     }
+
+
+def reserve_port(host: str, port: int | None) -> socket.socket:
+    """Return a bound socket that does not listen: the port is given to no other process, but the server can take it."""
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reservation.bind((host, port or 0))
+    except OSError as error:
+        reservation.close()
+        message = f"cannot listen on {host}:{port or 'any port'}: {error.strerror}; choose another port"
+        raise MachineError(message) from error
+    return reservation

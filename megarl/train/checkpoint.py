@@ -34,6 +34,7 @@ from megarl.checkpoint.save import (
     save_tensors,
 )
 from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
@@ -81,7 +82,7 @@ class RankSaver:
         optimizer: ModelOptimizer,
         topology: Topology,
         peers: Peers,
-        is_critic: bool,
+        shape: ModelShape,
         lora: LoraConfig | None = None,
         purpose: str = "save",
     ) -> None:
@@ -91,7 +92,7 @@ class RankSaver:
         self._optimizer = optimizer
         self._topology = topology
         self._peers = peers
-        self._is_critic = is_critic
+        self._shape = shape
         self._lora = lora
         self._purpose = purpose
         self._weights: Contribution | None = None
@@ -181,7 +182,11 @@ class RankSaver:
         if folder.name != MODEL_FOLDER:
             return save_tensors(folder, layout=part.layout, tensors=part.tensors, group=group)
         if self._lora is not None:
-            fields = self._lora.peft_fields(base=source_folder.absolute(), is_critic=self._is_critic)
+            fields = self._lora.peft_fields(
+                base=source_folder.absolute(),
+                modules=self._lora.peft_modules(self._shape),
+                is_critic=self._shape.has_value_head,
+            )
             return save_adapter(
                 folder,
                 source_folder=source_folder,
@@ -196,7 +201,7 @@ class RankSaver:
             layout=part.layout,
             tensors=part.tensors,
             group=group,
-            is_critic=self._is_critic,
+            is_critic=self._shape.has_value_head,
         )
 
     @contextmanager

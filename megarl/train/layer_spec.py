@@ -33,7 +33,7 @@ _FUSED_NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
 def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bool = True) -> ModuleSpec:
-    """Return the spec of every layer. With `is_adapted` its linear layers outside of experts can have adapters."""
+    """Return the spec of every layer. With `is_adapted` linear layers can have adapters; routed experts have none."""
     num_experts = shape.experts.num if shape.experts else None
     if is_te:
         if not is_te_installed():
@@ -68,9 +68,10 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
             columns = TEColumnParallelLinear
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
         attention.linear_qkv, attention.linear_proj = with_adapter(columns), with_adapter(attention.linear_proj)
-        if num_experts is None:
-            feed_forward.linear_fc1 = with_adapter(columns)
-            feed_forward.linear_fc2 = with_adapter(feed_forward.linear_fc2)
+        if num_experts is not None:
+            feed_forward = spec.submodules.mlp.submodules.shared_experts.submodules
+        feed_forward.linear_fc1 = with_adapter(columns)
+        feed_forward.linear_fc2 = with_adapter(feed_forward.linear_fc2)
     return spec
 
 

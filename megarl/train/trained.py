@@ -59,7 +59,7 @@ class TrainedRank(ModelRank):
                     optimizer=self._optimizer,
                     topology=self._topology,
                     peers=peers,
-                    is_critic=spec.shape.has_value_head,
+                    shape=spec.shape,
                     lora=spec.lora,
                     purpose=purpose,
                 )

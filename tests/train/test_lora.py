@@ -16,7 +16,14 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule, read_adapter_config
+from megarl.config.lora import (
+    ALL_MODULES,
+    ATTENTION_MODULES,
+    LoraConfig,
+    LoraModule,
+    adapter_problem,
+    read_adapter_config,
+)
 from megarl.config.roles import ActorConfig
 from megarl.results import UpdateResult
 from megarl.train.lora import _Adapted, dropout_keys
@@ -210,6 +217,18 @@ def test_the_attention_of_a_mixture_can_be_adapted(
 ) -> None:
     model = models.get("qwen3_moe", tied=False)
     check_equals_peft(model, MIXTURE_SPLITS[split], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
+
+
+@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "EP2", "TP2-EP2-ETP1", "PP2-VPP2"])
+def test_the_shared_expert_of_a_mixture_can_be_adapted(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    """By the names of a dense block; peft is told to leave the other experts alone."""
+    model = models.get("qwen2_moe", tied=False)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, path=tmp_path)
+    write_random_adapter(tmp_path, model.folder, lora.peft_modules(model.shape), rank=RANK, alpha=ALPHA)
+    assert adapter_problem(lora, tmp_path, model.shape) is None
+    check_equals_peft(model, MIXTURE_SPLITS[split], lora, cluster)
 
 
 def test_recomputed_layers_have_gradients_above_a_frozen_embedding(

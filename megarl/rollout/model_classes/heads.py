@@ -22,6 +22,8 @@ from sglang.srt.models import (
     qwen3_moe,
 )
 
+from megarl.rollout.model_classes.shared_expert import with_shared_expert
+
 
 def _without_bias(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     class Classifier(base):  # type: ignore[valid-type, misc]
@@ -63,7 +65,7 @@ EntryClass = [
     _with_scale(llama.LlamaForCausalLM),
     _with_layer_numbers(_with_scale(mixtral.MixtralForCausalLM)),
     _with_scale(qwen2.Qwen2ForCausalLM),
-    _with_scale(qwen2_moe.Qwen2MoeForCausalLM),
+    with_shared_expert(_with_scale(qwen2_moe.Qwen2MoeForCausalLM)),
     _with_scale(qwen3.Qwen3ForCausalLM),
     _with_scale(qwen3_moe.Qwen3MoeForCausalLM),
 ]

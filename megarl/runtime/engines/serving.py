@@ -53,7 +53,7 @@ from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.fp8 import quantization_config
-from megarl.weights.layouts.lora import LoraShape, adapter_tensors
+from megarl.weights.layouts.lora import LoraShape, served_tensors
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
@@ -158,7 +158,9 @@ async def start_serving(
         keys=EngineKeys.fresh(),
         start_timeout_s=deadlines.start_s,
         loads_weights=lora is not None,  # the base of adapters is loaded from its folder, and stays
-        adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
+        adapters=EngineAdapters(rank=lora.rank, modules=lora.served_modules(shape), num_loaded=num_adapters)
+        if lora
+        else None,
         has_float32_head=recipe.model.has_float32_head,
         quantization=quantization_config(shape, config.fp8_keep),
         returns_routes=recipe.replays_routing(shape),
@@ -203,7 +205,7 @@ def _served_adapters(
 ) -> ServedAdapters | None:
     if model.lora is None or spec.adapters is None:
         return None
-    tensors = adapter_tensors(canonical_tensors(shape), LoraShape.of(model.lora), dtype=spec.dtype)
+    tensors = served_tensors(canonical_tensors(shape), LoraShape.of(model.lora), dtype=spec.dtype)
     return ServedAdapters(places=engines, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
 
 

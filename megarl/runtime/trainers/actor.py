@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.lora import served_name
 from megarl.config.recipe import TrainConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
@@ -99,7 +100,8 @@ class PublishingActor(ActorRank):
         tensors = self.gather()
         if not tensors:
             return None
-        return store_adapter(tensors, lora.peft_fields(base=source_folder, is_critic=False), version=version)
+        fields = lora.peft_fields(base=source_folder, modules=lora.served_modules(self._spec.shape))
+        return store_adapter({served_name(name): tensors[name] for name in tensors}, fields, version=version)
 
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig, served_name
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.canonical import VALUE_HEAD
 
@@ -23,6 +23,7 @@ LOCAL_A, LOCAL_B = ".lora_a", ".lora_b"
 
 _WEIGHT = ".weight"
 _LAYERS = "model.layers."
+_EXPERTS = ".experts."
 _PREFIX = "base_model.model."
 ADAPTED_HEAD = _PREFIX + VALUE_HEAD
 """The value head of a critic, which is trained as a whole, in the file of its adapter."""
@@ -41,8 +42,9 @@ class LoraShape:
         return cls(rank=lora.rank, modules=frozenset(lora.modules))
 
     def adapts(self, name: str) -> bool:
-        """Whether a canonical tensor is a matrix with an adapter."""
-        return name.startswith(_LAYERS) and name.endswith(_WEIGHT) and _module(name) in self.modules
+        """Whether a canonical tensor is a matrix with an adapter; of experts only a shared one has them."""
+        is_matrix = name.startswith(_LAYERS) and name.endswith(_WEIGHT) and _EXPERTS not in name
+        return is_matrix and _module(name) in self.modules
 
     def siblings(self, name: str) -> tuple[str, ...]:
         """Return the adapted matrices of the parameter that the matrix `name` is a part of, in their order."""
@@ -81,6 +83,11 @@ def adapter_tensors(
     return tensors
 
 
+def served_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape, *, dtype: str) -> dict[str, TensorSpec]:
+    """Return name and spec of every tensor in the file that engines read."""
+    return {served_name(name): spec for name, spec in adapter_tensors(canonical, lora, dtype=dtype).items()}
+
+
 def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None) -> Layout:
     """Return what the same holders hold of the adapters. Replicas stay replicas."""
     done: dict[int, Holding] = {}
@@ -96,14 +103,14 @@ def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None)
 def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int, range]]]:
     """Return for each B of a holding of adapters which A of the stack goes with which of its rows."""
     place_of = {
-        piece.slice.name.replace(".lora_A.", ".lora_B."): piece.local_offsets[-2] // lora.rank
+        piece.slice.name.replace(".lora_A.", ".lora_B."): piece.local_offsets[0] // lora.rank
         for piece in holding.pieces
         if piece.local_name.endswith(LOCAL_A)
     }
     rows: defaultdict[str, list[tuple[int, range]]] = defaultdict(list)
     for piece in holding.pieces:
         if piece.local_name.endswith(LOCAL_B):
-            first = piece.local_offsets[-2]
+            first = piece.local_offsets[0]
             rows[piece.local_name].append((place_of[piece.slice.name], range(first, first + piece.slice.shape[0])))
     return dict(rows)
 
@@ -120,11 +127,11 @@ def _adapters(holding: Holding, lora: LoraShape) -> Holding:
             pieces.append(replace(piece, slice=replace(piece.slice, name=ADAPTED_HEAD)))
     for name, parts in by_tensor.items():
         spec = holding.tensors[name]
-        *experts, rows, columns = spec.shape
+        rows, columns = spec.shape
         height = lora.rank * len(lora.siblings(parts[0].slice.name))
         local_a, local_b = (f"{name.removesuffix(_WEIGHT)}{which}" for which in (LOCAL_A, LOCAL_B))
-        tensors[local_a] = TensorSpec(shape=(*experts, height, columns), dtype=spec.dtype)
-        tensors[local_b] = TensorSpec(shape=(*experts, rows, lora.rank), dtype=spec.dtype)
+        tensors[local_a] = TensorSpec(shape=(height, columns), dtype=spec.dtype)
+        tensors[local_b] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
         pieces += _pieces(parts, lora, local_a, local_b)
     return Holding(rank=holding.rank, tensors=tensors, pieces=tuple(pieces))
 
@@ -134,11 +141,11 @@ def _pieces(parts: Sequence[Piece], lora: LoraShape, local_a: str, local_b: str)
     for piece in parts:
         box = piece.slice
         (row, column), (rows, columns) = box.offsets, box.shape
-        *experts, local_row, local_column = piece.local_offsets
+        local_row, local_column = piece.local_offsets
         yield Piece(
             slice=Slice(name=canonical_b(box.name), offsets=(row, 0), shape=(rows, lora.rank)),
             local_name=local_b,
-            local_offsets=(*experts, local_row, 0),
+            local_offsets=(local_row, 0),
         )
         # The rows of one matrix may come in several pieces, all with the same columns.
         for place, name in enumerate(lora.siblings(box.name)):
@@ -147,5 +154,5 @@ def _pieces(parts: Sequence[Piece], lora: LoraShape, local_a: str, local_b: str)
                 yield Piece(
                     slice=Slice(name=canonical_a(name), offsets=(0, column), shape=(lora.rank, columns)),
                     local_name=local_a,
-                    local_offsets=(*experts, place * lora.rank, local_column),
+                    local_offsets=(place * lora.rank, local_column),
                 )

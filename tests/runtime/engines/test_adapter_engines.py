@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
+from megarl.config.lora import ADAPTER_FILE, LoraConfig, served_name
 from megarl.config.model import ModelShape
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient, GenerateRequest
@@ -28,12 +27,12 @@ from megarl.runtime.stored_adapter import Content, StoredAdapter, store_adapter
 from megarl.types import FloatArray, PolicyVersion, Rollout
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
-from megarl.weights.layouts.lora import LoraShape, adapter_tensors
+from megarl.weights.layouts.lora import LoraShape, served_tensors
 from tests.rollout.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 
 RANK = 16
-SHAPE = LoraShape(rank=RANK, modules=frozenset(ALL_MODULES))
+LORA = LoraConfig(rank=RANK, alpha=6)
 PROMPT = (5, 17, 40, 8)
 
 
@@ -49,7 +48,7 @@ class AdaptedEngine:
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
-        return adapter_tensors(canonical_tensors(self.shape), SHAPE)
+        return served_tensors(canonical_tensors(self.shape), LoraShape.of(LORA), dtype="float32")
 
     @property
     def resident_bytes(self) -> int:
@@ -61,13 +60,13 @@ class AdaptedEngine:
         """Return the folder of a version; there are four contents."""
         folder = self.adapters / str(version % 4)
         if not folder.exists():
-            write_random_adapter(folder, self.model, ALL_MODULES, rank=RANK, seed=version % 4)
+            write_random_adapter(folder, self.model, LORA.peft_modules(self.shape), rank=RANK, seed=version % 4)
         return folder
 
     async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
         folder = self.adapter(version)
-        tensors = load_file(folder / ADAPTER_FILE)
-        fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        tensors = {served_name(name): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
+        fields = LORA.peft_fields(base=source_folder, modules=LORA.served_modules(self.shape))
         # There is no object store here.
         content: asyncio.Future[Content] = asyncio.get_running_loop().create_future()
         stored = store_adapter(tensors, fields, version=version, put=content.set_result)
@@ -121,19 +120,26 @@ class AdaptedEngine:
 @pytest.fixture(scope="module", params=[("qwen2", 1), ("qwen3", 2)], ids=["tp1", "tp2"])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedEngine]:
     family, tensor = request.param
-    folder = tmp_path_factory.mktemp(f"adapted_{family}")
-    shape = write_tiny_model(folder / "model", family, layers=2, seed=1)
+    with adapted_engine(tmp_path_factory.mktemp(f"adapted_{family}"), family, tensor=tensor) as engine:
+        yield engine
+
+
+@contextmanager
+def adapted_engine(folder: Path, family: str, *, tensor: int, expert: int = 1) -> Iterator[AdaptedEngine]:
+    shape = write_tiny_model(folder / "model", family, tied=False, layers=2, seed=1)
     spec = replace(
-        engine_spec(folder / "model", folder / "run", tensor=tensor),
-        adapters=EngineAdapters(rank=RANK, modules=ALL_MODULES, num_loaded=3),
+        engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert),
+        adapters=EngineAdapters(rank=RANK, modules=LORA.served_modules(shape), num_loaded=3),
     )
     process = EngineProcess(spec)
-    process.start()
-    asyncio.run(process.wait_ready())
-    host = EngineHost()
-    yield AdaptedEngine(process=process, host=host, shape=shape, model=folder / "model", adapters=folder)
-    asyncio.run(host.stop())
-    process.stop()
+    try:
+        process.start()
+        asyncio.run(process.wait_ready())
+        host = EngineHost()
+        yield AdaptedEngine(process=process, host=host, shape=shape, model=folder / "model", adapters=folder)
+        asyncio.run(host.stop())
+    finally:
+        process.stop()
 
 
 def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -> None:
@@ -166,6 +172,22 @@ def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -
             assert set(rollout.versions.tolist()) == {version}
             difference = np.abs(rollout.logprobs - adapted.logprobs(rollout, version)).max()
             assert difference < 1e-4, f"version {version}: off by {difference:.2e}"
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
+def test_a_shared_expert_is_served_with_its_adapter(tensor: int, expert: int, tmp_path: Path) -> None:
+    async def run() -> list[Rollout]:
+        async with engine.published() as (fleet, publisher):
+            await publisher.publish(PolicyVersion(1))
+            group = await generator_of(fleet, num_rollouts=4, max_response_tokens=32).generate(prompt_of(*PROMPT))
+            return list(group.rollouts)
+
+    with adapted_engine(tmp_path, "qwen2_moe", tensor=tensor, expert=expert) as engine:
+        rollouts = asyncio.run(run())
+        for rollout in rollouts:
+            difference = np.abs(rollout.logprobs - engine.logprobs(rollout, 1)).max()
+            assert difference < 1e-4, f"off by {difference:.2e}"
+        assert np.abs(rollouts[0].logprobs - engine.logprobs(rollouts[0], 2)).max() > 1e-2, "adapters are alike"
 
 
 def ask(adapter: str | None) -> GenerateRequest:

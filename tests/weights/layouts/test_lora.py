@@ -11,7 +11,14 @@ from megarl.config.model import Family, ModelShape
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
-from megarl.weights.layouts.lora import LoraShape, adapter_layout, adapter_tensors, canonical_a, canonical_b
+from megarl.weights.layouts.lora import (
+    LoraShape,
+    adapter_layout,
+    adapter_tensors,
+    canonical_a,
+    canonical_b,
+    served_tensors,
+)
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
@@ -47,6 +54,22 @@ def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
     assert {name: spec.shape for name, spec in adapters.items()} == {
         "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight": (3, 8),
         "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight": (4, 3),
+    }
+
+
+def test_of_the_experts_of_a_mixture_the_shared_one_has_an_adapter() -> None:
+    shape = make_shape(Family.QWEN2_MOE, layers=1)
+    assert shape.experts is not None
+    width, lora = shape.experts.shared, LoraShape(rank=3, modules=frozenset({"gate_proj", "up_proj", "down_proj"}))
+    prefix = "base_model.model.model.layers.0.mlp.shared_expert."
+    found = served_tensors(canonical_tensors(shape), lora, dtype="float32")
+    assert {name: spec.shape for name, spec in found.items()} == {
+        f"{prefix}q_b_proj.lora_A.weight": (3, 8),
+        f"{prefix}q_b_proj.lora_B.weight": (width, 3),
+        f"{prefix}kv_b_proj.lora_A.weight": (3, 8),
+        f"{prefix}kv_b_proj.lora_B.weight": (width, 3),
+        f"{prefix}wo_ud.lora_A.weight": (3, width),
+        f"{prefix}wo_ud.lora_B.weight": (8, 3),
     }
 
 

@@ -5,8 +5,10 @@ Recomputed tensors are not kept; they exist again while their layer runs its bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, Device
@@ -18,6 +20,16 @@ NUM_CPU_LOGIT_CHUNKS = 4
 logits."""
 
 _FP8_BYTES = 1
+_MASK_BYTES = 1
+_DRAWN_BYTES = 3 * 4
+"""Three numbers of 32 bits exist together for each input of which an adapter may leave something out."""
+_ADAPTED: Mapping[str, frozenset[str]] = {
+    "qkv_proj": frozenset({"q_proj", "k_proj", "v_proj"}),
+    "o_proj": frozenset({"o_proj"}),
+    "gate_up_proj": frozenset({"gate_proj", "up_proj"}),
+    "down_proj": frozenset({"down_proj"}),
+}
+"""Linear layers with one input, and the modules of adapters that they consist of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,8 @@ class ModelWork:
     tokens: int
     """Tokens of a full micro-batch on one rank, with padding."""
     device: Device
+    lora: LoraConfig | None = None
+    """The adapter that is trained; None trains the model itself, or nothing."""
 
     @property
     def item_bytes(self) -> int:
@@ -41,10 +55,16 @@ class ModelWork:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, split: ModelParallelConfig, *, tokens_per_micro_batch: int, device: Device
+        cls,
+        shape: ModelShape,
+        split: ModelParallelConfig,
+        *,
+        tokens_per_micro_batch: int,
+        device: Device,
+        lora: LoraConfig | None = None,
     ) -> ModelWork:
         tokens = _round_up(tokens_per_micro_batch, split.pack_multiple) // split.context
-        return cls(shape=shape, split=split, tokens=tokens, device=device)
+        return cls(shape=shape, split=split, tokens=tokens, device=device, lora=lora)
 
     def chunk_layers(self, stage: int) -> int:
         """Return the number of layers of each chunk of a stage."""
@@ -104,7 +124,7 @@ def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
 
 def forward_bytes(work: ModelWork) -> int:
     """Return the activations of a pass without gradients: one layer at a time, nothing is kept."""
-    return work.tokens * layer_bytes(work).total
+    return work.tokens * layer_bytes(replace(work, lora=None)).total
 
 
 def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
@@ -172,11 +192,31 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
         inputs=item * 2 * shape.hidden // split,
         # The norm in front of experts is a layer of its own.
         normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
-        attention=item * (projected + rotated + angles + attended + _gathered(shape, work.split)),
+        attention=item * (projected + rotated + angles + attended + _gathered(shape, work.split))
+        + _dropped_bytes(work, "qkv_proj", "o_proj"),
         statistics=4 * (shape.num_heads // tensor + 2),
-        feed_forward=feed_forward + always,
+        feed_forward=feed_forward + always + _dropped_bytes(work, "gate_up_proj", "down_proj"),
         is_mixture=shape.experts is not None,
     )
+
+
+def _dropped_bytes(work: ModelWork, *layers: str) -> int:
+    """Return what `lora.dropout` makes of the inputs of linear layers: a mask, and the inputs that are left."""
+    return sum((_MASK_BYTES + work.item_bytes) * _dropped_width(work, layer) for layer in layers)
+
+
+def _dropped_width(work: ModelWork, layer: str) -> int:
+    """Return the width of a layer's input on a rank of which an adapter leaves something out; 0 where none does."""
+    lora, shape, tensor = work.lora, work.shape, work.split.tensor
+    if lora is None or not lora.dropout or _ADAPTED[layer].isdisjoint(lora.modules):
+        return 0
+    match layer:
+        case "o_proj":
+            return shape.num_heads * shape.head_dim // tensor
+        case "down_proj":
+            return (shape.ffn_hidden if shape.experts is None else shape.experts.shared) // tensor
+        case _:
+            return shape.hidden // (tensor if work.split.is_sequence_parallel else 1)
 
 
 def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:
@@ -242,7 +282,8 @@ def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
 
 
 def _backward_bytes_per_token(work: ModelWork) -> int:
-    """Return the gradients of the widest tensors of one layer, which exist together."""
+    """Return the gradients of the widest tensors of one layer, which exist together, or the numbers that are drawn for
+    its widest input."""
     shape, split = work.shape, work.split
     if shape.experts is None:
         in_feed_forward = 4 * shape.ffn_hidden // split.tensor
@@ -251,7 +292,8 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
         in_feed_forward = max(in_experts, 4 * shape.experts.shared) // split.tensor
     # The gathered keys and values, and their gradients before and after the sum of both chunks.
     in_attention = 3 * _gathered(shape, split)
-    return work.item_bytes * (max(in_feed_forward, in_attention) + 2 * shape.hidden)
+    gradients = work.item_bytes * (max(in_feed_forward, in_attention) + 2 * shape.hidden)
+    return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))
 
 
 def _round_up(count: int, step: int) -> int:

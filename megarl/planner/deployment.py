@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, PrimeConfig
-from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import ModelConfig, Recipe
@@ -148,8 +147,6 @@ class PlannedModel:
     pool: str
     work: ModelWork
     placement: ModelPlacement
-    lora: LoraConfig | None = None
-    """The adapter that is trained; None trains the model itself."""
 
     @property
     def is_trained(self) -> bool:
@@ -159,7 +156,7 @@ class PlannedModel:
     def stages(self) -> tuple[StageMemory, ...]:
         """Memory of a trained model, per pipeline stage."""
         dtype = self.work.split.dtype_on(self.work.device)
-        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype, lora=self.lora)
+        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype, lora=self.work.lora)
 
     @property
     def bare_weights(self) -> tuple[BareWeights, ...]:
@@ -231,7 +228,7 @@ class Deployment:
 
     @property
     def publishes_adapters(self) -> bool:
-        return self.models["actor"].lora is not None
+        return self.models["actor"].work.lora is not None
 
     @property
     def keeps_engine_weights(self) -> bool:
@@ -269,9 +266,9 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
                     split,
                     tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
                     device=device,
+                    lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
                 ),
                 placement=placement.models[role],
-                lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
             )
             for role, split in recipe.roles.megatron_roles.items()
         },

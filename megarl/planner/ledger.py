@@ -350,7 +350,7 @@ def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[in
     """Return the bytes per stage that a rank copies to host memory for a checkpoint: replicas share the weights, and
     each rank copies its own part of the optimizer."""
     parallel = model.placement.parallel
-    if model.lora is not None:
+    if model.work.lora is not None:
         # What is trained has four bytes of gradient for each element.
         item_bytes = ITEM_BYTES[dtype_on(model.work.device)]
         trained = [stage.gradient_bytes // 4 * item_bytes // parallel.replicas for stage in model.stages]

@@ -24,7 +24,9 @@ from megarl.config.lora import (
     adapter_problem,
     read_adapter_config,
 )
+from megarl.config.model import Family
 from megarl.config.roles import ActorConfig
+from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, layer_bytes
 from megarl.results import UpdateResult
 from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
@@ -52,6 +54,7 @@ from tests.train.test_rank import (
     packed,
     setup_of,
 )
+from tests.weights.reference import make_shape
 
 RANK, ALPHA = 4, 6
 
@@ -353,6 +356,34 @@ def test_what_is_left_out_looks_random() -> None:
 
 class Plain(_Adapted):
     tp_group = None
+
+
+@pytest.mark.parametrize("family", [Family.QWEN2, Family.QWEN2_MOE])
+def test_the_planner_counts_what_torch_keeps_of_inputs_that_are_left_out(family: Family) -> None:
+    shape, num_tokens = make_shape(family), 16
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, dropout=0.25)
+    width = shape.ffn_hidden if shape.experts is None else shape.experts.shared
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    outputs = []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        for columns in (shape.hidden, shape.num_heads * shape.head_dim, shape.hidden, width):
+            module, inputs = Plain(), torch.randn(num_tokens, 1, columns, requires_grad=True)
+            module.lora_a = torch.nn.Parameter(torch.randn(RANK, columns))
+            module.lora_dropout = lora.dropout
+            module.lora_keys = dropout_keys(torch.arange(num_tokens), torch.arange(num_tokens), seed=3, update=0)
+            given = {tensor.untyped_storage().data_ptr() for tensor in (inputs, module.lora_a)}
+            outputs.append((module._thin(inputs, has_columns=False), module))
+    work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=num_tokens, device="cpu", lora=lora)
+    plain = replace(work, lora=lora.model_copy(update={"dropout": 0.0}))
+    assert sum(kept.values()) == num_tokens * (layer_bytes(work).total - layer_bytes(plain).total)
+    assert activation_bytes(work, 0) > activation_bytes(plain, 0)
+    assert forward_bytes(work) == forward_bytes(plain)
 
 
 @pytest.mark.parametrize("has_columns", [True, False], ids=["columns", "tokens"])

@@ -211,13 +211,13 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_
         from pathlib import Path
 
         def compute_score(data_source, solution_str, ground_truth, extra_info):
-            if solution_str == "slow":
-                with open(extra_info["pids"], "a") as file:
-                    file.write(f"{os.getpid()}\\n")
-                time.sleep(1)
+            if solution_str == "slow" and not Path(extra_info["pids"]).exists():
+                Path(extra_info["pids"]).write_text(f"{os.getpid()}\\n")
+                time.sleep(600)
             return os.getpid()
         """,
         workers=2,
+        deadline_s=600,
     )
     pool = pool_of(config)
     pids = tmp_path / "pids"

@@ -78,7 +78,10 @@ def test_a_section_runs_as_it_is_printed(section: str) -> None:
 def look_at(words: list[str]) -> None:
     """Open the page that a command serves until Ctrl-C."""
     program = CLONE / ".venv" / "bin" / words[0]
+    # In the background of a script SIGINT is ignored, and a child inherits that; a handler becomes the default in it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     viewing = subprocess.Popen([program, *words[1:]], cwd=CLONE, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     try:
         assert viewing.stdout is not None
         address = next(found[0] for line in viewing.stdout if (found := re.search(r"http://\S+", line)))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,17 +11,21 @@ from bench.browser import open_browser
 from megarl.cli.main import run
 from megarl.config.recipe import Recipe
 from megarl.observe.observing import observing
+from megarl.tools.page.run_data import RunFolder, compare_overviews
 from tests.observe.samples import ListSink, evaluated, make_recipe, step_summary
 from tests.tools.page.runs import make_run
 
 
-def write_run(folder: Path, name: str, *, reward: float, **sections: object) -> Path:
+def write_run(folder: Path, name: str, *, reward: float, component: str = "format", **sections: object) -> Path:
     fields = make_recipe(folder).model_dump()
     fields["run"]["name"] = name
     recipe = Recipe.model_validate({**fields, **sections})
     with observing(recipe, display=ListSink()) as observer:
         for step in (1, 2):
-            observer.step_summarized(step_summary(step, reward=reward * step))
+            summary = step_summary(step, reward=reward * step)
+            assert summary.rollouts is not None
+            rollouts = replace(summary.rollouts, component_means={component: 0.9})
+            observer.step_summarized(replace(summary, rollouts=rollouts))
         observer.evaluated(2, evaluated(2, reward).result)
     return recipe.run_folder
 
@@ -50,6 +56,14 @@ def test_no_name_is_cut_on_a_narrow_terminal(tmp_path: Path, capsys: pytest.Capt
     assert "…" not in out
     assert "sampling.max_response_tokens" in out
     assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_different_components_of_two_runs_keep_their_names(tmp_path: Path) -> None:
+    folders = {name: write_run(tmp_path, name, reward=0.5, component=name[::-1]) for name in ("ab", "cd")}
+    charts: Any = compare_overviews({name: RunFolder(folder) for name, folder in folders.items()})["charts"]
+    names = {chart["title"]: [one["name"] for one in chart["series"]] for chart in charts}
+    assert names["Reward by component"] == ["ab: ba", "cd: dc"]
+    assert names["Loss"] == ["ab", "cd"]
 
 
 def test_a_recipe_of_another_version_is_compared_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,12 +181,15 @@ def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
     charts: dict[tuple[str, str], list[Any]] = {}
     for number, (name, overview) in enumerate(overviews.items()):
         for chart in overview["charts"]:
-            several = len(chart["series"]) > 1
-            series = charts.setdefault((chart["section"], chart["title"]), [])
-            series += [
-                {**one, "name": f"{name}: {one['name']}" if several else name, "run": number, "part": part}
-                for part, one in enumerate(chart["series"])
-            ]
+            charts.setdefault((chart["section"], chart["title"]), []).extend(
+                {**one, "of": name, "run": number, "part": part} for part, one in enumerate(chart["series"])
+            )
+    for series in charts.values():
+        # Two runs may have one component each, and not the same.
+        has_several = len({one["name"] for one in series}) > 1
+        for one in series:
+            of = one.pop("of")
+            one["name"] = f"{of}: {one['name']}" if has_several else of
     merged = [{"section": section, "title": title, "series": series} for (section, title), series in charts.items()]
     shown, first = next(iter(overviews.items()))
     facts = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -34,6 +35,8 @@ from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
 from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, find_kept
 from megarl.system.network import LOOPBACK
+
+logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 20.0
 _START_TIMEOUT_S = 360.0
@@ -115,7 +118,7 @@ class LocalRay:
         command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += [*self._last_words, *self._agent_ports()]
         lease = GuardLease(folder=self._folder, seconds=0) if self._lease is None else self._lease.of_guard
-        with self.log_of(number).open("wb") as log:
+        with self.log_of(number).open("ab" if node in self._nodes else "wb") as log:
             self._nodes[node] = start_guarded(command, environment=environment, output=log, lease=lease)
 
     def _agent_ports(self) -> Iterator[str]:
@@ -160,6 +163,7 @@ class LocalRay:
                 raise MachineError(f"node {number} of the local Ray does not start; log: {log}")
             if has_ended:
                 num_starts += 1
+                logger.warning("node %d of the local Ray did not start and is started again; log: %s", number, log)
                 stop_guarded(self._nodes[node], grace_s=0.0)
                 self._start(node, number)
             time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ import torch
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
-from megarl.checkpoint.save import contribution, copy_to_host, gather, plan_gathering, refuse_unfinite
+from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering, refuse_unfinite
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
@@ -157,8 +157,8 @@ class _Parts:
     def _store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
         start = time.perf_counter()
         refuse_unfinite(self._tensors)
-        copies = copy_to_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
-        gathered = gather(self._gathering, copies, self._group)
+        boxes = boxes_on_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
+        gathered = gather(self._gathering, boxes, self._group)
         middle = time.perf_counter()
         fields = self._lora.peft_fields(base=source_folder, modules=self._lora.modules)
         stored = store_adapter(gathered, fields, version=version)

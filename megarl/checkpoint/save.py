@@ -28,7 +28,7 @@ from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import same_processes
-from megarl.weights.algebra.plan import Move, Plan, plan
+from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
@@ -213,6 +213,15 @@ class GatheringPlan(Plan):
             self._kept[False, rank] = super().moves_to(rank)
         return self._kept[False, rank]
 
+    @cached_property
+    def _boxes(self) -> dict[int, tuple[SourceBox, ...]]:
+        return {}
+
+    def boxes_from(self, origin: int) -> Iterator[SourceBox]:
+        if origin not in self._boxes:
+            self._boxes[origin] = tuple(super().boxes_from(origin))
+        return iter(self._boxes[origin])
+
 
 def plan_gathering(layout: Layout) -> GatheringPlan:
     """Return the plan by which the first rank receives all canonical tensors."""
@@ -368,6 +377,13 @@ def copy_to_host(given: Contribution, rank: int, view: BoxView) -> dict[str, tor
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return copies
+
+
+def boxes_on_host(given: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
+    """Return this rank's boxes in host memory: themselves where they are there, else copies."""
+    specs = given.layout.by_rank[rank].tensors
+    boxes = {name: view(source, offsets, specs[name].shape) for name, (source, offsets) in given.boxes.items()}
+    return boxes if all(box.device.type == "cpu" for box in boxes.values()) else copy_to_host(given, rank, view)
 
 
 def _boxes_of(holding: Holding, moves: Iterable[Move]) -> Holding:

@@ -24,6 +24,7 @@ from megarl.checkpoint.save import (
     Contribution,
     GatheringPlan,
     UnfiniteError,
+    boxes_on_host,
     contribution,
     copy_to_host,
     gather,
@@ -109,13 +110,17 @@ class RankSaver:
         rank = self._topology.rank
         # Free the earlier copy first: host memory holds one at most.
         self._taken = {}
-        if self._weights is None:
-            self._weights = contribution(self._layout, rank)
-        tensors = {name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()}
-        parts = {MODEL_FOLDER: _Part.copy(self._weights, rank, partial(_box, tensors))}
+        given, tensors = self._own_weights()
+        parts = {MODEL_FOLDER: _Part.copy(given, rank, partial(_box, tensors))}
         if contents == "everything":
             parts |= self._snapshot_optimizer(rank)
         self._taken = parts
+
+    def _own_weights(self) -> tuple[Contribution, dict[str, Tensor]]:
+        """Return which boxes this rank contributes, and the tensors that have them."""
+        if self._weights is None:
+            self._weights = contribution(self._layout, self._topology.rank)
+        return self._weights, {name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()}
 
     def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         """Write the snapshot together with all ranks; return this rank's files by their path in `folder`.
@@ -134,19 +139,21 @@ class RankSaver:
         return files
 
     def gather(self) -> Mapping[str, Tensor]:
-        """Return the whole weights of the snapshot on rank 0, in host memory, and none elsewhere; all ranks call it.
+        """Return the whole weights on rank 0, in host memory, and none elsewhere; all ranks call it.
 
         They stay what they are until the next call.
         """
-        part, self._taken = self._taken[MODEL_FOLDER], {}
+        self._num_snapshots += 1
+        given, tensors = self._own_weights()
+        boxes = boxes_on_host(given, self._topology.rank, partial(_box, tensors))
         if self._gathering is None:
-            self._gathering = plan_gathering(part.layout)
+            self._gathering = plan_gathering(given.layout)
         what = "the adapter"
         with self._meeting(what) as group:
             try:
                 # Where they are: a GPU looks at them faster than a copy takes.
-                refuse_unfinite({name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()})
-                return gather(self._gathering, part.tensors, group)
+                refuse_unfinite(tensors)
+                return gather(self._gathering, boxes, group)
             except (WeightSyncError, UnfiniteError) as error:
                 raise CheckpointError(f"{what} was not saved: {error}") from error
 

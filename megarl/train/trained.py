@@ -173,8 +173,7 @@ class TrainedRank(ModelRank):
     def gather(self) -> Mapping[str, Tensor]:
         """Return all tensors that are trained on rank 0, in host memory, and none elsewhere."""
         with self._on_device():
-            self._exporter.snapshot("weights")
-        return self._exporter.gather()
+            return self._exporter.gather()
 
     def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
         assert not self._optimizer.is_released, "released; reload comes first"

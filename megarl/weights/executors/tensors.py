@@ -36,6 +36,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:
     """Return a view of a box, detached from autograd. Dimensions that it lacks come first in `offsets`, as indices."""
+    if tensor.shape == shape:
+        return tensor.detach()
     indices, starts = offsets[: -len(shape)], offsets[-len(shape) :]
     view = tensor.detach()[indices]
     for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):

@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.state import read_state
+from megarl.cli.main import run as command
+from megarl.config.lora import ADAPTER_FILE
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, finished, run, started
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_adapted, write_tiny_model
 
 LAYERS = 3
 MIXTURE = (
@@ -57,6 +62,25 @@ def check_replayed(done: Run, *, steps: int) -> None:
 @pytest.mark.parametrize("model", ["mixture", pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_mixture_is_trained_with_the_experts_of_its_engine(model: str, folder: Path) -> None:
     check_replayed(run(folder, f"replayed_{model}", f"model.path={folder / model}", *MIXTURE), steps=2)
+
+
+@pytest.mark.slow
+def test_a_shared_expert_is_trained_by_its_adapter_which_peft_loads_and_export_merges(folder: Path) -> None:
+    words = (f"model.path={folder / 'shared'}", "model.lora={rank: 8, alpha: 16}", *MIXTURE)
+    done = run(folder, "shared_lora", *words)
+    check_replayed(done, steps=2)
+    trained = {name for name, tensor in load_file(done.model / ADAPTER_FILE).items() if tensor.abs().max() > 0}
+    shared = "base_model.model.model.layers.0.mlp.shared_expert."
+    assert {f"{shared}{module}_proj.lora_B.weight" for module in ("gate", "up", "down")} <= trained
+    assert command(["export", "--merge", str(done.folder), str(folder / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    adapted, ids = load_adapted(folder / "shared", done.model), torch.arange(1, 20)[None]
+    with torch.no_grad():
+        found, expected, base = (
+            model(ids).logits for model in (merged, adapted, AutoModelForCausalLM.from_pretrained(folder / "shared"))
+        )
+    assert (found - expected).abs().max() < 1e-5
+    assert (expected - base).abs().max() > 1e-4
 
 
 @pytest.mark.slow

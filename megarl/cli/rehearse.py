@@ -84,7 +84,7 @@ def rehearse(
         files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
         small = small_topology(read, folder=folder, files=files, max_nodes=nodes)
         tiny = tiny_shape(shapes.policy, small.recipe.roles.actor)
-        _write_files(files.model, files.data, files.reward, tiny, kind=read.algorithm.kind)
+        write_files(files.model, files.data, files.reward, tiny, kind=read.algorithm.kind)
         for note in small.notes:
             print(note)
         report = run_rehearsal(small, folder, say=say)
@@ -94,7 +94,7 @@ def rehearse(
         raise typer.Exit(MachineError.exit_code)
 
 
-def _write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, kind: str) -> None:
+def write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, kind: str) -> None:
     """Write prompts, their reward, and a random model of `shape` with the tokenizer of the quickstart."""
     from megarl.tools.check_sync.check import write_random_model
     from megarl.tools.quickstart.arithmetic import make_arithmetic

@@ -30,6 +30,7 @@ from megarl.runtime.engines.adoption import KeptActors
 from megarl.runtime.local_ray import LocalRay, adopted_ray, local_ray
 from megarl.system.lease import Lease
 from megarl.system.network import address_in
+from megarl.system.node_faults import NodeFaults
 from megarl.weights.algebra.locality import Gpu
 
 PLACEMENT_TIMEOUT_S = 120.0
@@ -53,6 +54,8 @@ class NodeBundle:
         """Their numbers on the node; empty for CPU slots."""
         self.is_lost = False
         """Its node is gone, and Ray has no other one for it yet."""
+        self.is_bound = False
+        """It was moved to a node of our choice: Ray moves it nowhere else."""
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -97,13 +100,24 @@ class Place:
 class Pool:
     """The places of a pool, divided equally between the roles that use it."""
 
-    def __init__(self, places: Sequence[Place], num_roles: int, actors: KeptActors | None = None) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        num_roles: int,
+        actors: KeptActors | None = None,
+        faults: NodeFaults | None = None,
+    ) -> None:
         self.places = places
+        self.faults = faults or NodeFaults()
         self.actors = actors or KeptActors(keeps=False)
         self.is_shared = num_roles > 1
         # Ray counts in ten-thousandths of a device.
         self.share = math.floor(10_000 / num_roles) / 10_000
         self.turn = asyncio.Lock()
+
+    @property
+    def bundles(self) -> list[NodeBundle]:
+        return list(dict.fromkeys(place.bundle for place in self.places))
 
 
 class Cluster:
@@ -116,6 +130,7 @@ class Cluster:
         """The numbers of the GPUs by pool and bundle."""
         self._lease = lease if lease is not None and lease.keeps else None
         self.actors = KeptActors(keeps=self._lease is not None)
+        self.faults = NodeFaults()
 
     def outlive_driver(self) -> None:
         """Leave everything to the next driver if this one dies from now on."""
@@ -168,7 +183,7 @@ class Cluster:
             for bundle, gpus in zip(bundles, adopted.gpus[name], strict=True):
                 bundle.gpus = tuple(gpus)
         elif self._resource == "GPU":
-            _find_gpus(bundles)
+            find_gpus(bundles)
         self._gpus[name] = [bundle.gpus for bundle in bundles]
         addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in live_nodes()}
         bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
@@ -252,7 +267,7 @@ def _order(address: str) -> tuple[int, ...]:
     return tuple(int(part) for part in address.split(".") if part.isdecimal())
 
 
-def _find_gpus(bundles: Sequence[NodeBundle]) -> None:
+def find_gpus(bundles: Sequence[NodeBundle]) -> None:
     """Ask each node which of its GPUs Ray has reserved for the bundle."""
     ask = ray.remote(_own_gpus)
     numbers = ray.get(

@@ -134,6 +134,10 @@ class LocalRay:
     def log_of(self, number: int) -> Path:
         return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
 
+    def pid_of(self, node: str) -> int:
+        """Return the process above all others of a node."""
+        return self._nodes[node].pid
+
     def kill_node(self, node: str) -> None:
         """End every process of a node at once, as a power failure would."""
         stop_guarded(self._nodes[node], grace_s=0.0)

@@ -30,7 +30,7 @@ from megarl.runtime.engines.frozen import start_frozen
 from megarl.runtime.engines.frozen_turns import FrozenTurns
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
-from megarl.runtime.lost_nodes import settle
+from megarl.runtime.lost_nodes import RankNodes, settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
 from megarl.runtime.rollouts.workers import open_workers
@@ -150,7 +150,10 @@ class _Run:
         preemption: Preemption,
     ) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
-        train = self._recipe.train
+        train, cluster = self._recipe.train, self._recipe.cluster
+        # Engines wait for their nodes by themselves.
+        of_ranks, only_ranks = _pools_of_ranks(pools, self._recipe.roles)
+        nodes = RankNodes(only_ranks, max_faults=cluster.max_node_faults, observer=self._observer)
         restarts = Restarts(max_restarts=train.max_restarts, pause_s=train.restart_pause_s)
         point = first
         while True:
@@ -164,10 +167,9 @@ class _Run:
                 point = await self._last_good(first)
                 self._restarted(point, error)
                 await asyncio.sleep(pause_s)
-                # Engines wait for their nodes by themselves.
-                used = {role.pool for role in self._recipe.roles.megatron_roles.values()}
-                of_ranks = {name: pool for name, pool in pools.items() if name in used}
-                await settle(of_ranks, timeout_s=self._recipe.cluster.node_timeout_s, waiting=self._observer.warned)
+                await asyncio.to_thread(nodes.note, error, self._recipe.roles.used_pools)
+                await settle(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self._observer.warned)
+                await asyncio.to_thread(nodes.leave_excluded)
             except DamagedError as error:
                 if point is None or point.folder in self._damaged:
                     raise
@@ -245,6 +247,13 @@ class _Run:
         self._mirroring.saved()
         if self._recipe.checkpoint.contents == "everything":
             self._outlive_driver()
+
+
+def _pools_of_ranks(pools: Mapping[str, Pool], roles: RolesConfig) -> tuple[dict[str, Pool], dict[str, Pool]]:
+    """Return the pools that have trainer ranks, and those of them that have no engines."""
+    ranks, engines = ({role.pool for role in of} for of in (roles.megatron_roles.values(), roles.on_engines.values()))
+    of_ranks = {name: pool for name, pool in pools.items() if name in ranks}
+    return of_ranks, {name: pool for name, pool in of_ranks.items() if name not in engines}
 
 
 def _roles_of(roles: RolesConfig) -> str:

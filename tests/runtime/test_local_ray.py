@@ -17,17 +17,21 @@ import pytest
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError
+from megarl.observe.events import Record, Warned
+from megarl.observe.observer import Observer
 from megarl.runtime.local_ray import private_ray
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
+    from ray.util.placement_group import remove_placement_group
 
     from megarl.runtime import cluster as cluster_module
     from megarl.runtime import local_ray as local_ray_module
     from megarl.runtime.cluster import Cluster, NodeBundle, Place, Pool
     from megarl.runtime.local_ray import LocalRay, local_ray
-    from megarl.runtime.lost_nodes import followed, settle
+    from megarl.runtime.lost_nodes import RankNodes, followed, settle
+    from megarl.runtime.trainers.worker_group import WorkerDiedError
 
 GPUS = (4, 4, 2, 4)
 """Declared by each node beside the head, which has none; the third is smaller."""
@@ -60,6 +64,19 @@ def by_node(places: list[Place]) -> list[list[int | None]]:
     for place in places:
         found.setdefault(place.node, []).append(place.gpu)
     return list(found.values())
+
+
+class Warnings:
+    """A sink that keeps warnings."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def record(self, record: Record) -> None:
+        if isinstance(record.event, Warned):
+            self.texts.append(record.event.text)
+
+    def close(self) -> None: ...
 
 
 class Seen:
@@ -98,6 +115,35 @@ def test_a_cluster_of_uneven_nodes_is_refused_at_once(cluster: Cluster) -> None:
         cluster.reserve({"four": PoolConfig(nodes=4, gpus_per_node=4)})
 
 
+def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluster) -> None:
+    (pool,) = (Pool(places, 1) for places in cluster.reserve({"train": PoolConfig(nodes=2, gpus_per_node=4)}).values())
+    sink = Warnings()
+    nodes = RankNodes({"train": pool}, max_faults=1, observer=Observer([sink]))
+    first, stays = (bundle.node for bundle in pool.bundles)
+
+    def lose(rank: int) -> list[str]:
+        nodes.note(WorkerDiedError(f"actor rank {rank}: died", "actor", rank), {"actor": "train"})
+        nodes.leave_excluded()
+        return [bundle.node for bundle in pool.bundles]
+
+    spare, other = lose(3)
+    assert spare not in (first, stays)
+    assert other == stays
+    assert pool.faults.excluded == {cluster_module.address_of(first)}
+    assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: actor" in sink.texts[0]
+    assert sink.texts[1].endswith(f"its ranks start on {cluster_module.address_of(spare)}")
+    # A rank in a place of the bundle is on the spare node, and sees a GPU of it.
+    seen = [ray.remote(Seen).options(**place.options({}, share=1)).remote() for place in pool.places[:4]]
+    assert ray.get([each.gpus.remote() for each in seen], timeout=300) == [(spare, str(gpu)) for gpu in range(4)]
+    # The small node is no spare one, and an excluded node is not used again.
+    assert lose(0) == [spare, stays]
+    assert sink.texts[-1].endswith("its ranks stay there: no spare node is free")
+    num_texts = len(sink.texts)
+    asyncio.run(settle({"train": pool}, timeout_s=1, waiting=sink.texts.append))
+    assert len(sink.texts) == num_texts, "a pool with a bundle that was moved has all its nodes"
+    remove_placement_group(pool.bundles[0].group)
+
+
 def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluster: Cluster) -> None:
     """Takes two nodes away: the tests below need only the head."""
     places = cluster.reserve({"all": PoolConfig(nodes=2, gpus_per_node=4)})["all"]
@@ -109,7 +155,7 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluste
     moved: list[NodeBundle] = []
 
     async def lose(address: str, *, timeout_s: float) -> None:
-        async with followed(places, moved=moved.append, warn=told.append):
+        async with followed(pool, moved=moved.append, warn=told.append):
             await lose_and_settle(address, timeout_s=timeout_s)
             async with asyncio.timeout(120):
                 while not moved:

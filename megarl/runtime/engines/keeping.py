@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -10,15 +12,18 @@ from pathlib import Path
 from megarl.config.cluster import ClusterConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import Relocated
-from megarl.runtime.cluster import NodeBundle, Place
+from megarl.runtime.cluster import NodeBundle, Pool, address_of
 from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines
 from megarl.runtime.engines.supervisor import Supervisor
-from megarl.runtime.lost_nodes import followed
+from megarl.runtime.lost_nodes import followed, move_to_spare
 from megarl.runtime.stragglers import EngineWatch
+
+_HAND_OVER_S = 30.0
+_POLL_S = 0.25
 
 
 @asynccontextmanager
@@ -26,7 +31,7 @@ async def kept_engines(
     run_folder: Path,
     fleet: Fleet,
     engines: Engines,
-    places: Sequence[Place],
+    pool: Pool,
     *,
     cluster: ClusterConfig,
     observer: Observer,
@@ -35,7 +40,6 @@ async def kept_engines(
     """Keep the engines inside the block; yield their supervisor."""
     connect = partial(EngineClient, request_timeout_s=request_timeout_s)
     supervisor = Supervisor(fleet, engines, connect=connect, may_start=engines.has_nodes)
-    nodes = EngineNodes(fleet, supervisor, max_faults=cluster.max_node_faults, observer=observer)
     slow = EngineWatch(fleet, cluster.stragglers, observer, drain=supervisor.drain)
 
     def start_there(bundle: NodeBundle) -> None:
@@ -45,7 +49,54 @@ async def kept_engines(
 
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(supervisor.running())
+        moves: list[asyncio.Task[None]] = []
+        stack.push_async_callback(_cancel, moves)
+
+        def move(node: str, retired: Sequence[Engine]) -> None:
+            # Engines of a shared pool stay beside the ranks that hold their weights.
+            if not pool.is_shared:
+                moving = _move(pool, engines, supervisor, node, retired, warn=observer.warned)
+                moves.append(asyncio.create_task(moving))
+
+        nodes = EngineNodes(
+            fleet,
+            supervisor,
+            max_faults=cluster.max_node_faults,
+            observer=observer,
+            faults=pool.faults,
+            excluded=move,
+        )
         await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))
         await stack.enter_async_context(slow.running())
-        await stack.enter_async_context(followed(places, moved=start_there, warn=observer.warned))
+        await stack.enter_async_context(followed(pool, moved=start_there, warn=observer.warned))
         yield supervisor
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _move(
+    pool: Pool,
+    engines: Engines,
+    supervisor: Supervisor,
+    node: str,
+    retired: Sequence[Engine],
+    *,
+    warn: Callable[[str], None],
+) -> None:
+    """Start the engines of an excluded node on a spare one, when their requests have left them."""
+    deadline = time.monotonic() + _HAND_OVER_S
+    while any(engine.num_requests for engine in retired) and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    for engine in retired:
+        await engines.leave(engine.index)
+    here = {bundle for engine in retired for bundle in engines.bundles_of(engine.index)}
+    left = [bundle for bundle in here if await asyncio.to_thread(address_of, bundle.node) == node]
+    has_moved = [await asyncio.to_thread(move_to_spare, pool, bundle) for bundle in left]
+    if all(has_moved):
+        warn(f"the engines of node {node} start on a spare node")
+        for engine in retired:
+            supervisor.add(engine.index)

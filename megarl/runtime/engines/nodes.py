@@ -5,8 +5,6 @@ A node is known by the address at which its engines answer, as `megarl fleet` li
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable
 
 from megarl.errors import EngineError
@@ -14,11 +12,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState, Life
 from megarl.runtime.engines.supervisor import Supervisor
-
-WITHIN_S = 3600.0
-"""Faults that are older no longer count."""
-_ONE_ACCIDENT_S = 30.0
-"""Engines of a node that are lost within this time are lost for one reason."""
+from megarl.system.node_faults import NodeFaults
 
 
 class EngineNodes:
@@ -31,15 +25,16 @@ class EngineNodes:
         *,
         max_faults: int,
         observer: Observer,
-        clock: Callable[[], float] = time.monotonic,
+        faults: NodeFaults,
+        excluded: Callable[[str, list[Engine]], None] = lambda _node, _engines: None,
     ) -> None:
+        """`excluded` is told a node and its engines, which are retired then."""
         self._fleet = fleet
         self._supervisor = supervisor
         self._max_faults = max_faults
         self._observer = observer
-        self._clock = clock
-        self._faults: defaultdict[str, list[float]] = defaultdict(list)
-        self._excluded: set[str] = set()
+        self._faults = faults
+        self._tell_excluded = excluded
         fleet.listen(self._note)
 
     def retire(self, node: str) -> None:
@@ -49,9 +44,8 @@ class EngineNodes:
     def add(self, node: str) -> None:
         """Start the engines of a node again that are out of service; faults that it had are forgotten."""
         engines = self._on(node)
-        self._faults.pop(node, None)
-        self._excluded.discard(node)
-        self._observer.nodes_excluded(len(self._excluded))
+        self._faults.forgive(node)
+        self._observer.nodes_excluded(len(self._faults.excluded))
         for engine in engines:
             self._supervisor.add(engine.index)
 
@@ -76,22 +70,22 @@ class EngineNodes:
             self._count(node, engine)
 
     def _count(self, node: str, engine: Engine) -> None:
-        now = self._clock()
-        faults = [at for at in self._faults[node] if at > now - WITHIN_S]
-        self._faults[node] = faults if faults and now < faults[-1] + _ONE_ACCIDENT_S else [*faults, now]
-        if node in self._excluded or len(self._faults[node]) < self._max_faults:
+        num_faults = self._faults.count(node)
+        if node in self._faults.excluded or num_faults < self._max_faults:
             return
         elsewhere = [other for other in self._fleet.engines if other.is_live and node not in nodes_of(other)]
         if not elsewhere:
             return  # counted on: with the next fault another node may have engines
-        reason = f"node {node} is excluded after {len(self._faults[node])} faults within an hour"
-        self._excluded.add(node)
-        self._observer.nodes_excluded(len(self._excluded))
+        reason = f"node {node} is excluded after {num_faults} faults within an hour"
+        self._faults.excluded.add(node)
+        self._observer.nodes_excluded(len(self._faults.excluded))
         self._observer.warned(
             f"{reason} (cluster.max_node_faults), the last: {engine.reason}; its engines are retired, and "
             f"`megarl fleet RUN add --node {node}` takes it back"
         )
-        self._retire(node, self._on(node), reason)
+        engines = self._on(node)
+        self._retire(node, engines, reason)
+        self._tell_excluded(node, engines)
 
 
 def nodes_of(engine: Engine) -> tuple[str, ...]:

@@ -205,6 +205,12 @@ class Engines:
             if host is not None:
                 ray.kill(host)
 
+    async def leave(self, index: int) -> None:
+        """End an engine together with its hosts: it starts in other places."""
+        await self.end(index)
+        for key in [key for key in self._hosts if key[0] == index]:
+            ray.kill(self._hosts.pop(key))
+
     async def stop(self) -> None:
         """Stop all engines."""
         calls = [self._call(*key, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S) for key in self._hosts]

@@ -122,7 +122,7 @@ class NoPublisher:
 def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], users: Mapping[str, str]) -> dict[str, Pool]:
     """Reserve the places of every pool. `users` maps roles to pools: roles of one pool share its devices."""
     return {
-        name: Pool(places, list(users.values()).count(name), cluster.actors)
+        name: Pool(places, list(users.values()).count(name), cluster.actors, cluster.faults)
         for name, places in cluster.reserve(pools).items()
     }
 
@@ -175,7 +175,7 @@ async def start_serving(
     # The longest time without news of an engine that is being restarted.
     patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)
     fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
-    keeping = partial(kept_engines, recipe.run_folder, fleet, engines, places, cluster=recipe.cluster)
+    keeping = partial(kept_engines, recipe.run_folder, fleet, engines, pool, cluster=recipe.cluster)
     supervisor = await stack.enter_async_context(keeping(observer=observer, request_timeout_s=deadlines.request_s))
     return ManagedServing(
         config=config,

@@ -24,6 +24,10 @@ _LOW_MEMORY = "running low on memory"
 class WorkerDiedError(WorkerError):
     """A process is gone."""
 
+    def __init__(self, message: str, role: str = "", rank: int = 0) -> None:
+        super().__init__(message)
+        self.role, self.rank = role, rank
+
 
 class WorkerLateError(WorkerError):
     """A call did not end in time."""
@@ -112,8 +116,10 @@ class WorkerGroup(Generic[Worker]):
                 raise cause from None
             raise WorkerError(f"{self.role} rank {rank}: {method} failed: {_last_line(error)}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            died = NodeMemoryError if _LOW_MEMORY in str(error) else WorkerDiedError
-            raise died(f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}") from error
+            message = f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}"
+            if _LOW_MEMORY in str(error):
+                raise NodeMemoryError(message) from error
+            raise WorkerDiedError(message, self.role, rank) from error
         return result
 
 

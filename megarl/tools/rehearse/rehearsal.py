@@ -110,7 +110,7 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         own = "a loopback address" if network is None else "a network namespace"
         report.add("cluster", f"{num_nodes} nodes and a head, each with {own} of its own, joined with a token")
         say("starting megarl train: its ranks and engines take a minute or two")
-        run = _WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=say)
+        run = WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=say)
         stack.callback(run.stop)
         if network is not None and recipe.network.bind is not None:
             report.shown.append(_read_metrics(run, network))
@@ -133,7 +133,7 @@ def _enter_network(stack: ExitStack, report: RehearsalReport) -> NodeNetwork | N
     return network
 
 
-def _read_metrics(run: _WatchedRun, network: NodeNetwork) -> Shown:
+def _read_metrics(run: WatchedRun, network: NodeNetwork) -> Shown:
     """Read the metrics of the run from another node than the driver's."""
     url = run.wait_for(lambda event: event.metrics_url if isinstance(event, RunStarted) else None)
     read = [*network.entering(1), sys.executable, "-c", _READ_URL, url]
@@ -142,7 +142,7 @@ def _read_metrics(run: _WatchedRun, network: NodeNetwork) -> Shown:
 
 
 def _watch(
-    run: _WatchedRun,
+    run: WatchedRun,
     nodes: LocalRay,
     roles: RolesConfig,
     pools: Mapping[str, PoolConfig],
@@ -182,7 +182,7 @@ def _engine_pool(roles: RolesConfig, pools: Mapping[str, PoolConfig]) -> str | N
     return rollout.pool if pool.nodes > 1 and rollout.tensor <= pool.gpus_per_node else None
 
 
-def _lose_engines(run: _WatchedRun, nodes: LocalRay, victim: str, *, num_engines: int, report: RehearsalReport) -> None:
+def _lose_engines(run: WatchedRun, nodes: LocalRay, victim: str, *, num_engines: int, report: RehearsalReport) -> None:
     """Kill a node of engines, and wait until a step was taken without it."""
     run.say(f"killing every process of node {victim}, which has engines")
     killed = time.monotonic()
@@ -206,7 +206,7 @@ def _fewer_engines(num_engines: int, event: Event) -> int | None:
 
 
 def _lose_ranks(
-    run: _WatchedRun,
+    run: WatchedRun,
     nodes: LocalRay,
     held: Collection[str],
     name: str,
@@ -269,7 +269,7 @@ def _held_nodes(address: str) -> dict[str, dict[str, int]]:
     return held
 
 
-class _WatchedRun:
+class WatchedRun:
     """`megarl train` in a process of its own, as its events tell it."""
 
     def __init__(

@@ -11,8 +11,9 @@ from megarl.errors import FleetError
 from megarl.observe.events import Record, Warned
 from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Fleet
-from megarl.runtime.engines.nodes import WITHIN_S, EngineNodes
+from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.supervisor import Supervisor
+from megarl.system.node_faults import WITHIN_S, NodeFaults
 from tests.runtime.engines.test_supervisor import Scripted, supervised, until
 
 
@@ -40,8 +41,15 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.sink = Warnings()
+        self.faults = NodeFaults(lambda: self.now)
+        self.excluded: list[tuple[str, list[int]]] = []
         self.nodes = EngineNodes(
-            self.fleet, self.supervisor, max_faults=3, observer=Observer([self.sink]), clock=lambda: self.now
+            self.fleet,
+            self.supervisor,
+            max_faults=3,
+            observer=Observer([self.sink]),
+            faults=self.faults,
+            excluded=lambda node, engines: self.excluded.append((node, [engine.index for engine in engines])),
         )
 
     @property
@@ -87,6 +95,8 @@ def test_a_node_with_repeated_faults_gets_nothing_more_until_the_operator_adds_i
             (text,) = scene.sink.texts
             assert text.startswith("node 10.0.0.1 is excluded after 3 faults within an hour (cluster.max_node_faults)")
             assert "`megarl fleet RUN add --node 10.0.0.1` takes it back" in text
+            assert scene.excluded == [("10.0.0.1", [2, 3])]
+            assert scene.faults.excluded == {"10.0.0.1"}
             assert fleet.engines[2].reason == "node 10.0.0.1 is excluded after 3 faults within an hour"
             scene.nodes.add("10.0.0.1")
             await until(lambda: all(engine.is_live for engine in fleet.engines))

@@ -12,11 +12,12 @@ from megarl.rollout.fleet import Fleet
 from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.operator import SOCKET_FILE, EngineReport, OperatorRequest, ask, open_to_operator
 from megarl.runtime.engines.supervisor import Supervisor
+from megarl.system.node_faults import NodeFaults
 from tests.runtime.engines.test_supervisor import supervised, until
 
 
 def nodes_of(fleet: Fleet, supervisor: Supervisor) -> EngineNodes:
-    return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()))
+    return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()), faults=NodeFaults())
 
 
 def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ MISSED = {
     "files in megarl/": 357,
     "lines to follow one step": 10_480,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_780,
+    "lines with what builds the step": 14_820,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

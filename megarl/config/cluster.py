@@ -36,5 +36,6 @@ class ClusterConfig(Section):
     """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
     them. 0 ends them with the driver. Used in a private Ray, once the run has a checkpoint."""
     max_node_faults: PositiveInt = 4
-    """Accidents of the engines of one node within an hour after which it gets nothing more, if others have engines."""
+    """Accidents of the engines or ranks of one node within an hour after which they move to a spare node, if there is
+    one; engines are taken out in any case if other nodes have some."""
     stragglers: StragglerConfig = StragglerConfig()

@@ -77,6 +77,10 @@ class ListSink:
     def events(self) -> list[Event]:
         return [record.event for record in self.records]
 
+    @property
+    def warnings(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Warned)]
+
 
 def update_stats(*, loss: float = 0.5) -> UpdateStats:
     return UpdateStats(

@@ -17,9 +17,9 @@ import pytest
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError
-from megarl.observe.events import Record, Warned
 from megarl.observe.observer import Observer
 from megarl.runtime.local_ray import private_ray
+from tests.observe.samples import ListSink
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -66,19 +66,6 @@ def by_node(places: list[Place]) -> list[list[int | None]]:
     return list(found.values())
 
 
-class Warnings:
-    """A sink that keeps warnings."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def record(self, record: Record) -> None:
-        if isinstance(record.event, Warned):
-            self.texts.append(record.event.text)
-
-    def close(self) -> None: ...
-
-
 class Seen:
     """Says which GPUs its process sees."""
 
@@ -117,7 +104,7 @@ def test_a_cluster_of_uneven_nodes_is_refused_at_once(cluster: Cluster) -> None:
 
 def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluster) -> None:
     (pool,) = (Pool(places, 1) for places in cluster.reserve({"train": PoolConfig(nodes=2, gpus_per_node=4)}).values())
-    sink = Warnings()
+    sink = ListSink()
     nodes = RankNodes({"train": pool}, max_faults=1, observer=Observer([sink]))
     first, stays = (bundle.node for bundle in pool.bundles)
 
@@ -130,17 +117,17 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     assert spare not in (first, stays)
     assert other == stays
     assert pool.faults.excluded == {cluster_module.address_of(first)}
-    assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: actor" in sink.texts[0]
-    assert sink.texts[1].endswith(f"its ranks start on {cluster_module.address_of(spare)}")
+    assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: actor" in sink.warnings[0]
+    assert sink.warnings[1].endswith(f"its ranks start on {cluster_module.address_of(spare)}")
     # A rank in a place of the bundle is on the spare node, and sees a GPU of it.
     seen = [ray.remote(Seen).options(**place.options({}, share=1)).remote() for place in pool.places[:4]]
     assert ray.get([each.gpus.remote() for each in seen], timeout=300) == [(spare, str(gpu)) for gpu in range(4)]
     # The small node is no spare one, and an excluded node is not used again.
     assert lose(0) == [spare, stays]
-    assert sink.texts[-1].endswith("its ranks stay there: no spare node is free")
-    num_texts = len(sink.texts)
-    asyncio.run(settle({"train": pool}, timeout_s=1, waiting=sink.texts.append))
-    assert len(sink.texts) == num_texts, "a pool with a bundle that was moved has all its nodes"
+    assert sink.warnings[-1].endswith("its ranks stay there: no spare node is free")
+    missed: list[str] = []
+    asyncio.run(settle({"train": pool}, timeout_s=1, waiting=missed.append))
+    assert not missed, "a pool with a bundle that was moved has all its nodes"
     remove_placement_group(pool.bundles[0].group)
 
 

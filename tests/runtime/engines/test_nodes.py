@@ -8,26 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from megarl.errors import FleetError
-from megarl.observe.events import Record, Warned
 from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Fleet
 from megarl.runtime.engines.nodes import EngineNodes
 from megarl.runtime.engines.supervisor import Supervisor
 from megarl.system.node_faults import WITHIN_S, NodeFaults
+from tests.observe.samples import ListSink
 from tests.runtime.engines.test_supervisor import Scripted, supervised, until
-
-
-class Warnings:
-    """A sink that keeps warnings."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def record(self, record: Record) -> None:
-        if isinstance(record.event, Warned):
-            self.texts.append(record.event.text)
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -40,7 +27,7 @@ class Watched:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.sink = Warnings()
+        self.sink = ListSink()
         self.faults = NodeFaults(lambda: self.now)
         self.excluded: list[tuple[str, list[int]]] = []
         self.nodes = EngineNodes(
@@ -88,11 +75,11 @@ def test_a_node_with_repeated_faults_gets_nothing_more_until_the_operator_adds_i
             await scene.lose(2, 3)  # one accident
             scene.now += 100
             await scene.lose(2)
-            assert not scene.sink.texts
+            assert not scene.sink.warnings
             scene.now += 100
             await scene.lose(3)
             assert scene.states == ["healthy", "healthy", "retired", "retired"]
-            (text,) = scene.sink.texts
+            (text,) = scene.sink.warnings
             assert text.startswith("node 10.0.0.1 is excluded after 3 faults within an hour (cluster.max_node_faults)")
             assert "`megarl fleet RUN add --node 10.0.0.1` takes it back" in text
             assert scene.excluded == [("10.0.0.1", [2, 3])]
@@ -122,6 +109,6 @@ def test_old_faults_do_not_count_and_the_last_node_is_never_excluded() -> None:
                 scene.now += 100
                 await scene.lose(index)
             assert scene.states == ["healthy", "healthy", "retired", "retired"]
-            assert not scene.sink.texts
+            assert not scene.sink.warnings
 
     asyncio.run(scenario())

@@ -2,6 +2,10 @@
 
 A file is never divided, so that fixtures of a module are made once. Files that share engines stay together. What takes
 longest comes first; the light rest fills the gaps. `heavy` marks what `make test-quick` leaves out.
+
+Ray ends a process that has joined it, without an exception, if its node or its head is gone or it cannot leave in time.
+Here that is a whole process of tests. xdist then gives its unfinished tests to another one; the test that was running
+fails only if its process is lost twice.
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ _HEAVY: dict[str, tuple[str, ...]] = {
     ),
 }
 """Beginnings of the files of each group."""
+_JOINS_RAY = ("tests/runtime/", "tests/tools/doctor/", "tests/tools/rehearse/")
+"""Folders with tests that join a Ray in their own process."""
+_RUN_AGAIN = "run again"
+"""The outcome of a test whose process was lost."""
 _RANKS = "tests/train/"
 """Files of Megatron ranks share nothing that takes long to make."""
 
@@ -79,3 +87,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
     config.option.loadscopereorder = False
     return Groups(config, log)
+
+
+class Losses:
+    """The tests whose processes were lost."""
+
+    def __init__(self) -> None:
+        self._once: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        if crashitem.startswith(_JOINS_RAY) and crashitem not in self._once:
+            self._once.add(crashitem)
+            # Not the type's business: pytest shows and counts any word.
+            vars(report)["outcome"] = _RUN_AGAIN
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return (_RUN_AGAIN, "R", _RUN_AGAIN.upper()) if str(report.outcome) == _RUN_AGAIN else None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for nodeid in sorted(self._once):
+            terminalreporter.write_line(f"its process was lost, and it ran again: {nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Losses())

@@ -13,9 +13,9 @@ REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
     "files in megarl/": 358,
-    "lines to follow one step": 10_480,
+    "lines to follow one step": 10_490,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_820,
+    "lines with what builds the step": 14_850,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

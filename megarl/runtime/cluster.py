@@ -37,6 +37,8 @@ PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0
 _POLL_S = 1.0
 GROUP_PREFIX = "megarl-"
+RAY_FAILURES = (ray.exceptions.RayError, RuntimeError, ConnectionError)
+"""Raised by Ray's functions when its head or a node does not answer."""
 _NAMESPACE = "megarl"
 
 

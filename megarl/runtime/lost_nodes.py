@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from megarl.errors import MachineError, WorkerError
 from megarl.observe.observer import Observer
-from megarl.runtime.cluster import NodeBundle, Pool, address_of, devices_of, find_gpus, live_nodes, name_nodes
-from megarl.runtime.trainers.worker_group import WorkerDiedError
+from megarl.runtime.cluster import (
+    RAY_FAILURES,
+    NodeBundle,
+    Pool,
+    address_of,
+    devices_of,
+    find_gpus,
+    live_nodes,
+    name_nodes,
+)
+from megarl.runtime.tasks import beside
+from megarl.runtime.trainers.worker_group import LostRanksError
+from megarl.system.node_faults import NodeFaults
 
 _POLL_S = 1.0
 _FOLLOW_S = 2.0
@@ -33,19 +44,25 @@ async def settle(pools: Mapping[str, Pool], *, timeout_s: float, waiting: Callab
     deadline = time.monotonic() + timeout_s
     for name, pool in pools.items():
         is_told = False
-        while lost := await asyncio.to_thread(_lost, pool):
-            sizes = name_nodes(len(lost), lost[0].size)
+        while lack := await asyncio.to_thread(_lack, pool):
             if time.monotonic() > deadline:
                 raise MachineError(
-                    f"pools.{name}: {sizes} lost, and no other within {timeout_s:.0f} s (cluster.node_timeout_s); "
+                    f"pools.{name}: {lack}, and no other within {timeout_s:.0f} s (cluster.node_timeout_s); "
                     "add a node and run the same command: the run resumes from its newest checkpoint"
                 )
             if not is_told:
                 is_told = True
-                waiting(
-                    f"pools.{name}: {sizes} lost; waiting up to {timeout_s:.0f} s for another (cluster.node_timeout_s)"
-                )
+                waiting(f"pools.{name}: {lack}; waiting up to {timeout_s:.0f} s for another (cluster.node_timeout_s)")
             await asyncio.sleep(_POLL_S)
+
+
+def _lack(pool: Pool) -> str:
+    """Return what a pool lacks; empty if it has all its nodes."""
+    try:
+        lost = _lost(pool)
+    except RAY_FAILURES as error:
+        return f"Ray does not tell its nodes ({first_line(error)})"
+    return f"{name_nodes(len(lost), lost[0].size)} lost" if lost else ""
 
 
 @asynccontextmanager
@@ -56,35 +73,40 @@ async def followed(
 
     A node that comes back, or a spare one, is another one to Ray.
     """
-    bundles = pool.bundles
+    nodes = {bundle: bundle.node for bundle in pool.bundles}
+    told: set[NodeBundle] = set()
 
     async def follow() -> None:
-        nodes = {bundle: bundle.node for bundle in bundles}
-        told: set[NodeBundle] = set()
+        problem = None
         while True:
             await asyncio.sleep(_FOLLOW_S)
-            try:
-                lost = await asyncio.to_thread(_lost, pool)
-            except MachineError as error:
-                warn(str(error))
-                return
-            for bundle in bundles:
-                if bundle in lost and bundle not in told:
-                    warn(
-                        f"a node with {bundle.size} device(s) is lost; its engines start again on the next that is free"
-                    )
+            before, problem = problem, await failure_of(lambda: _lost(pool))
+            if problem is not None and problem != before:
+                warn(f"nodes of engines cannot be followed: {problem}; tried again every {_FOLLOW_S:g} s")
+            for bundle in pool.bundles:
+                if bundle.is_lost and bundle not in told:
                     told.add(bundle)
-                elif bundle not in lost and bundle.node != nodes[bundle]:
+                    warn(f"{name_nodes(1, bundle.size)} is lost; its engines start again on the next that is free")
+                elif not bundle.is_lost and bundle.node != nodes.setdefault(bundle, bundle.node):
                     nodes[bundle] = bundle.node
                     told.discard(bundle)
                     moved(bundle)
 
-    task = asyncio.create_task(follow())
-    try:
+    async with beside(follow):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+
+
+async def failure_of(ask: Callable[[], object]) -> str | None:
+    """Call a function that asks Ray, in a thread; return the reason of a failure, after which it is called again."""
+    try:
+        await asyncio.to_thread(ask)
+    except (MachineError, *RAY_FAILURES) as error:
+        return first_line(error)
+    return None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _lost(pool: Pool) -> list[NodeBundle]:
@@ -95,9 +117,9 @@ def _lost(pool: Pool) -> list[NodeBundle]:
 def _without_node(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
     # Bundles that were moved off an excluded node have groups of their own.
     groups = {bundle.group.id: bundle.group for bundle in bundles}
-    places = {key: placement_group_table(group)["bundles_to_node_id"] for key, group in groups.items()}
+    places = {key: placement_group_table(group).get("bundles_to_node_id", {}) for key, group in groups.items()}
     alive = {str(node["NodeID"]): node for node in live_nodes()}
-    lost = []
+    lost, refused = [], ""
     for bundle in bundles:
         node = places[bundle.group.id].get(bundle.index) or bundle.node
         bundle.is_lost = node not in alive
@@ -107,11 +129,14 @@ def _without_node(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
             if bundle.gpus and devices_of(alive[node], bundle.resource) != bundle.size:
                 # Ray tells the numbers only to a task that holds the GPUs, and an engine may already hold some.
                 bundle.is_lost = True
-                raise MachineError(
+                refused = (
                     f"a lost node was replaced by {alive[node]['NodeManagerAddress']}, which has more GPUs than the "
                     "pool takes of a node, and which of them are free is not known; run the same command to resume"
                 )
+                continue
             bundle.node = node
+    if refused:
+        raise MachineError(refused)
     return lost
 
 
@@ -126,33 +151,64 @@ def move_to_spare(pool: Pool, bundle: NodeBundle) -> bool:
         key, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
         if key in used or address in pool.faults.excluded or free.get(key, {}).get(bundle.resource, 0) < bundle.size:
             continue
-        group = placement_group([{bundle.resource: float(bundle.size), f"node:{address}": _NODE_SHARE}])
-        if not group.wait(_PLACE_S):
-            remove_placement_group(group)  # another job was faster
-            continue
+        there = _reserve_on(address, bundle)
+        if there is None:
+            continue  # another job was faster
         if bundle.is_bound and bundle.is_lost:
             remove_placement_group(bundle.group)
-        bundle.group, bundle.index, bundle.node, bundle.is_bound, bundle.is_lost = group, 0, key, True, False
-        if bundle.gpus:
-            find_gpus([bundle])
+        bundle.group, bundle.index, bundle.gpus, bundle.node = there.group, 0, there.gpus, key
+        bundle.is_bound, bundle.is_lost = True, False
         return True
     return False
 
 
+def leave_for_spares(pool: Pool, bundles: list[NodeBundle]) -> None:
+    """Move all bundles to spare nodes and take each out of the list; raise MachineError when there is none for one."""
+    while bundles:
+        if not move_to_spare(pool, bundles[0]):
+            raise MachineError("no spare node is free")
+        bundles.pop(0)
+
+
+def _reserve_on(address: str, like: NodeBundle) -> NodeBundle | None:
+    """Reserve as many devices as a bundle has on one node; return None if they are not free."""
+    group = placement_group([{like.resource: float(like.size), f"node:{address}": _NODE_SHARE}])
+    bundle = NodeBundle(group, 0, resource=like.resource, size=like.size)
+    is_placed = False
+    try:
+        is_placed = group.wait(_PLACE_S)
+        if is_placed and like.gpus:
+            find_gpus([bundle])
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    if not is_placed:
+        remove_placement_group(group)
+        return None
+    return bundle
+
+
 class RankNodes:
-    """Counts the deaths of trainer ranks by node, and moves ranks off a node that had too many."""
+    """Counts deaths and hangs of trainer ranks by node, and moves ranks off a node that had too many."""
 
     def __init__(self, pools: Mapping[str, Pool], *, max_faults: int, observer: Observer) -> None:
         """`pools` are those that only ranks use."""
         self._pools = pools
         self._max_faults = max_faults
         self._observer = observer
+        self._without_spare: set[str] = set()
+        """Excluded nodes that were said to have no spare one."""
 
     def note(self, error: WorkerError, pool_of: Mapping[str, str]) -> None:
-        """Count the death of a rank for its node, and exclude a node that had too many."""
-        if not isinstance(error, WorkerDiedError) or (pool := self._pools.get(pool_of.get(error.role, ""))) is None:
+        """Count the loss of ranks for their nodes, and exclude a node that had too many."""
+        lost = _cause(error)
+        if lost is None or (pool := self._pools.get(pool_of.get(lost.role, ""))) is None:
             return
-        address, faults = address_of(pool.places[error.rank].node), pool.faults
+        with self._tolerating_ray():
+            for address in sorted({address_of(pool.places[rank].node) for rank in lost.ranks}):
+                self._count(address, pool.faults, error)
+
+    def _count(self, address: str, faults: NodeFaults, error: WorkerError) -> None:
         if (num_faults := faults.count(address)) >= self._max_faults and address not in faults.excluded:
             faults.excluded.add(address)
             self._observer.nodes_excluded(len(faults.excluded))
@@ -163,7 +219,29 @@ class RankNodes:
         """Move ranks from excluded nodes to spare ones. No rank may run, and every pool has its nodes."""
         for name, pool in self._pools.items():
             for bundle in pool.bundles:
-                if (address := address_of(bundle.node)) in pool.faults.excluded:
-                    has_moved = move_to_spare(pool, bundle)
-                    there = f"start on {address_of(bundle.node)}" if has_moved else "stay there: no spare node is free"
-                    self._observer.warned(f"pools.{name}: node {address} is excluded; its ranks {there}")
+                with self._tolerating_ray():
+                    self._leave(name, pool, bundle)
+
+    def _leave(self, name: str, pool: Pool, bundle: NodeBundle) -> None:
+        if (address := address_of(bundle.node)) not in pool.faults.excluded:
+            return
+        told = f"pools.{name}: node {address} is excluded; its ranks"
+        if move_to_spare(pool, bundle):
+            self._observer.warned(f"{told} start on {address_of(bundle.node)}")
+        elif address not in self._without_spare:
+            self._without_spare.add(address)
+            self._observer.warned(f"{told} stay there: no spare node is free")
+
+    @contextmanager
+    def _tolerating_ray(self) -> Iterator[None]:
+        try:
+            yield
+        except RAY_FAILURES as error:
+            self._observer.warned(f"excluded nodes are not left now: {first_line(error)}; tried at the next restart")
+
+
+def _cause(error: BaseException | None) -> LostRanksError | None:
+    """Return the loss of ranks that led to an error, such as that of a publish."""
+    while error is not None and not isinstance(error, LostRanksError):
+        error = error.__cause__
+    return error

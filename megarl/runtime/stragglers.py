@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median_low
@@ -20,6 +20,7 @@ from megarl.errors import WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.pace import Pace
+from megarl.runtime.tasks import beside
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class EngineWatch:
                 await asyncio.sleep(self._config.window_s)
                 self.end_window()
 
-        async with _beside(compare):
+        async with beside(compare):
             yield
 
     def end_window(self) -> None:
@@ -145,15 +146,5 @@ async def watched_ranks(ranks: MeasuredRanks, config: StragglerConfig, observer:
                     )
                     observer.straggled(ranks.role, slow.index, ratio=slow.ratio, text=text)
 
-    async with _beside(compare):
+    async with beside(compare):
         yield
-
-
-@asynccontextmanager
-async def _beside(work: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

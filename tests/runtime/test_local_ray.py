@@ -16,7 +16,7 @@ import pytest
 
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
-from megarl.errors import MachineError
+from megarl.errors import MachineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.runtime.local_ray import private_ray
 from tests.observe.samples import ListSink
@@ -24,14 +24,16 @@ from tests.observe.samples import ListSink
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
-    from ray.util.placement_group import remove_placement_group
+    from ray.exceptions import RaySystemError
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
     from megarl.runtime import cluster as cluster_module
     from megarl.runtime import local_ray as local_ray_module
+    from megarl.runtime import lost_nodes
     from megarl.runtime.cluster import Cluster, NodeBundle, Place, Pool
     from megarl.runtime.local_ray import LocalRay, local_ray
     from megarl.runtime.lost_nodes import RankNodes, followed, settle
-    from megarl.runtime.trainers.worker_group import WorkerDiedError
+    from megarl.runtime.trainers.worker_group import LostRanksError, WorkerDiedError, WorkerLateError
 
 GPUS = (4, 4, 2, 4)
 """Declared by each node beside the head, which has none; the third is smaller."""
@@ -108,22 +110,26 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     nodes = RankNodes({"train": pool}, max_faults=1, observer=Observer([sink]))
     first, stays = (bundle.node for bundle in pool.bundles)
 
-    def lose(rank: int) -> list[str]:
-        nodes.note(WorkerDiedError(f"actor rank {rank}: died", "actor", rank), {"actor": "train"})
+    def lose(rank: int, kind: type[LostRanksError]) -> list[str]:
+        error = WorkerError("version 3 was not published")
+        error.__cause__ = kind(f"actor rank {rank}: lost", "actor", [rank])
+        nodes.note(error, {"actor": "train"})
         nodes.leave_excluded()
         return [bundle.node for bundle in pool.bundles]
 
-    spare, other = lose(3)
+    spare, other = lose(3, WorkerDiedError)
     assert spare not in (first, stays)
     assert other == stays
     assert pool.faults.excluded == {cluster_module.address_of(first)}
-    assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: actor" in sink.warnings[0]
+    assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: version" in sink.warnings[0]
     assert sink.warnings[1].endswith(f"its ranks start on {cluster_module.address_of(spare)}")
     # A rank in a place of the bundle is on the spare node, and sees a GPU of it.
     seen = [ray.remote(Seen).options(**place.options({}, share=1)).remote() for place in pool.places[:4]]
     assert ray.get([each.gpus.remote() for each in seen], timeout=300) == [(spare, str(gpu)) for gpu in range(4)]
     # The small node is no spare one, and an excluded node is not used again.
-    assert lose(0) == [spare, stays]
+    assert lose(0, WorkerLateError) == [spare, stays]
+    assert lose(0, WorkerLateError) == [spare, stays]
+    assert len(sink.warnings) == 4
     assert sink.warnings[-1].endswith("its ranks stay there: no spare node is free")
     missed: list[str] = []
     asyncio.run(settle({"train": pool}, timeout_s=1, waiting=missed.append))
@@ -131,7 +137,9 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     remove_placement_group(pool.bundles[0].group)
 
 
-def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluster: Cluster) -> None:
+def test_a_lost_node_is_replaced_or_the_run_ends_in_time(
+    nodes: LocalRay, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Takes two nodes away: the tests below need only the head."""
     places = cluster.reserve({"all": PoolConfig(nodes=2, gpus_per_node=4)})["all"]
     pool, before = Pool(places, 1), {place.node for place in places}
@@ -140,6 +148,14 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluste
     told: list[str] = []
 
     moved: list[NodeBundle] = []
+    failures = [RaySystemError("the head does not answer")] * 2
+
+    def table(group: PlacementGroup) -> object:
+        if failures:
+            raise failures.pop()
+        return placement_group_table(group)
+
+    monkeypatch.setattr(lost_nodes, "placement_group_table", table)
 
     async def lose(address: str, *, timeout_s: float) -> None:
         async with followed(pool, moved=moved.append, warn=told.append):
@@ -161,6 +177,8 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluste
     (replacement,) = after - before
     assert [bundle.node for bundle in moved] == [replacement]
     assert not moved[0].is_lost
+    told_of_ray = [text for text in told if "RaySystemError" in text or "the head does not answer" in text]
+    assert len(told_of_ray) == 1, told
     with pytest.raises(MachineError, match=r"pools.all: 1 node with 4 devices lost, and no other within 1 s"):
         asyncio.run(lose(addresses[replacement], timeout_s=1.0))
     assert any(text.startswith("pools.all: 1 node with 4 devices lost; waiting up to 1 s") for text in told)

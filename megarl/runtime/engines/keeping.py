@@ -13,17 +13,19 @@ from megarl.config.cluster import ClusterConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.lifecycle import Relocated
-from megarl.runtime.cluster import NodeBundle, Pool, address_of
-from megarl.runtime.engines.nodes import EngineNodes
+from megarl.rollout.lifecycle import EngineState, Relocated
+from megarl.runtime.cluster import NodeBundle, Pool
+from megarl.runtime.engines.nodes import EngineNodes, nodes_of
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines
 from megarl.runtime.engines.supervisor import Supervisor
-from megarl.runtime.lost_nodes import followed, move_to_spare
+from megarl.runtime.lost_nodes import failure_of, followed, leave_for_spares
 from megarl.runtime.stragglers import EngineWatch
+from megarl.runtime.tasks import logged_task
 
 _HAND_OVER_S = 30.0
 _POLL_S = 0.25
+_RETRY_S = 10.0
 
 
 @asynccontextmanager
@@ -44,7 +46,7 @@ async def kept_engines(
 
     def start_there(bundle: NodeBundle) -> None:
         for engine in fleet.engines:
-            if bundle in engines.bundles_of(engine.index):
+            if bundle in engines.nodes_of(engine.index):
                 fleet.report(engine, Relocated())
 
     async with AsyncExitStack() as stack:
@@ -56,7 +58,7 @@ async def kept_engines(
             # Engines of a shared pool stay beside the ranks that hold their weights.
             if not pool.is_shared:
                 moving = _move(pool, engines, supervisor, node, retired, warn=observer.warned)
-                moves.append(asyncio.create_task(moving))
+                moves.append(logged_task(moving))
 
         nodes = EngineNodes(
             fleet,
@@ -93,10 +95,18 @@ async def _move(
         await asyncio.sleep(_POLL_S)
     for engine in retired:
         await engines.leave(engine.index)
-    here = {bundle for engine in retired for bundle in engines.bundles_of(engine.index)}
-    left = [bundle for bundle in here if await asyncio.to_thread(address_of, bundle.node) == node]
-    has_moved = [await asyncio.to_thread(move_to_spare, pool, bundle) for bundle in left]
-    if all(has_moved):
-        warn(f"the engines of node {node} start on a spare node")
-        for engine in retired:
-            supervisor.add(engine.index)
+    places = [pair for engine in retired for pair in zip(nodes_of(engine), engines.nodes_of(engine.index), strict=True)]
+    left = list(dict.fromkeys(bundle for address, bundle in places if address == node))
+    told = ""
+    # Until the operator takes the node or one of its engines back.
+    while node in pool.faults.excluded and all(engine.state is EngineState.RETIRED for engine in retired):
+        problem = await failure_of(partial(leave_for_spares, pool, left))
+        if problem is None:
+            warn(f"the engines of node {node} start on a spare node")
+            for engine in retired:
+                supervisor.add(engine.index)
+            return
+        if problem != told:
+            warn(f"the engines of node {node} stay out: {problem}; they start as soon as a spare node is free")
+        told = problem
+        await asyncio.sleep(_RETRY_S)

@@ -113,12 +113,13 @@ class Engines:
                 self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
         return await with_free_ports(lambda: self._start_nodes(index))
 
-    def bundles_of(self, index: int) -> set[NodeBundle]:
-        return {place.bundle for places in self._places[index] for place in places}
+    def nodes_of(self, index: int) -> list[NodeBundle]:
+        """Return the devices of an engine on each of its nodes, in their order."""
+        return [places[0].bundle for places in self._places[index]]
 
     def has_nodes(self, index: int) -> bool:
         """Whether an engine has a living node for all its devices."""
-        return not any(bundle.is_lost for bundle in self.bundles_of(index))
+        return not any(bundle.is_lost for bundle in self.nodes_of(index))
 
     async def _start_nodes(self, index: int) -> EngineEndpoint:
         spec, num_nodes = self._specs[index], len(self._places[index])

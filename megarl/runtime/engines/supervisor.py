@@ -31,7 +31,7 @@ from megarl.rollout.lifecycle import (
     Ticked,
     Want,
 )
-from megarl.runtime.tasks import task_group
+from megarl.runtime.tasks import beside, task_group
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +115,8 @@ class Supervisor:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._run())
-        try:
+        async with beside(self._run):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
 
     async def _run(self) -> None:
         try:

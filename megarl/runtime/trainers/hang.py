@@ -187,6 +187,13 @@ class HangReport:
     missing: Mapping[int, str]
     """By rank: where it is instead of in the call."""
     waiting: Mapping[int, Wait]
+    silent: frozenset[int] = frozenset()
+    """The missing ranks that did not report their stacks."""
+
+    @property
+    def at_fault(self) -> tuple[int, ...]:
+        """The ranks that hang alone; empty where all are merely slow, or wait for each other."""
+        return tuple(sorted(self.silent)) or (tuple(self.missing) if self.waiting else ())
 
     def __str__(self) -> str:
         parts = [f"rank {rank} is missing: {doing}" for rank, doing in self.missing.items()]
@@ -212,7 +219,8 @@ def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int])
             continue
         thread = answer.running(method)
         missing[rank] = f"it is in {thread.place}" if thread else f"it has not begun with {method}"
-    return HangReport(missing=missing, waiting=waiting)
+    silent = frozenset(rank for rank in late if isinstance(answers[rank], Silence))
+    return HangReport(missing=missing, waiting=waiting, silent=silent)
 
 
 def write_report(folder: Path, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:

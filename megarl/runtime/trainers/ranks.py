@@ -385,13 +385,13 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     ) -> ray.ObjectRef:
         return worker.run.options(name=f"{self.role.capitalize()}Rank.{method}").remote(method, *arguments, **named)
 
-    async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
+    async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> WorkerLateError:
         processes: Sequence[RemoteProcess | None] = self._processes or [None] * len(self)
         answers = await asyncio.gather(*map(ask_stacks, self.workers, processes))
         report = explain_hang(answers, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
         where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, answers)
-        return f"{headline}; {where}"
+        return WorkerLateError(f"{headline}; {where}", self.role, report.at_fault)
 
 
 def _store(share: Share, numbers: Mapping[str, HeldNumbers]) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:

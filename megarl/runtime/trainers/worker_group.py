@@ -21,15 +21,19 @@ _DEATH_NOTICE_S = 2.0
 _LOW_MEMORY = "running low on memory"
 
 
-class WorkerDiedError(WorkerError):
+class LostRanksError(WorkerError):
+    """Ranks of a role are lost; `ranks` are those that caused it, empty where that is not known."""
+
+    def __init__(self, message: str, role: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.role, self.ranks = role, tuple(ranks)
+
+
+class WorkerDiedError(LostRanksError):
     """A process is gone."""
 
-    def __init__(self, message: str, role: str = "", rank: int = 0) -> None:
-        super().__init__(message)
-        self.role, self.rank = role, rank
 
-
-class WorkerLateError(WorkerError):
+class WorkerLateError(LostRanksError):
     """A call did not end in time."""
 
 
@@ -94,7 +98,7 @@ class WorkerGroup(Generic[Worker]):
             failures = await _failures(tasks, waits_for_all=waits_for_all, timeout_s=timeout_s)
             late = [rank for rank, task in enumerate(tasks) if not task.done()]
             if not failures and late:
-                raise WorkerLateError(await self._explain(method, late, timeout_s))
+                raise await self._explain(method, late, timeout_s)
         finally:
             for task in tasks:
                 task.cancel()
@@ -102,10 +106,10 @@ class WorkerGroup(Generic[Worker]):
             raise min(failures, key=_weight)
         return [task.result() for task in tasks]
 
-    async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
-        """Return the message of a call that did not end in time."""
+    async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> WorkerLateError:
+        """Return the error of a call that did not end in time."""
         ranks = ", ".join(str(rank) for rank in late)
-        return f"{self.role} rank(s) {ranks}: {method} did not finish within {timeout_s:g} s"
+        return WorkerLateError(f"{self.role} rank(s) {ranks}: {method} did not finish within {timeout_s:g} s")
 
     async def _await(self, rank: int, method: str, reference: ray.ObjectRef) -> Result:
         try:
@@ -119,7 +123,7 @@ class WorkerGroup(Generic[Worker]):
             message = f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}"
             if _LOW_MEMORY in str(error):
                 raise NodeMemoryError(message) from error
-            raise WorkerDiedError(message, self.role, rank) from error
+            raise WorkerDiedError(message, self.role, [rank]) from error
         return result
 
 

@@ -24,6 +24,7 @@ def rank(method: str = "update", *, wait: Wait | None = None, place: str = "slee
 def test_a_frozen_rank_is_missing_and_the_others_wait_for_it() -> None:
     verdict = explain_hang([rank(wait=REDUCE), STOPPED], method="update", late=[0, 1])
     assert list(verdict.missing) == [1]
+    assert verdict.at_fault == (1,)
     assert str(verdict) == (
         "rank 1 is missing: it does not answer; it is stopped (SIGSTOP) (pid 7); "
         "rank 0 waits in all_reduce of ranks 0, 1 (_reduce, tensor_parallel/mappings.py:31)"
@@ -34,6 +35,12 @@ def test_a_rank_that_is_somewhere_else_is_missing() -> None:
     verdict = explain_hang([rank(wait=REDUCE), rank()], method="update", late=[0, 1])
     assert verdict.missing == {1: "it is in sleep, reward.py:3"}
     assert verdict.waiting == {0: REDUCE}
+    assert verdict.at_fault == (1,)
+
+
+def test_ranks_that_are_all_late_without_waiting_are_not_at_fault() -> None:
+    assert explain_hang([rank(), rank()], method="update", late=[0, 1]).at_fault == ()
+    assert explain_hang([rank(), STOPPED], method="update", late=[0, 1]).at_fault == (1,)
 
 
 def test_a_rank_that_has_answered_is_not_missing() -> None:

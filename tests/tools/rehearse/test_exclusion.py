@@ -1,4 +1,4 @@
-"""A whole run on several Ray nodes, two of them spare, in which nodes are excluded after a fault."""
+"""A whole run on several Ray nodes, in which nodes are excluded after a fault and spare ones join."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from megarl.planner.deployment import find_shapes
 from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from tests.repository import ROOT
 from tests.tools.rehearse.test_rehearsal import SMALL
-
-NUM_SPARE = 2
 
 
 def small_recipe(folder: Path) -> Recipe:
@@ -79,14 +77,19 @@ def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path)
         nodes = LocalRay(device="cpu", log_folder=tmp_path, has_several_nodes=True)
         stack.enter_context(local_ray(nodes, num_slots=0))
         num_nodes = sum(pool.nodes for pool in recipe.pools.values())
-        addresses = [nodes.start_node(num_slots=1) for _ in range(num_nodes + NUM_SPARE)]
+        addresses = [nodes.start_node(num_slots=1) for _ in range(num_nodes)]
         nodes.wait_started()
         run = WatchedRun(path, tmp_path, recipe.run_folder / EVENTS_FILE, nodes.address, say=print)
         stack.callback(run.stop)
         run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
         left = kill_one(nodes, addresses, "ray::EngineHost")
         assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
-        spare = run.wait_for(lambda event: healthy_on([each for each in addresses if each != left], event))
+        assert run.wait_for(lambda event: warned(r"stay out: (no) spare node is free", event)) == "no"
+        addresses += [spare := nodes.start_node(num_slots=1)]
+        nodes.wait_started()
+        assert run.wait_for(lambda event: healthy_on([spare], event)) == spare
+        addresses += [nodes.start_node(num_slots=1)]
+        nodes.wait_started()
         left = kill_one(nodes, addresses, "ray::ActorRank")
         assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
         other = run.wait_for(lambda event: warned(r"its ranks start on (\S+)", event))

@@ -29,6 +29,7 @@ from megarl.rollout.worker import EngineView
 from megarl.runtime.cluster import Pool
 from megarl.runtime.engines.file_publisher import check_running, endpoints_of
 from megarl.runtime.engines.frozen_access import FrozenAccess, FrozenSetup
+from megarl.runtime.engines.keeping import following_nodes
 from megarl.runtime.engines.processes import start_engines
 from megarl.runtime.engines.supervisor import Supervisor
 
@@ -167,11 +168,12 @@ async def _start(
         policy=policy,
     )
     stack.push_async_callback(fleet.close)
-    if processes is not None:
-        supervisor = Supervisor(fleet, processes, connect=connect)
+    if pool is not None and processes is not None:
+        supervisor = Supervisor(fleet, processes, connect=connect, may_start=processes.has_nodes)
         supervisor.attach(LoadedModels(fleet))
         await stack.enter_async_context(supervisor.running())
         fleet.listen(partial(_report, role, fleet, observer))
+        await stack.enter_async_context(following_nodes(pool, fleet, processes, warn=observer.warned))
     return FrozenRole(setup=setup, fleet=fleet, is_shared=pool is not None and pool.is_shared)
 
 

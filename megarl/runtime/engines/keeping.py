@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -44,11 +44,6 @@ async def kept_engines(
     supervisor = Supervisor(fleet, engines, connect=connect, may_start=engines.has_nodes)
     slow = EngineWatch(fleet, cluster.stragglers, observer, drain=supervisor.drain)
 
-    def start_there(bundle: NodeBundle) -> None:
-        for engine in fleet.engines:
-            if bundle in engines.nodes_of(engine.index):
-                fleet.report(engine, Relocated())
-
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(supervisor.running())
         moves: list[asyncio.Task[None]] = []
@@ -70,8 +65,21 @@ async def kept_engines(
         )
         await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))
         await stack.enter_async_context(slow.running())
-        await stack.enter_async_context(followed(pool, moved=start_there, warn=observer.warned))
+        await stack.enter_async_context(following_nodes(pool, fleet, engines, warn=observer.warned))
         yield supervisor
+
+
+def following_nodes(
+    pool: Pool, fleet: Fleet, engines: Engines, *, warn: Callable[[str], None]
+) -> AbstractAsyncContextManager[None]:
+    """Start the engines of a lost node, inside the block, on the node that their devices are moved to."""
+
+    def start_there(bundle: NodeBundle) -> None:
+        for engine in fleet.engines:
+            if bundle in engines.nodes_of(engine.index):
+                fleet.report(engine, Relocated())
+
+    return followed(pool, moved=start_there, warn=warn)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

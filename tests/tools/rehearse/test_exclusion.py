@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -16,10 +19,12 @@ from megarl.config.cluster import ClusterConfig
 from megarl.config.load import read_recipe
 from megarl.config.recipe import NetworkConfig, Recipe
 from megarl.observe.events import (
+    ALL_TRAINERS,
     EVENTS_FILE,
     CheckpointSaved,
     EngineChanged,
     Event,
+    Restarted,
     RunFinished,
     RunStatus,
     StepFinished,
@@ -30,25 +35,56 @@ from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from tests.repository import ROOT
 from tests.tools.rehearse.test_rehearsal import SMALL
 
+if TYPE_CHECKING:
+    from megarl.tools.rehearse.rehearsal import WatchedRun
 
-def small_recipe(folder: Path) -> Recipe:
+
+def small_recipe(folder: Path, *, num_steps: int = 10_000) -> Recipe:
     recipe = read_recipe(ROOT / "recipes" / "grpo_70b.yaml", [*SMALL]).recipe
     files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
     small = small_topology(recipe, folder=folder, files=files, max_nodes=2).recipe
     shape = tiny_shape(find_shapes(recipe.model, recipe.roles).policy, small.roles.actor)
     write_files(files.model, files.data, files.reward, shape, kind="grpo")
-    changed = {"network": NetworkConfig(), "run": small.run.model_copy(update={"steps": 10_000})}
+    changed = {"network": NetworkConfig(), "run": small.run.model_copy(update={"steps": num_steps})}
     return small.model_copy(update={**changed, "cluster": ClusterConfig(max_node_faults=1)})
 
 
+def processes_of(nodes: LocalRay, addresses: list[str], title: str) -> dict[str, psutil.Process]:
+    """Return a process with this title of every node that has one."""
+    return {
+        address: process
+        for address in addresses
+        for process in psutil.Process(nodes.pid_of(address)).children(recursive=True)
+        if process.cmdline()[:1] and process.cmdline()[0].startswith(title)
+    }
+
+
 def kill_one(nodes: LocalRay, addresses: list[str], title: str) -> str:
-    """Kill a process on the first of these nodes that has one with this title; return the node's address."""
-    for address in addresses:
-        for process in psutil.Process(nodes.pid_of(address)).children(recursive=True):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
-                process.kill()
-                return address
-    raise AssertionError(f"no {title} on {addresses}")
+    """Kill a process with this title; return its node's address."""
+    address, process = next(iter(processes_of(nodes, addresses, title).items()))
+    process.kill()
+    return address
+
+
+@contextmanager
+def started_run(
+    recipe: Recipe, folder: Path, *, num_spare: int = 0
+) -> Iterator[tuple[LocalRay, list[str], WatchedRun]]:
+    """Yield the nodes of a run, their addresses, the spare ones included, and the run."""
+    with ExitStack() as stack:
+        stack.enter_context(private_ray())
+        from megarl.tools.rehearse.rehearsal import WatchedRun
+
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
+        nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
+        stack.enter_context(local_ray(nodes, num_slots=0))
+        num_nodes = sum(pool.nodes for pool in recipe.pools.values()) + num_spare
+        addresses = [nodes.start_node(num_slots=1) for _ in range(num_nodes)]
+        nodes.wait_started()
+        run = WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=print)
+        stack.callback(run.stop)
+        yield nodes, addresses, run
 
 
 def warned(words: str, event: Event) -> str | None:
@@ -67,20 +103,7 @@ def healthy_on(spares: list[str], event: Event) -> str | None:
     "the node is excluded; its engines and its ranks go on on spare nodes",
 )
 def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path)
-    with ExitStack() as stack:
-        stack.enter_context(private_ray())
-        from megarl.tools.rehearse.rehearsal import WatchedRun
-
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
-        nodes = LocalRay(device="cpu", log_folder=tmp_path, has_several_nodes=True)
-        stack.enter_context(local_ray(nodes, num_slots=0))
-        num_nodes = sum(pool.nodes for pool in recipe.pools.values())
-        addresses = [nodes.start_node(num_slots=1) for _ in range(num_nodes)]
-        nodes.wait_started()
-        run = WatchedRun(path, tmp_path, recipe.run_folder / EVENTS_FILE, nodes.address, say=print)
-        stack.callback(run.stop)
+    with started_run(small_recipe(tmp_path), tmp_path) as (nodes, addresses, run):
         run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
         left = kill_one(nodes, addresses, "ray::EngineHost")
         assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
@@ -101,3 +124,27 @@ def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path)
         run.ask_to_leave()
         end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
     assert end.status is RunStatus.PREEMPTED
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "loss of a node of trainer ranks, with a spare node in the Ray cluster",
+    "the ranks start on the spare node from the newest checkpoint, and the run takes its last step",
+)
+def test_a_lost_node_of_ranks_is_replaced_by_a_spare_one_and_the_run_finishes(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with started_run(small_recipe(tmp_path, num_steps=24), tmp_path, num_spare=1) as (nodes, addresses, run):
+        run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
+        victim = next(iter(processes_of(nodes, addresses, "ray::ActorRank")))
+        killed = time.monotonic()
+        nodes.kill_node(victim)
+        addresses.remove(victim)
+        again = run.wait_for(lambda e: e if isinstance(e, Restarted) and e.role == ALL_TRAINERS else None)
+        assert again.reason.startswith("from step ")
+        run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+        record_property("seen", f"ranks train {time.monotonic() - killed:.0f} s after the loss")
+        with_ranks = processes_of(nodes, addresses, "ray::ActorRank")
+        end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+    assert end.status is RunStatus.DONE
+    assert len(with_ranks) == 2, "both ranks run, one of them on the spare node"

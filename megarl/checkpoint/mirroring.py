@@ -22,7 +22,7 @@ from types import TracebackType
 from pydantic import JsonValue
 
 from megarl.checkpoint.folder import ABANDONED, CHECKPOINTS_FOLDER, checkpoint_folder, list_checkpoints, step_of
-from megarl.checkpoint.manifest import check_sizes, read_manifest
+from megarl.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from megarl.checkpoint.mirror import FETCHED, MOVED, NEWEST, UPLOADED
 from megarl.checkpoint.resume import obstacle
 from megarl.config.checkpoint import CheckpointConfig, MirrorConfig
@@ -233,7 +233,7 @@ class MirroredRun:
         local, notes = _newest_local(parent, damaged), list[str]()
         without = _abandoned(parent)
         while True:
-            step, problem = self._peek(without)
+            found, problem = self._peek(without)
             if problem and local is None:
                 raise CheckpointError(
                     f"checkpoint.mirror {url} cannot be read, and there is no checkpoint in {parent}: {problem}; "
@@ -241,11 +241,11 @@ class MirroredRun:
                 )
             if problem:
                 notes.append(f"checkpoint.mirror {url} cannot be read; the run resumes from its own disk: {problem}")
-            if step is None or (local is not None and local >= step):
+            if found is None or (local is not None and local >= found.step):
                 return Fetched(notes=tuple(notes))
-            transfer = _fetch(url, self.mirror, parent, step, told)
+            step = found.step
+            transfer = _fetch(url, self.mirror, parent, found, told)
             if not transfer.problem:
-                told(f"fetched step {step} from {url}")
                 return Fetched(notes=tuple(notes), replaced=frozenset({checkpoint_folder(parent, step)}))
             if transfer.code != CheckpointError.exit_code:
                 raise CheckpointError(
@@ -254,8 +254,8 @@ class MirroredRun:
             notes.append(f"skipped {url}, step {step}: {transfer.problem}")
             without.add(step)
 
-    def _peek(self, without: Collection[int]) -> tuple[int | None, str]:
-        """Return the mirror's newest step and why there is none; raise if the run cannot continue from it."""
+    def _peek(self, without: Collection[int]) -> tuple[Manifest | None, str]:
+        """Return the mirror's newest manifest and why there is none; raise if the run cannot continue from it."""
         with tempfile.TemporaryDirectory() as folder:
             step, problem = _ask(self._url, self.mirror, folder, without)
             if step is None:
@@ -264,7 +264,7 @@ class MirroredRun:
         found = obstacle(manifest, f"{self._url}, step {step}", recipe=self.recipe, num_steps=self.num_steps)
         if found is not None:
             raise found
-        return step, ""
+        return manifest, ""
 
 
 def refuse_occupied(mirror: MirrorConfig, run_name: str) -> None:
@@ -306,16 +306,20 @@ def _ask(url: str, mirror: MirrorConfig, folder: str, without: Collection[int]) 
     return (steps[0] if steps and not transfer.problem else None), transfer.problem
 
 
-def _fetch(url: str, mirror: MirrorConfig, parent: Path, step: int, told: Callable[[str], None]) -> Transfer:
-    last = time.monotonic()
+def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, told: Callable[[str], None]) -> Transfer:
+    what, total = f"step {manifest.step} from {url}", f"{manifest.num_bytes / 1e9:.3f} GB"
+    began = last = time.monotonic()
 
     def tell(words: list[str]) -> None:
         nonlocal last
         if words[0] == MOVED and time.monotonic() - last >= _TELL_EVERY_S:
             last = time.monotonic()
-            told(f"fetching step {step} from {url}: {int(words[1]) / 1e9:.1f} GB")
+            told(f"fetching {what}: {int(words[1]) / 1e9:.3f} of {total}")
 
-    told(f"fetching step {step} from {url}")
-    transfer = Transfer(words=("fetch", url, str(parent), "--step", str(step)), stall_s=mirror.stall_s, on_line=tell)
+    told(f"fetching {what}: {total}")
+    words = ("fetch", url, str(parent), "--step", str(manifest.step))
+    transfer = Transfer(words=words, stall_s=mirror.stall_s, on_line=tell)
     transfer.run()
+    if not transfer.problem:
+        told(f"fetched {what}: {total} in {time.monotonic() - began:.0f} s; every digest is right")
     return transfer

@@ -19,23 +19,26 @@ from megarl.checkpoint.manifest import MANIFEST_FILE, verify
 from megarl.checkpoint.mirror import main
 from megarl.env import current_environment
 from megarl.errors import CheckpointError
-from tests.checkpoint.object_store import ObjectStore, object_store
+from tests.checkpoint.object_store import GS, ObjectStore, object_store
 from tests.checkpoint.samples import write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture(params=["s3", "file"])
-def url(request: pytest.FixtureRequest, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module", params=["s3", "file", GS])
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore | None]:
     if request.param == "file":
+        yield None
+        return
+    with object_store(protocol=request.param) as serving:
+        yield serving
+
+
+@pytest.fixture
+def url(store: ObjectStore | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if store is None:
         return f"file://{tmp_path}/mirror/run"
-    return f"{s3.url}/{tmp_path.name}"
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"{store.url}/{tmp_path.name}"
 
 
 @pytest.fixture

@@ -165,7 +165,8 @@ def test_the_newest_of_disk_and_store_is_resumed_and_the_disk_is_preferred(tmp_p
     shutil.rmtree(parent)
     assert _mirrored(recipe).fetch_newest(told=told.append).replaced == {newer}
     assert [folder.name for folder in list_checkpoints(parent)] == [newer.name]
-    assert told[-1] == f"fetched step 2 from file://{tmp_path}/mirror/run"
+    assert told[0] == f"fetching step 2 from file://{tmp_path}/mirror/run: 0.000 GB"
+    assert told[-1].startswith(f"fetched step 2 from file://{tmp_path}/mirror/run: 0.000 GB in ")
     # Damaged in the mirror as well: the one before it.
     shutil.rmtree(parent)
     (tmp_path / "mirror" / "run" / newer.name / "state.json").write_text("damaged")

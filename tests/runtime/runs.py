@@ -126,6 +126,7 @@ def started(
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Driver]:
     """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end.
 
@@ -134,12 +135,12 @@ def started(
     words = ["megarl", "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
         words += ["--set", override]
-    environment = {FAULTS.name: json.dumps(faults) if faults else ""}
+    variables = {FAULTS.name: json.dumps(faults) if faults else "", **(environment or {})}
     if footprint is not None:
-        environment |= footprint.environment
+        variables |= footprint.environment
     ready, theirs = template().Pipe(duplex=False)
     process = template().Process(
-        target=_drive, args=(words, folder, folder / f"{name}.out", environment, footprint, theirs)
+        target=_drive, args=(words, folder, folder / f"{name}.out", variables, footprint, theirs)
     )
     process.start()
     theirs.close()
@@ -193,8 +194,12 @@ def run(
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
-    with started(folder, name, *overrides, faults=faults, options=options, footprint=footprint) as process:
+    given = started(
+        folder, name, *overrides, faults=faults, options=options, footprint=footprint, environment=environment
+    )
+    with given as process:
         process.wait(timeout=timeout_s)
     return finished(folder, name, process)
 

@@ -20,7 +20,8 @@ import torch
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
-from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering, refuse_unfinite
+from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering
+from megarl.checkpoint.share_file import refuse_unfinite
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig

@@ -12,8 +12,8 @@ LONG_FUNCTIONS: set[str] = set()
 REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
-    "files in megarl/": 358,
     "lines to follow one step": 10_490,
+    "files in megarl/": 360,
     # Fault tolerance, four roles and two engines' layouts are on the path.
     "lines with what builds the step": 14_850,
 }

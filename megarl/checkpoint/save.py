@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
-from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.checkpoint.share_file import UnfiniteError, receive_into
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
@@ -30,10 +30,10 @@ from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
+from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
-from megarl.weights.executors.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
-from megarl.weights.executors.transfer import exchange
+from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.pieces import whole
 
 _COPIED = (
@@ -123,13 +123,11 @@ def save_tensors(
         if group.peer == 0:
             folder.mkdir(parents=True)
         group.barrier()
-        share = _receive(moves, tensors, group, bucket_bytes)
-        reach("tensors_received", step=step_in(folder), rank=group.peer)
-        refuse_unfinite(share)
         names = _file_names(target) if file_name is None else {0: file_name}
-        if share:
-            path = folder / names[group.peer]
-            files[path.name] = _write_share(path, share)
+        path = folder / names[group.peer] if group.peer in names else None
+        written = receive_into(path, moves, tensors, group, bucket_bytes=bucket_bytes)
+        if path is not None and written is not None:
+            files[path.name] = written
             reach("file_written", step=step_in(folder), rank=group.peer)
             sync(path)
             reach("file_synced", step=step_in(folder), rank=group.peer)
@@ -138,10 +136,6 @@ def save_tensors(
             reach("index_written", step=step_in(folder), rank=group.peer)
         group.barrier()
     return files
-
-
-class UnfiniteError(Exception):
-    """A tensor to be saved has NaN or infinite values."""
 
 
 @contextmanager
@@ -239,44 +233,6 @@ def gather(
     share = {} if group.peer else moves.share
     exchange(moves, tensors, share, group, bucket_bytes=DEFAULT_BUCKET_BYTES)
     return share
-
-
-def _receive(
-    moves: Plan, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
-) -> dict[str, torch.Tensor]:
-    """Return this rank's whole tensors in host memory; those that it has already are not copied."""
-    local = {
-        move.target_name: box
-        for move in moves.moves_to(group.peer)
-        if move.source_rank == group.peer
-        and (box := box_of(tensors[move.source_name], move.source_offsets, move.slice.shape)).device.type == "cpu"
-        and box.is_contiguous()
-    }
-    share = {
-        name: local[name]
-        if name in local and (local[name].shape, local[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
-        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        for name, spec in moves.target.by_rank[group.peer].tensors.items()
-    }
-    exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes)
-    return share
-
-
-def refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
-    """Raise on NaN or infinite values: a checkpoint of broken weights would replace a good one."""
-    # Sums need no second tensor of the same size; because they may overflow, what has a bad one is checked again.
-    sums = [tensor.sum(dtype=torch.float32) for tensor in share.values()]
-    if not sums or torch.isfinite(torch.stack(sums)).all():
-        return
-    for name, tensor in share.items():
-        if not torch.isfinite(tensor).all():
-            num_broken = int((~torch.isfinite(tensor)).sum())
-            raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
-
-
-def _write_share(path: Path, share: Mapping[str, torch.Tensor]) -> FileDigest:
-    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs_of(share.items()).items()}
-    return write_tensor_file(path, headers, lambda entry: [bytes_of(share[entry.name])])
 
 
 def _file_names(target: Layout) -> dict[int, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +24,35 @@ Buffer: TypeAlias = bytes | memoryview
 
 _WRITE_BYTES = 1 << 20
 """Small enough to be still in a core's cache after hashing."""
+_FLUSH_BYTES = 16 << 20
+
+
+class TensorFile:
+    """A new file with tensors of these dtypes and shapes, which are written in any order. The caller syncs it."""
+
+    def __init__(self, path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._header, text = make_header(specs)
+        self._digests: dict[str, TensorDigest] = {}
+        self._file = path.open("xb", buffering=0)
+        self._own = _write(self._file.fileno(), 0, [text])
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        return self._header.entries
+
+    def write(self, entry: TensorEntry, pieces: Iterable[Buffer]) -> None:
+        """Write one tensor at its place."""
+        written = _write(self._file.fileno(), entry.start, pieces)
+        assert written.num_bytes == entry.num_bytes, f"{entry}: {written.num_bytes} bytes"
+        self._digests[entry.name] = TensorDigest(name=entry.name, num_bytes=entry.num_bytes, xxh3_128=written.xxh3_128)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def digest(self) -> FileDigest:
+        """Return the digests after every tensor is written."""
+        tensors = tuple(self._digests[entry.name] for entry in self.entries)
+        return FileDigest(num_bytes=self._header.num_file_bytes, xxh3_128=self._own.xxh3_128, tensors=tensors)
 
 
 def write_tensor_file(
@@ -34,20 +64,15 @@ def write_tensor_file(
 
     The caller syncs the file.
     """
-    header, text = make_header(specs)
-    tensors = []
-    with path.open("xb", buffering=0) as file:
-        own = _write(file.fileno(), [text])
-        for entry in header.entries:
-            written = _write(file.fileno(), contents(entry))
-            assert written.num_bytes == entry.num_bytes, f"{entry}: {written.num_bytes} bytes"
-            tensors.append(TensorDigest(name=entry.name, num_bytes=entry.num_bytes, xxh3_128=written.xxh3_128))
-    return FileDigest(num_bytes=header.num_file_bytes, xxh3_128=own.xxh3_128, tensors=tuple(tensors))
+    with closing(TensorFile(path, specs)) as file:
+        for entry in file.entries:
+            file.write(entry, contents(entry))
+        return file.digest()
 
 
-def _write(descriptor: int, pieces: Iterable[Buffer]) -> FileDigest:
+def _write(descriptor: int, offset: int, pieces: Iterable[Buffer]) -> FileDigest:
     digest = xxhash.xxh3_128()
-    num_bytes = 0
+    position = flushed = offset
     for piece in pieces:
         view = memoryview(piece)
         for start in range(0, len(view), _WRITE_BYTES):
@@ -55,9 +80,13 @@ def _write(descriptor: int, pieces: Iterable[Buffer]) -> FileDigest:
             digest.update(part)
             while part:
                 # A write may be partial, such as just before the disk is full.
-                part = part[os.write(descriptor, part) :]
-        num_bytes += len(view)
-    return FileDigest(num_bytes=num_bytes, xxh3_128=digest.hexdigest())
+                count = os.pwrite(descriptor, part, position)
+                part, position = part[count:], position + count
+            if position - flushed >= _FLUSH_BYTES:
+                # Makes the kernel start to write now; it would wait until the file is synced.
+                os.posix_fadvise(descriptor, flushed, position - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = position
+    return FileDigest(num_bytes=position - offset, xxh3_128=digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

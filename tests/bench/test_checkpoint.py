@@ -8,7 +8,7 @@ import pytest
 
 from bench import checkpoint as module
 from bench.__main__ import run
-from bench.checkpoint import CheckpointFigure, measure_checkpoint, shape_of
+from bench.checkpoint import CheckpointFigure, SaveTimes, measure_checkpoint, shape_of
 from megarl.errors import MachineError
 from megarl.weights.layouts.canonical import canonical_tensors
 
@@ -20,11 +20,15 @@ def test_everything_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch:
     assert all(figure.value > 0 for figure in found)
     figures = {figure.name: figure for figure in found}
     assert figures["model"].value == pytest.approx(0.001, rel=0.2)
-    assert figures["  against dd"].value == pytest.approx(
-        figures["save, tensor parallel 2"].value / figures["dd with fsync"].value
-    )
     assert 0.05 < figures["export, peak memory"].value < 1.5
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_save_is_compared_with_the_dd_before_it() -> None:
+    stages, tensor = (2.0, 4.0, 8.0), (1.0, 1.0, 10.0)
+    times = SaveTimes(stages_s=stages, tensor_s=tensor, blocking_s=(), dd_s=(1.0, 2.0, 4.0, 0.5, 0.6, 0.7), files={})
+    assert times.against_dd(stages, first=0) == 0.5
+    assert times.against_dd(tensor, first=3) == 0.5
 
 
 @pytest.mark.parametrize("gigabytes", [0.5, 2.0, 8.0])

@@ -223,10 +223,10 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(
 
 
 def test_a_disk_that_fails_is_one_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, data: memoryview) -> int:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.write", full)
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(CheckpointError, match=r"out was not written: .*No space left on device"):
         export_model(find_model(model), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

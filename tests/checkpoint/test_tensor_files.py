@@ -33,8 +33,8 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_write_that_takes_less_than_it_is_given_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:7], offset))
     path = tmp_path / "model.safetensors"
     written = write_tensor_file(path, {"a": ("U8", (100,))}, lambda entry: [bytes(range(100))])
     assert written == digest_file(path)

@@ -1,4 +1,4 @@
-"""Carrying out a plan between processes: the ends of a publish, and an exchange among equals. No SGLang, no Megatron.
+"""Carrying out a plan between processes: the ends of a publish, and the rounds of a transfer. No SGLang, no Megatron.
 
 A receiver gets a version in place. What lies in the memory of a sender that its device can reach is read from there;
 the rest comes in rounds: pack, exchange, unpack in place. A peer holds two buckets, one that leaves and one that
@@ -10,7 +10,6 @@ Source rank s of a plan is peer s of the group; target rank t is peer `first_tar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -28,8 +27,8 @@ from megarl.weights.algebra.buckets import (
 from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Move, Plan
 from megarl.weights.executors.channel import Message
-from megarl.weights.executors.digest import MODULUS, BoxDigest, digest_bytes, digest_tensor
-from megarl.weights.executors.digest_sums import DigestSums, SourceDigests, Summand, check_digests
+from megarl.weights.executors.digest import MODULUS, BoxDigest, digest_tensor
+from megarl.weights.executors.digest_sums import DigestSums, SourceDigests, Summand
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
@@ -108,7 +107,7 @@ class Receiver:
             sources={},
             targets=tensors,
         )
-        self._digests = _TargetDigests(plan, far, tensors, digest)
+        self._digests = TargetDigests(plan, far, tensors, digest)
 
     def receive(self, version: int) -> dict[str, int]:
         """Receive one version in place, and forward what others wait for. Return a digest per tensor."""
@@ -122,7 +121,7 @@ class Receiver:
         return digests
 
 
-class _TargetDigests:
+class TargetDigests:
     """Digests of a target's tensors as they are after a transfer, box by box as the boxes travelled."""
 
     def __init__(
@@ -135,49 +134,6 @@ class _TargetDigests:
     def compute(self) -> dict[str, int]:
         """Return the digest of each target tensor."""
         return self._sums.compute(self._boxes)
-
-
-def exchange(
-    plan: Plan,
-    sources: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
-    group: TransferGroup,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> None:
-    """Send and receive on every peer, and check what arrived by digest. Source and target rank r are both peer r."""
-    number, rank = group.next_round(), group.peer
-    peers = PeerNumbers(first_target=0, num_peers=group.num_peers)
-    leaving = [bucket for bucket in buckets_from(plan, rank, bucket_bytes=bucket_bytes) if bucket.target_rank != rank]
-    arriving = [bucket for bucket in buckets_to(plan, rank, bucket_bytes=bucket_bytes) if peers.sender(bucket) != rank]
-    forwarded = buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes)
-    digests = SourceDigests(plan, rank, sources, digest_bytes, own_target=rank, bucket_bytes=bucket_bytes)
-    with group.transfer() as deadline:
-        steps = Rounds(
-            group, peers, rank, sent=[*leaving, *forwarded], received=arriving, sources=sources, targets=targets
-        )
-        steps.run(number, deadline, digests.advance)
-        arrived = _TargetDigests(plan, arriving, targets, digest_bytes).compute()
-    _check_with_senders(plan, group, number, digests.finish(), arrived)
-    for move in plan.moves_to(rank):
-        if move.source_rank == rank and not move.hop:
-            values, target = source_view(sources, move), target_view(targets, move)
-            if target.data_ptr() != values.data_ptr():  # a target may be the source itself
-                target.copy_(values)
-
-
-def _check_with_senders(
-    plan: Plan, group: TransferGroup, number: int, sent: Mapping[tuple[int, str], int], arrived: Mapping[str, int]
-) -> None:
-    for target_rank in sorted({rank for rank, _ in sent}):
-        mine = {name: value for (rank, name), value in sent.items() if rank == target_rank}
-        group.report(f"digests {number} from {group.peer} to {target_rank}", json.dumps(mine).encode())
-    sources = sorted({move.source_rank for move in plan.moves_to(group.peer)} - {group.peer})
-    keys = [f"digests {number} from {rank} to {group.peer}" for rank in sources]
-    reports = group.collect(keys, group.timeout_s)
-    group.forget(keys)
-    parts = [{(group.peer, name): value for name, value in json.loads(reports[key]).items()} for key in keys]
-    check_digests(parts, {group.peer: arrived})
 
 
 def _peers(plan: Plan, group: TransferGroup) -> PeerNumbers:
@@ -216,8 +172,14 @@ class Rounds:
         arriving = max((each.received.num_bytes for each in self._rounds if each.received), default=0)
         self._leaving, self._arriving = _Lane(leaving, wire, device), _Lane(arriving, wire, device)
 
-    def run(self, version: int, deadline: float, sent: Callable[[int], None] = lambda _num_bytes: None) -> None:
-        """Pass through all rounds; `sent` is called with the bytes of each bucket that has left."""
+    def run(
+        self,
+        version: int,
+        deadline: float,
+        sent: Callable[[int], None] = lambda _num_bytes: None,
+        received: Callable[[Sequence[Move]], None] = lambda _moves: None,
+    ) -> None:
+        """Pass through all rounds; `sent` gets the bytes of each bucket that has left, `received` each one's moves."""
         for each in self._rounds:
             outgoing = incoming = None
             if each.sent is not None:
@@ -233,6 +195,7 @@ class Rounds:
                 sent(each.sent.num_bytes)
             if each.received is not None:
                 self._unpack(each.received, version)
+                received(each.received.moves)
 
     def _packed(self, bucket: Bucket, version: int) -> torch.Tensor:
         tensors = self._targets if bucket.is_forwarded else self._sources

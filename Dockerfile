@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # megarl for CUDA 13: `docker build --build-arg CUDA_DIGEST=sha256:... -t megarl:0.1.0 .`, then `docker run --gpus all --shm-size 16g ...` (docs/operations.md).
 #
-# Versions are those of requirements.txt and requirements-cuda.txt; a test holds this file to them.
+# Versions are those of requirements.txt and requirements-cuda.txt; a test holds this file and the hashes to them.
 ARG CUDA=13.0.2
 # A tag may change, a digest cannot; without one docker refuses the reference and shows this text. It is printed by
 # `docker buildx imagetools inspect nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04`.
@@ -16,12 +16,12 @@ RUN apt-get update \
 ENV VIRTUAL_ENV=/opt/megarl PATH=/opt/megarl/bin:/usr/local/cuda/bin:$PATH PIP_NO_CACHE_DIR=1
 RUN python3 -m venv "$VIRTUAL_ENV"
 WORKDIR /build
-COPY requirements.txt requirements-cuda.txt ./
-# The list is complete, so nothing is resolved; torch comes as the CUDA 13 build that PyPI has.
-RUN pip install --no-deps -r requirements.txt
+COPY requirements-hashes.txt requirements-cuda-hashes.txt ./
+# The list is complete, so nothing is resolved, and all are wheels whose hash is compared; torch comes as the CUDA 13 build
+# that PyPI has.
+RUN pip install --no-deps --only-binary :all: --require-hashes -r requirements-hashes.txt
 # What SGLang and torch need besides on a GPU; Transformer Engine is built below.
-RUN grep -v '^transformer-engine' requirements-cuda.txt > wheels.txt \
-    && pip install --no-deps -r wheels.txt
+RUN pip install --no-deps --only-binary :all: --require-hashes -r requirements-cuda-hashes.txt
 
 # --- What has to be compiled for that torch --------------------------------------------------------------------------
 FROM packages AS kernels
@@ -29,7 +29,7 @@ ARG TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
 ARG NVTE_CUDA_ARCHS="80;90;100"
 ARG MAX_JOBS=8
 ENV NVTE_FRAMEWORK=pytorch
-# What it brings along must not change what is there.
+# What it brings along must not change what is there; it is compiled here, so its files have no hash.
 RUN pip freeze > installed.txt \
     && pip install --no-build-isolation -c installed.txt 'transformer-engine[core_cu13,pytorch]==2.11.0'
 

@@ -11,7 +11,7 @@ DATA := data/arithmetic
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
+.PHONY: help setup hashes packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,16 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(PIP_INSTALL) -r requirements.txt
 	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@
+
+# Of every file that PyPI has of a version: wheels of all platforms and Pythons. Transformer Engine is compiled, with its own
+# dependencies.
+HASHES := build/uv/bin/uv pip compile --quiet --no-config --no-deps --generate-hashes --no-header --no-annotate
+hashes: ## write requirements-hashes.txt and requirements-cuda-hashes.txt after a version was changed
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv==0.13.7
+	$(HASHES) --universal --python-version 3.11.5 requirements.txt --output-file requirements-hashes.txt
+	grep -v '^transformer-engine' requirements-cuda.txt | $(HASHES) --python-version 3.12 \
+		--python-platform x86_64-manylinux_2_39 - --output-file requirements-cuda-hashes.txt
 
 patches: setup ## apply the patches of patches/ to the packages in .venv; optional
 	$(BIN)/python -m megarl.tools.doctor.packages

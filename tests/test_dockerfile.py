@@ -31,13 +31,33 @@ def test_every_version_is_that_of_the_requirements() -> None:
     assert {normalized(name) for name, _ in pins} >= {"transformer-engine"}
     for name, version in pins:
         assert version in tested[normalized(name)], name
-    assert "-r requirements.txt" in TEXT
-    assert "requirements-cuda.txt > wheels.txt" in TEXT
+    for file in ("requirements-hashes.txt", "requirements-cuda-hashes.txt"):
+        assert f"--only-binary :all: --require-hashes -r {file}" in TEXT
     # Nothing is resolved anew; what Transformer Engine brings along changes nothing that is there.
     installs = [word for run in of("RUN") for word in run.split("&&") if "pip install" in word]
     assert len(installs) == 4
     for install in installs:
         assert "--no-deps" in install or "-c installed.txt" in install, install
+
+
+@pytest.mark.parametrize(
+    ("pins", "hashes", "compiled"),
+    [
+        ("requirements.txt", "requirements-hashes.txt", set()),
+        ("requirements-cuda.txt", "requirements-cuda-hashes.txt", {"transformer-engine"}),
+    ],
+)
+def test_every_pinned_version_has_hashes(pins: str, hashes: str, compiled: set[str]) -> None:
+    """`make hashes` writes them from what PyPI has."""
+    pinned = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==(\S+)$", (ROOT / pins).read_text(), re.MULTILINE)
+    expected = {(normalized(name), version) for name, version in pinned if name not in compiled}
+    text = (ROOT / hashes).read_text()
+    entry = r"([\w.-]+)(?:\[[^\]]*\])?==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n"
+    found = re.findall(entry, text)
+    assert {(normalized(name), version) for name, version, _ in found} == expected, "run `make hashes`"
+    assert len(found) == len(expected)
+    # Nothing else: no address of an index, no option.
+    assert re.sub(entry, "", text) == ""
 
 
 def test_the_lists_of_versions_do_not_fight() -> None:

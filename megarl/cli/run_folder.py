@@ -249,17 +249,19 @@ def fleet(
     action: Annotated[FleetAction, typer.Argument(help="What to do.")] = FleetAction.LIST,
     engine: Annotated[int | None, typer.Argument(metavar="N", min=0, help="The number of the engine.")] = None,
     node: Annotated[str | None, typer.Option(metavar="ADDRESS", help="All engines of the node.")] = None,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="Add N further engines to the node.")] = None,
 ) -> None:
     """List, stop or restart the engines of a run that goes on.
 
     `retire N` stops engine N; `add N` starts a retired or failed one again. `--node` does it with a whole node.
+    `add --node` of a node without engines starts as many as its free devices hold, or `--count`.
     """
     from megarl.runtime.engines.operator import OperatorRequest, ask
 
     table = Table(box=None, header_style="bold")
     for title in ("engine", "state", "version", "requests", "restarts", "address", "reason"):
         table.add_column(title)
-    for report in ask(run, OperatorRequest(action=action.value, engine=engine, node=node)):
+    for report in ask(run, OperatorRequest(action=action.value, engine=engine, node=node, count=count)):
         cells = (report.index, report.state, report.version, report.num_outstanding, report.num_restarts)
         table.add_row(*map(str, cells), report.address, report.reason)
     make_console().print(table)

@@ -58,6 +58,11 @@ class Dispatcher(Generic[EngineT]):
         self._waiting: deque[_Waiter[EngineT]] = deque()
         self._rebuild()
 
+    def add(self, engine: EngineT) -> None:
+        """Give out another engine from now on."""
+        self._engines[engine.index] = engine
+        self.changed(engine)
+
     @property
     def has_live(self) -> bool:
         return bool(self._live)

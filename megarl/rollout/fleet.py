@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megarl.errors import EngineError, EngineLostError, FleetError
 from megarl.rollout.client import EngineClient
@@ -30,7 +29,7 @@ from megarl.rollout.lifecycle import (
     RestartPolicy,
     advance,
 )
-from megarl.rollout.pace import Pace
+from megarl.rollout.pace import Pace, RequestListener, Uncounted
 from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -95,16 +94,7 @@ class Engine:
 
 
 StateListener = Callable[[Engine, Life], None]  # called with an engine whose state changed, and its life before that
-
-
-class RequestListener(Protocol):
-    """Counts the requests that are sent again."""
-
-    def request_retried(self, cause: str) -> None: ...
-
-
-class _Uncounted:
-    def request_retried(self, cause: str) -> None: ...
+JoinListener = Callable[[Sequence[Engine]], None]  # called with engines of one node that were added
 
 
 class Fleet:
@@ -133,12 +123,13 @@ class Fleet:
             Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), life=Life.begin(clock()))
             for each in clients
         )
-        self.requests: RequestListener = _Uncounted()
+        self.requests: RequestListener = Uncounted()
         self.num_changes = 0  # of states, versions, addresses and pauses
         self._is_supervised = policy is not None
         self._clock = clock
         self.publish_timeout_s = publish_timeout_s
         self._listeners: list[StateListener] = []
+        self.join_listeners: list[JoinListener] = []
         self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding, lent=lent)
         self._deadline: asyncio.TimerHandle | None = None  # while requests wait and no engine is live
         self._changed = asyncio.Condition()
@@ -147,6 +138,16 @@ class Fleet:
 
     def listen(self, listener: StateListener) -> None:
         self._listeners.append(listener)
+
+    def add(self, clients: Sequence[EngineClient], reason: str) -> None:
+        """Add engines of one node that are still to be started; their indices follow those of the others."""
+        life, version = Life.starting(self._clock(), reason), PolicyVersion(0)
+        added = [Engine(index=each.endpoint.index, client=each, version=version, life=life) for each in clients]
+        self.engines, self.num_changes = (*self.engines, *added), self.num_changes + 1
+        for engine in added:
+            self._dispatcher.add(engine)
+        for listener in self.join_listeners:
+            listener(added)
 
     @asynccontextmanager
     async def lease(self, avoid: Set[int] = frozenset(), *, prefixes: Sequence[str] = ()) -> AsyncIterator[Engine]:

@@ -94,6 +94,11 @@ class Life:
         """Return the life of an engine that has just started and serves version 0."""
         return cls(state=EngineState.HEALTHY, since=now, last_answer=now, confirmed_at=now)
 
+    @classmethod
+    def starting(cls, now: float, reason: str) -> Life:
+        """Return the life of an engine that is still to be started."""
+        return cls(state=EngineState.RESTARTING, since=now, last_answer=now, reason=reason)
+
     @property
     def wants(self) -> Want:
         match self.state:

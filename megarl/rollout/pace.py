@@ -1,8 +1,9 @@
-"""The time that an engine takes for a token, from the requests that it answered. Knows no engine."""
+"""Counts of requests: the time of a token in those that were answered, and those sent again. Knows no engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 _LEAST_REQUESTS = 8
 """Fewer requests say little about an engine: one may have waited for a publish."""
@@ -29,3 +30,15 @@ class Pace:
         if self.num_requests < _LEAST_REQUESTS or not self.num_tokens:
             return None
         return self.seconds / self.num_tokens
+
+
+class RequestListener(Protocol):
+    """Counts the requests that are sent again."""
+
+    def request_retried(self, cause: str) -> None: ...
+
+
+class Uncounted:
+    """A `RequestListener` that counts nothing."""
+
+    def request_retried(self, cause: str) -> None: ...

@@ -151,7 +151,7 @@ def move_to_spare(pool: Pool, bundle: NodeBundle) -> bool:
         key, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
         if key in used or address in pool.faults.excluded or free.get(key, {}).get(bundle.resource, 0) < bundle.size:
             continue
-        there = _reserve_on(address, bundle)
+        there = reserve_on(address, resource=bundle.resource, size=bundle.size)
         if there is None:
             continue  # another job was faster
         if bundle.is_bound and bundle.is_lost:
@@ -170,14 +170,14 @@ def leave_for_spares(pool: Pool, bundles: list[NodeBundle]) -> None:
         bundles.pop(0)
 
 
-def _reserve_on(address: str, like: NodeBundle) -> NodeBundle | None:
-    """Reserve as many devices as a bundle has on one node; return None if they are not free."""
-    group = placement_group([{like.resource: float(like.size), f"node:{address}": _NODE_SHARE}])
-    bundle = NodeBundle(group, 0, resource=like.resource, size=like.size)
+def reserve_on(address: str, *, resource: str, size: int) -> NodeBundle | None:
+    """Reserve devices of one node; return None if they are not free."""
+    group = placement_group([{resource: float(size), f"node:{address}": _NODE_SHARE}])
+    bundle = NodeBundle(group, 0, resource=resource, size=size)
     is_placed = False
     try:
         is_placed = group.wait(_PLACE_S)
-        if is_placed and like.gpus:
+        if is_placed and resource == "GPU":
             find_gpus([bundle])
     except BaseException:
         remove_placement_group(group)

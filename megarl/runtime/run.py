@@ -33,7 +33,7 @@ from megarl.runtime.inputs import Inputs
 from megarl.runtime.lost_nodes import RankNodes, settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
-from megarl.runtime.rollouts.workers import open_workers
+from megarl.runtime.rollouts.opening import open_workers
 from megarl.runtime.stragglers import watched_ranks
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers

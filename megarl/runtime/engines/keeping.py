@@ -15,6 +15,7 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState, Relocated
 from megarl.runtime.cluster import NodeBundle, Pool
+from megarl.runtime.engines.growth import Growth
 from megarl.runtime.engines.nodes import EngineNodes, nodes_of
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines
@@ -61,6 +62,7 @@ async def kept_engines(
             max_faults=cluster.max_node_faults,
             observer=observer,
             faults=pool.faults,
+            grow=Growth(pool, fleet, engines, connect=connect).add,
             excluded=move,
         )
         await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))

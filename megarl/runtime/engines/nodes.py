@@ -5,7 +5,7 @@ A node is known by the address at which its engines answer, as `megarl fleet` li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
@@ -26,35 +26,45 @@ class EngineNodes:
         max_faults: int,
         observer: Observer,
         faults: NodeFaults,
+        grow: Callable[[str, int | None], Awaitable[None]],
         excluded: Callable[[str, list[Engine]], None] = lambda _node, _engines: None,
     ) -> None:
-        """`excluded` is told a node and its engines, which are retired then."""
+        """`grow` starts further engines on a node.
+
+        `excluded` is told a node and its engines, which are retired then.
+        """
         self._fleet = fleet
         self._supervisor = supervisor
         self._max_faults = max_faults
         self._observer = observer
         self._faults = faults
+        self._grow = grow
         self._tell_excluded = excluded
         fleet.listen(self._note)
 
     def retire(self, node: str) -> None:
         """Take all engines of a node out."""
-        self._retire(node, self._on(node), "retired by the operator")
-
-    def add(self, node: str) -> None:
-        """Start the engines of a node again that are out of service; faults that it had are forgotten."""
         engines = self._on(node)
+        if not engines:
+            known = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
+            raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(known)}")
+        self._retire(node, engines, "retired by the operator")
+
+    async def add(self, node: str, count: int | None = None) -> None:
+        """Start the engines of a node again that are out of service, or further ones; its faults are forgotten.
+
+        Without a `count` a node that has engines gets no further ones.
+        """
+        engines = self._on(node)
+        if count is not None or not engines:
+            await self._grow(node, count)
         self._faults.forgive(node)
         self._observer.nodes_excluded(len(self._faults.excluded))
         for engine in engines:
             self._supervisor.add(engine.index)
 
     def _on(self, node: str) -> list[Engine]:
-        engines = [engine for engine in self._fleet.engines if node in nodes_of(engine)]
-        if not engines:
-            known = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
-            raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(known)}")
-        return engines
+        return [engine for engine in self._fleet.engines if node in nodes_of(engine)]
 
     def _retire(self, node: str, engines: list[Engine], reason: str) -> None:
         if all(other.life.is_over for other in self._fleet.engines if other not in engines):

@@ -23,6 +23,8 @@ from megarl.runtime.engines.supervisor import Supervisor
 
 SOCKET_FILE = "fleet.sock"
 _TIMEOUT_S = 10.0
+_HANDLE_S = 180.0
+"""For a request to be handled: Ray takes a while to place engines on a node."""
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -32,6 +34,8 @@ class OperatorRequest:
     engine: int | None = None
     node: str | None = None
     """The address of a node: all its engines."""
+    count: int | None = None
+    """Further engines to start on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,9 @@ async def open_to_operator(
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(_TIMEOUT_S):
-                response = _handle(await reader.readline(), fleet, supervisor, nodes)
+                line = await reader.readline()
+            response = await _handle(line, fleet, supervisor, nodes)
+            async with asyncio.timeout(_TIMEOUT_S):
                 writer.write(_RESPONSE.dump_json(response) + b"\n")
                 await writer.drain()
         writer.close()
@@ -90,6 +96,7 @@ def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
         connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(str(short / SOCKET_FILE))
+            connection.settimeout(_HANDLE_S)
             connection.sendall(_REQUEST.dump_json(request) + b"\n")
             line = connection.makefile("rb").readline(_MAX_LINE_BYTES)
             response = _RESPONSE.validate_json(line)
@@ -103,21 +110,23 @@ def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
     return response.engines
 
 
-def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes) -> OperatorReply:
+async def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes) -> OperatorReply:
     try:
         request = _REQUEST.validate_json(line)
     except ValidationError:
         return OperatorReply(error="not a request of this version of megarl")
     try:
         match request:
+            case OperatorRequest(count=int()) if request.action != "add" or request.node is None:
+                return OperatorReply(error="--count says how many engines to add to a node: name it with --node")
             case OperatorRequest(action="retire", engine=int(index)):
                 supervisor.retire(index)
             case OperatorRequest(action="add", engine=int(index)):
                 supervisor.add(index)
             case OperatorRequest(action="retire", node=str(node)):
                 nodes.retire(node)
-            case OperatorRequest(action="add", node=str(node)):
-                nodes.add(node)
+            case OperatorRequest(action="add", node=str(node), count=count):
+                await nodes.add(node, count)
             case OperatorRequest(action="list"):
                 pass
             case _:

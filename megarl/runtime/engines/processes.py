@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -98,11 +99,29 @@ class Engines:
     ) -> None:
         """`places` has those of each engine, node by node."""
         self._actors = actors
-        self._specs = tuple(specs)
-        self._places = tuple(on_nodes(of_engine) for of_engine in places)
+        self._specs = list(specs)
+        self._places = [on_nodes(of_engine) for of_engine in places]
         self._share = share
         self._hosts: dict[tuple[int, int], ActorHandle] = {}
         """By engine and node."""
+
+    def extend(self, places: Sequence[Place], host: str) -> EngineEndpoint:
+        """Have another engine like the others, which is still to be started; return its address, without a port."""
+        spec = replace(self._specs[0], index=len(self._specs))
+        self._specs.append(spec)
+        self._places.append(on_nodes(places))
+        endpoint = partial(EngineEndpoint, index=spec.index, host=host, port=0, keys=spec.keys)
+        return endpoint(tensor=self.tensor, device=spec.device)
+
+    @property
+    def tensor(self) -> int:
+        """Devices of an engine."""
+        return self._specs[0].config.tensor
+
+    @property
+    def places(self) -> list[Place]:
+        """The places of all engines, in their order."""
+        return [place for nodes in self._places for of_node in nodes for place in of_node]
 
     async def start(self, index: int) -> EngineEndpoint:
         """Start or restart an engine in its places; a MegarlError has the reason of a failure."""

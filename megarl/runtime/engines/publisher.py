@@ -95,12 +95,15 @@ class TransferPublisher:
         ranks: SendingRanks,
         fleet: Fleet,
         control: ReceivingEngines,
-        transfer: TransferSpec,
+        transfer: Callable[[], TransferSpec],
         timeout_s: float,
         host: str,
         failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
     ) -> None:
-        """`transfer` goes to all engines of the fleet; `failed` is called before an attempt is repeated."""
+        """`transfer` returns the one to all engines of the fleet, where they are then.
+
+        `failed` is called before an attempt is repeated.
+        """
         self._ranks = ranks
         self._fleet = fleet
         self._control = control
@@ -241,7 +244,7 @@ class TransferPublisher:
             address=store.address,
             name=_GROUP,
             timeout_s=self._timeout_s,
-            backend=self._backend(plan),
+            backend=_backend(transfer, plan),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
@@ -253,20 +256,7 @@ class TransferPublisher:
         return self._link
 
     def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
-        return self._transfer.with_engines([engine.index for engine in roster])
-
-    def _backend(self, plan: Plan) -> Backend | None:
-        """Return the way of the bytes that engine ranks do not read from the memory of trainer ranks."""
-        sent = sum(sum(plan.traffic.received[link].values()) for link in Link if link > self._transfer.direct)
-        if not sent:
-            return None
-        if self._transfer.is_cpu_engine:
-            return "gloo"
-        if self._transfer.shares_devices:
-            # NCCL refuses two processes on one GPU.
-            logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
-            return "gloo"
-        return "nccl"
+        return self._transfer().with_engines([engine.index for engine in roster])
 
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
@@ -291,3 +281,17 @@ class TransferPublisher:
             loss = tasks[0].exception()
             raise loss if isinstance(loss, WorkerError) else failures[0]
         return tasks[0].result(), tasks[1].result()
+
+
+def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:
+    """Return the way of the bytes that engine ranks do not read from the memory of trainer ranks."""
+    sent = sum(sum(plan.traffic.received[link].values()) for link in Link if link > transfer.direct)
+    if not sent:
+        return None
+    if transfer.is_cpu_engine:
+        return "gloo"
+    if transfer.shares_devices:
+        # NCCL refuses two processes on one GPU.
+        logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
+        return "gloo"
+    return "nccl"

@@ -6,7 +6,7 @@ It outlives the trainer ranks: each new set of ranks is connected with the engin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,8 +80,8 @@ class ManagedServing:
     config: RolloutRoleConfig
     fleet: Fleet
     supervisor: Supervisor
-    transfer: TransferSpec
-    """From the trainer ranks to all engines of the fleet."""
+    transfer: Callable[[], TransferSpec]
+    """Returns the one from the trainer ranks to all engines of the fleet, where both are then."""
     host: str
     """The driver's address for the engines."""
     phases: SeparatePhases | SharedPhases
@@ -145,7 +145,7 @@ async def start_serving(
     pool = pools[config.pool]
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
-    transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
+    places = _near_trainers(transfer, pools[recipe.roles.actor.pool].places, pool.places)
     lora, num_adapters = recipe.model.lora, adapter_slots(recipe.train.max_staleness)
     gpu = gpu_of(recipe.cluster, accelerators()) if pool.is_shared and recipe.run.device == "cuda" else None
     first = EngineSpec(
@@ -181,7 +181,7 @@ async def start_serving(
         config=config,
         fleet=fleet,
         supervisor=supervisor,
-        transfer=transfer,
+        transfer=partial(_located, transfer, pools[recipe.roles.actor.pool], engines),
         host=own_address(recipe.network.bind),
         phases=_shared_phases(fleet, config) if pool.is_shared else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
@@ -209,24 +209,29 @@ def _served_adapters(
     return ServedAdapters(places=engines, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
 
 
-def _place(
+def _near_trainers(
     transfer: TransferSpec, trainer_places: Sequence[Place], engine_places: Sequence[Place]
-) -> tuple[TransferSpec, Sequence[Place]]:
-    """Assign places to the engines, in the order in which the engines take them.
+) -> Sequence[Place]:
+    """Return the places of the engines, in the order in which the engines take them.
 
     In a shared pool each engine is near the trainer ranks that hold most of its weights.
     """
     places = engine_places[: transfer.num_targets]
-    trainer_gpus, engine_gpus = gpu_numbers(trainer_places, places)
-    if transfer.shares_devices:
-        one = replace(transfer, num_engines=1)
-        order = nearest_order(one.trainer_layout(), one.engine_layout(), trainer_gpus, engine_gpus)
-        places = [places[index] for index in order]
-        trainer_gpus, engine_gpus = gpu_numbers(trainer_places, places)
-        if transfer.is_cpu_engine:
-            # Host memory is one device: every engine rank of a node reads what any trainer rank there holds.
-            trainer_gpus, engine_gpus = (tuple((node, 0) for node, _ in gpus) for gpus in (trainer_gpus, engine_gpus))
-    return replace(transfer, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus), places
+    if not transfer.shares_devices:
+        return places
+    one = replace(transfer, num_engines=1)
+    order = nearest_order(one.trainer_layout(), one.engine_layout(), *gpu_numbers(trainer_places, places))
+    return [places[index] for index in order]
+
+
+def _located(transfer: TransferSpec, trainers: Pool, engines: Engines) -> TransferSpec:
+    """Return the transfer to the engines of now, where they and the trainer ranks are: nodes are lost and added."""
+    trainer_gpus, engine_gpus = gpu_numbers(trainers.places, engines.places)
+    if transfer.shares_devices and transfer.is_cpu_engine:
+        # Host memory is one device: every engine rank of a node reads what any trainer rank there holds.
+        trainer_gpus, engine_gpus = (tuple((node, 0) for node, _ in gpus) for gpus in (trainer_gpus, engine_gpus))
+    num_engines = len(engine_gpus) // transfer.tensor
+    return replace(transfer, num_engines=num_engines, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus)
 
 
 def _open_fleet(

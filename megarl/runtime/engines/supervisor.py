@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
@@ -83,9 +84,10 @@ class Supervisor:
         self._processes = processes
         self._connect = connect
         self._publisher: CatchUp | None = None
-        self._probe_every_s = probe_interval_s(len(fleet.engines), fleet.policy.silence_timeout_s)
-        self._changes = {engine.index: asyncio.Event() for engine in fleet.engines}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._changes: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         fleet.listen(self._note_change)
+        fleet.join_listeners.append(self._welcome)
 
     def attach(self, publisher: CatchUp | None) -> None:
         """Set the publisher that stale engines catch up with; None while there is none."""
@@ -120,13 +122,21 @@ class Supervisor:
 
     async def _run(self) -> None:
         try:
-            async with task_group() as tasks:
-                tasks.create_task(self._tick())
-                for engine in self._fleet.engines:
-                    tasks.create_task(self._supervise(engine))
+            async with task_group() as self._tasks:
+                self._tasks.create_task(self._tick())
+                self._welcome(self._fleet.engines)
         except Exception as error:
             logger.exception("supervisor failed")
             self._fleet.fail(error)
+
+    def _welcome(self, engines: Sequence[Engine]) -> None:
+        if self._tasks is not None:
+            for engine in engines:
+                self._tasks.create_task(self._supervise(engine))
+
+    @property
+    def _probe_every_s(self) -> float:
+        return probe_interval_s(len(self._fleet.engines), self._fleet.policy.silence_timeout_s)
 
     async def _tick(self) -> None:
         last = time.monotonic()
@@ -287,9 +297,13 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
         else:
             report(engine, _describe_change(engine, before, fleet))
 
-    for engine in fleet.engines:
-        observer.watch_requests(engine.index, lambda engine=engine: engine.num_requests)  # type: ignore[misc]
-        report(engine, "")
+    def watch(engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            observer.watch_requests(engine.index, lambda engine=engine: engine.num_requests)  # type: ignore[misc]
+            report(engine, engine.reason if engine.state is EngineState.RESTARTING else "")
+
+    watch(fleet.engines)
+    fleet.join_listeners.append(watch)
     fleet.listen(report_change)
     fleet.requests = observer
 

@@ -8,45 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.config.reward import RewardConfig
 from megarl.data.rollout_files import KeptRollout
-from megarl.episodes.play import EpisodeSetup
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
-from megarl.reward.build import build_scorer
-from megarl.reward.pool import WorkerPool
-from megarl.rollout.dispatch import Dispatcher, divide_engines, lent_engines
+from megarl.rollout.dispatch import Dispatcher, lent_engines
 from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.frozen import FrozenEngines
-from megarl.rollout.generator import Vocabulary
 from megarl.rollout.lifecycle import Life
 from megarl.rollout.worker import (
     AnsweredPrompt,
-    Answering,
     EngineView,
     RolloutTask,
-    RolloutWorker,
     WorkerReport,
     apply_report,
-    cache_sizes,
 )
-from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
-from megarl.runtime.engines.serving import ExternalServing, ManagedServing
-from megarl.runtime.inputs import Inputs
+from megarl.runtime.cluster import live_nodes
 from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
 from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
 from megarl.runtime.rollouts.stored import nodes_of, write_stored
+from megarl.runtime.tasks import logged_task
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
-from megarl.stages import Scorer
 from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -61,7 +50,6 @@ _MAX_FAILURES = 5
 _MAX_LOST = 3
 """Workers that may be lost with one prompt: it may be the cause."""
 _MAX_CALLS = 1000
-_PER_NODE = 1  # by default, in runs of several nodes
 _OVERFULL = 2
 """Groups that a worker holds, as a multiple of those that its engines compute at once: long ones end late."""
 
@@ -75,14 +63,8 @@ class RolloutWorkers:
         self._fleet = fleet
         self._observer = observer
         self._silence_timeout_s = setups[0].silence_timeout_s
-        engines = {engine.index: engine for engine in fleet.engines}
-        self._workers = [
-            WorkerLink(
-                setup=setup,
-                engines=tuple(engines[index] for index in (*setup.own, *sorted(lent_engines(setup.own, len(engines))))),
-            )
-            for setup in setups
-        ]
+        self._workers = [self._link(setup) for setup in setups]
+        self._keepers: list[asyncio.Task[None]] = []
         num_slots = max(setup.max_outstanding * len(setup.own) for setup in setups)
         self._dispatcher = Dispatcher(
             self._workers, max_outstanding=-(-_OVERFULL * num_slots // rollouts_per_prompt) + 1
@@ -95,15 +77,45 @@ class RolloutWorkers:
         """Why a worker was lost last."""
         fleet.listen(self._note_change)
 
+    def _link(self, setup: WorkerSetup) -> WorkerLink:
+        engines = {engine.index: engine for engine in self._fleet.engines}
+        lent = sorted(lent_engines(setup.own, len(engines)))
+        return WorkerLink(setup=setup, engines=tuple(engines[index] for index in (*setup.own, *lent)))
+
+    def _welcome(self, engines: Sequence[Engine]) -> None:
+        self._keepers.append(logged_task(self._start_beside(engines)))
+
+    async def _start_beside(self, engines: Sequence[Engine]) -> None:
+        """Start and keep a worker on the node of engines that were added."""
+        nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in await asyncio.to_thread(live_nodes)}
+        number, setup = len(self._workers), self._workers[0].setup
+        setup = replace(
+            setup,
+            index=number,
+            node=nodes.get(engines[0].client.endpoint.host, setup.node),
+            own=tuple(engine.index for engine in engines),
+            num_on_node=1,
+            num_workers=number + 1,
+            log_path=setup.log_path.with_name(f"reward_{number}.log"),
+        )
+        worker = self._link(setup)
+        self._workers.append(worker)
+        self._dispatcher.add(worker)
+        await self._keep(worker)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        self._fleet.join_listeners.append(self._welcome)
+        known = {index for worker in self._workers for index in worker.setup.own}
+        if added := [engine for engine in self._fleet.engines if engine.index not in known]:
+            self._welcome(added)
         try:
             yield
         finally:
-            for keeper in keepers:
+            for keeper in self._keepers:
                 keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*self._keepers, return_exceptions=True)
             for worker in self._workers:
                 if worker.host is not None:
                     ray.kill(worker.host, no_restart=True)
@@ -298,7 +310,7 @@ class RolloutWorkers:
 
 
 def _live_nodes() -> set[str]:
-    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    return {str(node["NodeID"]) for node in live_nodes()}
 
 
 async def _answer_of(reference: ray.ObjectRef, *, timeout_s: float) -> object:
@@ -320,81 +332,3 @@ async def _ended(reference: ray.ObjectRef) -> object:
         return await reference
     except ray.exceptions.RayError as error:
         return error
-
-
-async def open_workers(
-    serving: ExternalServing | ManagedServing,
-    inputs: Inputs,
-    stack: AsyncExitStack,
-    reward: RewardConfig | None,
-    frozen: Mapping[str, FrozenRole],
-    *,
-    episodes: EpisodeSetup | None,
-    rollouts_per_prompt: int,
-    run_folder: Path,
-    observer: Observer,
-) -> Answering:
-    """Return the rollout workers of a run: actors, or one in this process. None as `reward`: they score nothing."""
-    config, fleet = serving.config, serving.fleet
-    own_node = str(ray.get_runtime_context().get_node_id())
-    nodes = serving.nodes if isinstance(serving, ManagedServing) else (own_node,) * len(fleet.engines)
-    default = 0 if len(set(nodes)) == 1 else _PER_NODE
-    per_node = default if config.workers is None else config.workers
-    if per_node == 0:
-        open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
-        models = models_of(frozen)
-        scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models)
-        stack.callback(scorer.close)
-        log_path = run_folder / "environment.log"
-        worker = _local_worker(fleet, inputs, scorer, models, config.max_attempts, episodes, log_path)
-        stack.push_async_callback(worker.close)
-        return worker
-    shares, access = divide_engines(nodes, per_node=per_node), open_access(frozen, stack)
-    setups = [
-        WorkerSetup(
-            index=index,
-            node=node,
-            own=own,
-            model_folder=inputs.tokenizer.folder.absolute(),
-            shape=inputs.shape,
-            reward=reward,
-            frozen=access,
-            num_on_node=sum(other == node for other, _ in shares),
-            num_workers=len(shares),
-            log_path=run_folder.absolute() / f"reward_{index}.log",
-            episodes=episodes,
-            max_outstanding=config.max_running_requests,
-            max_attempts=config.max_attempts,
-            publish_timeout_s=fleet.publish_timeout_s,
-            request_timeout_s=fleet.engines[0].client.request_timeout_s,
-            silence_timeout_s=config.silence_timeout_s,
-        )
-        for index, (node, own) in enumerate(shares)
-    ]
-    workers = RolloutWorkers(fleet, setups, observer=observer, rollouts_per_prompt=rollouts_per_prompt)
-    await stack.enter_async_context(workers.running())
-    return workers
-
-
-def _local_worker(
-    fleet: Fleet,
-    inputs: Inputs,
-    scorer: Scorer,
-    models: Mapping[str, FrozenEngines],
-    max_attempts: int,
-    episodes: EpisodeSetup | None,
-    log_path: Path,
-) -> RolloutWorker:
-    """Return a worker in this process, which uses the fleet of the run."""
-    open_player = None
-    if episodes is not None:
-        open_player = episodes.opener(
-            inputs.tokenizer,
-            cache_sizes=partial(cache_sizes, fleet.engines),
-            retried=lambda cause: fleet.requests.request_retried(cause),
-            log_path=log_path,
-        )
-    vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
-    return RolloutWorker(
-        fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=max_attempts, open_player=open_player, teachers=models
-    )

@@ -203,7 +203,7 @@ class Duo:
             ranks=ranks,
             fleet=fleet,
             control=control,
-            transfer=self._transfer,
+            transfer=lambda: self._transfer,
             timeout_s=COMMAND_TIMEOUT_S,
             host=LOOPBACK,
         )

@@ -30,14 +30,19 @@ class Watched:
         self.sink = ListSink()
         self.faults = NodeFaults(lambda: self.now)
         self.excluded: list[tuple[str, list[int]]] = []
+        self.grown: list[tuple[str, int | None]] = []
         self.nodes = EngineNodes(
             self.fleet,
             self.supervisor,
             max_faults=3,
             observer=Observer([self.sink]),
             faults=self.faults,
+            grow=self.grow,
             excluded=lambda node, engines: self.excluded.append((node, [engine.index for engine in engines])),
         )
+
+    async def grow(self, node: str, count: int | None) -> None:
+        self.grown.append((node, count))
 
     @property
     def states(self) -> list[str]:
@@ -61,8 +66,12 @@ def test_a_node_is_taken_out_and_added_as_a_whole() -> None:
             with pytest.raises(FleetError, match=r"node 10\.0\.0\.0 has the last engines; stop the run instead"):
                 scene.nodes.retire("10.0.0.0")
             with pytest.raises(FleetError, match=r"no engine is on node n7; there are engines on 10\.0\.0\.0, 10\."):
-                scene.nodes.add("n7")
-            scene.nodes.add("10.0.0.1")
+                scene.nodes.retire("n7")
+            await scene.nodes.add("n7")
+            await scene.nodes.add("10.0.0.1")
+            assert scene.grown == [("n7", None)], "a node with engines gets no further ones unless asked for a number"
+            await scene.nodes.add("10.0.0.1", 3)
+            assert scene.grown[1:] == [("10.0.0.1", 3)]
             await until(lambda: all(engine.is_live for engine in fleet.engines))
 
     asyncio.run(scenario())
@@ -85,7 +94,7 @@ def test_a_node_with_repeated_faults_gets_nothing_more_until_the_operator_adds_i
             assert scene.excluded == [("10.0.0.1", [2, 3])]
             assert scene.faults.excluded == {"10.0.0.1"}
             assert fleet.engines[2].reason == "node 10.0.0.1 is excluded after 3 faults within an hour"
-            scene.nodes.add("10.0.0.1")
+            await scene.nodes.add("10.0.0.1")
             await until(lambda: all(engine.is_live for engine in fleet.engines))
             scene.now += 100
             await scene.lose(2)

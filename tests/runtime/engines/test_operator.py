@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import FleetError, MachineError
+from megarl.errors import EngineError, FleetError, MachineError
 from megarl.observe.observer import Observer
 from megarl.rollout.fleet import Fleet
 from megarl.runtime.engines.nodes import EngineNodes
@@ -16,8 +16,12 @@ from megarl.system.node_faults import NodeFaults
 from tests.runtime.engines.test_supervisor import supervised, until
 
 
+async def no_room(address: str, count: int | None) -> None:
+    raise EngineError(f"node {address} has no room for {count}")
+
+
 def nodes_of(fleet: Fleet, supervisor: Supervisor) -> EngineNodes:
-    return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()), faults=NodeFaults())
+    return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()), faults=NodeFaults(), grow=no_room)
 
 
 def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:
@@ -41,7 +45,10 @@ def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path)
                 (OperatorRequest(action="add", engine=7), "there is no engine 7"),
                 (OperatorRequest(action="add"), "add which engine"),
                 (OperatorRequest(action="retire", node="127.0.0.1"), "127.0.0.1 has the last engines; stop the run"),
-                (OperatorRequest(action="add", node="10.9.9.9"), "no engine is on node 10.9.9.9; .* on 127.0.0.1"),
+                (OperatorRequest(action="retire", node="10.9.9.9"), "no engine is on node 10.9.9.9; .* on 127.0.0.1"),
+                (OperatorRequest(action="add", node="10.9.9.9"), "node 10.9.9.9 has no room for None"),
+                (OperatorRequest(action="add", node="127.0.0.1", count=2), "node 127.0.0.1 has no room for 2"),
+                (OperatorRequest(action="add", engine=0, count=2), "--count .* to add to a node: name it with --node"),
             ):
                 with pytest.raises(FleetError, match=reason):
                     await say(request)

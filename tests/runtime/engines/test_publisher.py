@@ -137,7 +137,7 @@ class Scene:
             ranks=self.ranks,
             fleet=self.fleet,
             control=FakeControl(self.fleet, self.calls, mischief),
-            transfer=TRANSFER,
+            transfer=lambda: TRANSFER,
             timeout_s=5,
             host=LOOPBACK,
         )

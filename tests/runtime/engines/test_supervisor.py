@@ -115,6 +115,25 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_an_engine_that_is_added_is_started_synced_and_given_requests_and_can_be_retired() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            joined: list[int] = []
+            fleet.join_listeners.append(lambda engines: joined.extend(engine.index for engine in engines))
+            fleet.add([scripted.client(2)], "was added by the operator")
+            assert joined == [2]
+            assert [engine.state for engine in fleet.engines] == ["healthy", "healthy", "restarting"]
+            await until(lambda: fleet.engines[2].is_live)
+            assert [call for call in scripted.calls if call.endswith("2")] == ["start 2", "sync 2"]
+            async with fleet.lease(avoid={0, 1}) as engine:
+                assert engine.index == 2
+            supervisor.retire(2)
+            await until(lambda: "end 2" in scripted.calls)
+            assert [engine.state for engine in fleet.engines] == ["healthy", "healthy", "retired"]
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_is_killed_is_started_again_and_synced_before_it_serves() -> None:
     async def scenario() -> None:
         async with supervised() as (scripted, fleet, _):

@@ -1,8 +1,10 @@
-"""A whole run on several Ray nodes, in which nodes are excluded after a fault and spare ones join."""
+"""Whole runs on several Ray nodes, of which some are lost or excluded, and spare and further ones join."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +26,7 @@ from megarl.observe.events import (
     CheckpointSaved,
     EngineChanged,
     Event,
+    Published,
     Restarted,
     RunFinished,
     RunStatus,
@@ -33,20 +36,20 @@ from megarl.observe.events import (
 from megarl.planner.deployment import find_shapes
 from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from tests.repository import ROOT
-from tests.tools.rehearse.test_rehearsal import SMALL
+from tests.tools.rehearse.test_rehearsal import COMMAND, SMALL
 
 if TYPE_CHECKING:
     from megarl.tools.rehearse.rehearsal import WatchedRun
 
 
-def small_recipe(folder: Path, *, num_steps: int = 10_000) -> Recipe:
+def small_recipe(folder: Path, *, num_steps: int = 10_000, max_node_faults: int = 4) -> Recipe:
     recipe = read_recipe(ROOT / "recipes" / "grpo_70b.yaml", [*SMALL]).recipe
     files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
     small = small_topology(recipe, folder=folder, files=files, max_nodes=2).recipe
     shape = tiny_shape(find_shapes(recipe.model, recipe.roles).policy, small.roles.actor)
     write_files(files.model, files.data, files.reward, shape, kind="grpo")
     changed = {"network": NetworkConfig(), "run": small.run.model_copy(update={"steps": num_steps})}
-    return small.model_copy(update={**changed, "cluster": ClusterConfig(max_node_faults=1)})
+    return small.model_copy(update={**changed, "cluster": ClusterConfig(max_node_faults=max_node_faults)})
 
 
 def processes_of(nodes: LocalRay, addresses: list[str], title: str) -> dict[str, psutil.Process]:
@@ -103,7 +106,7 @@ def healthy_on(spares: list[str], event: Event) -> str | None:
     "the node is excluded; its engines and its ranks go on on spare nodes",
 )
 def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path) -> None:
-    with started_run(small_recipe(tmp_path), tmp_path) as (nodes, addresses, run):
+    with started_run(small_recipe(tmp_path, max_node_faults=1), tmp_path) as (nodes, addresses, run):
         run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
         left = kill_one(nodes, addresses, "ray::EngineHost")
         assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
@@ -134,7 +137,7 @@ def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path)
 def test_a_lost_node_of_ranks_is_replaced_by_a_spare_one_and_the_run_finishes(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    with started_run(small_recipe(tmp_path, num_steps=24), tmp_path, num_spare=1) as (nodes, addresses, run):
+    with started_run(small_recipe(tmp_path, num_steps=12), tmp_path, num_spare=1) as (nodes, addresses, run):
         run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
         victim = next(iter(processes_of(nodes, addresses, "ray::ActorRank")))
         killed = time.monotonic()
@@ -148,3 +151,40 @@ def test_a_lost_node_of_ranks_is_replaced_by_a_spare_one_and_the_run_finishes(
         end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
     assert end.status is RunStatus.DONE
     assert len(with_ranks) == 2, "both ranks run, one of them on the spare node"
+
+
+def fleet(run_folder: Path, *words: str) -> list[list[str]]:
+    """Return the rows of `megarl fleet`, after the title."""
+    command = [sys.executable, "-c", COMMAND, "fleet", str(run_folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.split() for line in done.stdout.splitlines()[1:] if line.split()[:1] and line.split()[0].isdigit()]
+
+
+@pytest.mark.slow
+def test_engines_are_added_on_a_node_that_joins_and_are_retired_again(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path)
+    with started_run(recipe, tmp_path) as (nodes, _, run):
+        from megarl.runtime.engines.operator import OperatorRequest, ask
+
+        run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
+        joined = nodes.start_node(num_slots=1)
+        nodes.wait_started()
+        rows = fleet(recipe.run_folder, "add", "--node", joined)
+        assert [row[:2] for row in rows][2:] == [["2", "restarting"]]
+        assert run.wait_for(lambda event: healthy_on([joined], event)) == joined
+        run.wait_for(lambda event: event if isinstance(event, Published) and event.result.num_engines == 3 else None)
+        assert processes_of(nodes, [joined], "ray::RolloutHost"), "a worker sends requests to it"
+        deadline, is_asked = time.monotonic() + 300, False
+        while not is_asked and time.monotonic() < deadline:
+            reports = ask(recipe.run_folder, OperatorRequest(action="list"))
+            is_asked = any(report.index == 2 and report.num_outstanding for report in reports)
+            time.sleep(0.05)
+        assert is_asked, "no request reaches the engine"
+        rows = fleet(recipe.run_folder, "retire", "--node", joined)
+        assert [row[:2] for row in rows][2:] == [["2", "retired"]]
+        run.wait_for(lambda event: event if isinstance(event, Published) and event.result.num_engines == 2 else None)
+        run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+        run.ask_to_leave()
+        end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+    assert end.status is RunStatus.PREEMPTED

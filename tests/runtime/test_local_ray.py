@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -16,10 +18,13 @@ import pytest
 
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
-from megarl.errors import MachineError, WorkerError
+from megarl.errors import EngineError, MachineError, WorkerError
 from megarl.observe.observer import Observer
+from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.fleet import Fleet
 from megarl.runtime.local_ray import private_ray
 from tests.observe.samples import ListSink
+from tests.rollout.engines import engine_spec
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -31,6 +36,9 @@ with private_ray():
     from megarl.runtime import local_ray as local_ray_module
     from megarl.runtime import lost_nodes
     from megarl.runtime.cluster import Cluster, NodeBundle, Place, Pool
+    from megarl.runtime.engines.adoption import KeptActors
+    from megarl.runtime.engines.growth import Growth
+    from megarl.runtime.engines.processes import Engines
     from megarl.runtime.local_ray import LocalRay, local_ray
     from megarl.runtime.lost_nodes import RankNodes, followed, settle
     from megarl.runtime.trainers.worker_group import LostRanksError, WorkerDiedError, WorkerLateError
@@ -135,6 +143,41 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     asyncio.run(settle({"train": pool}, timeout_s=1, waiting=missed.append))
     assert not missed, "a pool with a bundle that was moved has all its nodes"
     remove_placement_group(pool.bundles[0].group)
+
+
+def test_a_pool_of_engines_grows_onto_a_node_with_free_devices(cluster: Cluster, tmp_path: Path) -> None:
+    places = cluster.reserve({"rollout": PoolConfig(gpus_per_node=4)})["rollout"]
+    pool, first = Pool(places, 1), engine_spec(tmp_path, tmp_path, tensor=2)
+    specs = [replace(first, index=index, device="cuda") for index in range(2)]
+    engines = Engines(specs, [places[:2], places[2:]], share=1, actors=KeptActors(keeps=False))
+    large = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU") == 4]
+    known = {node["NodeID"]: node["NodeManagerAddress"] for node in large}
+    joined = max(address for key, address in known.items() if key != places[0].node)
+    connect = partial(EngineClient, request_timeout_s=1)
+
+    async def scenario() -> None:
+        at = partial(EngineEndpoint, host="10.0.0.1", port=1, tensor=2, device="cuda", keys=first.keys)
+        fleet = Fleet([connect(at(index=index)) for index in range(2)], max_outstanding=1, publish_timeout_s=1)
+        growth = Growth(pool, fleet, engines, connect=connect)
+        with pytest.raises(EngineError, match=r"no node 10\.9\.9\.9 is in the Ray cluster; there is room on "):
+            await growth.add("10.9.9.9", None)
+        with pytest.raises(EngineError, match=r"has 4 free device\(s\), an engine takes 2 .*; no engine was added"):
+            await growth.add(joined, 3)
+        await growth.add(joined, None)
+        assert [engine.index for engine in fleet.engines] == [0, 1, 2, 3]
+        assert [engine.state for engine in fleet.engines[2:]] == ["restarting"] * 2
+        assert [place.gpu for place in engines.places] == [0, 1, 2, 3, 0, 1, 2, 3]
+        assert [known[bundle.node] for index in (2, 3) for bundle in engines.nodes_of(index)] == [joined] * 2
+        assert pool.places[4:] == engines.places[4:], "lost nodes are noticed there, too"
+        with pytest.raises(EngineError, match="has 0 free"):
+            await growth.add(joined, None)
+        shared = Growth(Pool(places, 2), fleet, engines, connect=connect)
+        with pytest.raises(EngineError, match="share their pool with other roles; only a pool of their own can grow"):
+            await shared.add(joined, None)
+        await fleet.close()
+
+    asyncio.run(scenario())
+    remove_placement_group(pool.bundles[1].group)
 
 
 def test_a_lost_node_is_replaced_or_the_run_ends_in_time(

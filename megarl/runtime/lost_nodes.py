@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from ray._private.state import available_resources_per_node
@@ -67,7 +67,7 @@ def _lack(pool: Pool) -> str:
 
 @asynccontextmanager
 async def followed(
-    pool: Pool, *, moved: Callable[[NodeBundle], None], warn: Callable[[str], None]
+    pool: Pool, *, moved: Callable[[NodeBundle], Awaitable[None]], warn: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Note inside the block when nodes of a pool are lost; `moved` is told the devices that have another one.
 
@@ -90,7 +90,7 @@ async def followed(
                 elif not bundle.is_lost and bundle.node != nodes.setdefault(bundle, bundle.node):
                     nodes[bundle] = bundle.node
                     told.discard(bundle)
-                    moved(bundle)
+                    await moved(bundle)
 
     async with beside(follow):
         yield
@@ -192,7 +192,7 @@ class RankNodes:
     """Counts deaths and hangs of trainer ranks by node, and moves ranks off a node that had too many."""
 
     def __init__(self, pools: Mapping[str, Pool], *, max_faults: int, observer: Observer) -> None:
-        """`pools` are those that only ranks use."""
+        """`pools` are those that ranks use; engines beside them follow."""
         self._pools = pools
         self._max_faults = max_faults
         self._observer = observer

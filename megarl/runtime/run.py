@@ -152,8 +152,9 @@ class _Run:
         """Train with one set of ranks after another, until one of them takes the last step."""
         train, cluster = self._recipe.train, self._recipe.cluster
         # Engines wait for their nodes by themselves.
-        of_ranks, only_ranks = _pools_of_ranks(pools, self._recipe.roles)
-        nodes = RankNodes(only_ranks, max_faults=cluster.max_node_faults, observer=self._observer)
+        names = {role.pool for role in self._recipe.roles.megatron_roles.values()}
+        of_ranks = {name: pool for name, pool in pools.items() if name in names}
+        nodes = RankNodes(of_ranks, max_faults=cluster.max_node_faults, observer=self._observer)
         restarts = Restarts(max_restarts=train.max_restarts, pause_s=train.restart_pause_s)
         point = first
         while True:
@@ -247,13 +248,6 @@ class _Run:
         self._mirroring.saved()
         if self._recipe.checkpoint.contents == "everything":
             self._outlive_driver()
-
-
-def _pools_of_ranks(pools: Mapping[str, Pool], roles: RolesConfig) -> tuple[dict[str, Pool], dict[str, Pool]]:
-    """Return the pools that have trainer ranks, and those of them that have no engines."""
-    ranks, engines = ({role.pool for role in of} for of in (roles.megatron_roles.values(), roles.on_engines.values()))
-    of_ranks = {name: pool for name, pool in pools.items() if name in ranks}
-    return of_ranks, {name: pool for name, pool in of_ranks.items() if name not in engines}
 
 
 def _roles_of(roles: RolesConfig) -> str:

@@ -191,6 +191,10 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(
     told: list[str] = []
 
     moved: list[NodeBundle] = []
+
+    async def note(bundle: NodeBundle) -> None:
+        moved.append(bundle)
+
     failures = [RaySystemError("the head does not answer")] * 2
 
     def table(group: PlacementGroup) -> object:
@@ -201,7 +205,7 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(
     monkeypatch.setattr(lost_nodes, "placement_group_table", table)
 
     async def lose(address: str, *, timeout_s: float) -> None:
-        async with followed(pool, moved=moved.append, warn=told.append):
+        async with followed(pool, moved=note, warn=told.append):
             await lose_and_settle(address, timeout_s=timeout_s)
             async with asyncio.timeout(120):
                 while not moved:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from megarl.config.cluster import ClusterConfig
+from megarl.errors import MachineError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Engine, Fleet
@@ -51,10 +52,8 @@ async def kept_engines(
         stack.push_async_callback(_cancel, moves)
 
         def move(node: str, retired: Sequence[Engine]) -> None:
-            # Engines of a shared pool stay beside the ranks that hold their weights.
-            if not pool.is_shared:
-                moving = _move(pool, engines, supervisor, node, retired, warn=observer.warned)
-                moves.append(logged_task(moving))
+            moving = _move(pool, fleet, engines, supervisor, node, retired, warn=observer.warned)
+            moves.append(logged_task(moving))
 
         nodes = EngineNodes(
             fleet,
@@ -74,11 +73,13 @@ async def kept_engines(
 def following_nodes(
     pool: Pool, fleet: Fleet, engines: Engines, *, warn: Callable[[str], None]
 ) -> AbstractAsyncContextManager[None]:
-    """Start the engines of a lost node, inside the block, on the node that their devices are moved to."""
+    """Start the engines of a lost or excluded node, inside the block, on the node that their devices are moved to."""
 
-    def start_there(bundle: NodeBundle) -> None:
+    async def start_there(bundle: NodeBundle) -> None:
         for engine in fleet.engines:
             if bundle in engines.nodes_of(engine.index):
+                if engines.is_elsewhere(engine.index):
+                    await engines.leave(engine.index)
                 fleet.report(engine, Relocated())
 
     return followed(pool, moved=start_there, warn=warn)
@@ -92,6 +93,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 async def _move(
     pool: Pool,
+    fleet: Fleet,
     engines: Engines,
     supervisor: Supervisor,
     node: str,
@@ -106,17 +108,24 @@ async def _move(
     for engine in retired:
         await engines.leave(engine.index)
     places = [pair for engine in retired for pair in zip(nodes_of(engine), engines.nodes_of(engine.index), strict=True)]
-    left = list(dict.fromkeys(bundle for address, bundle in places if address == node))
+    left = {bundle: bundle.node for address, bundle in places if address == node}
+    leave = partial(_left_with_ranks, left) if pool.is_shared else partial(leave_for_spares, pool, list(left))
     told = ""
     # Until the operator takes the node or one of its engines back.
     while node in pool.faults.excluded and all(engine.state is EngineState.RETIRED for engine in retired):
-        problem = await failure_of(partial(leave_for_spares, pool, left))
-        if problem is None:
+        problem = await failure_of(leave)
+        if problem is None and fleet.is_awake:
             warn(f"the engines of node {node} start on a spare node")
             for engine in retired:
                 supervisor.add(engine.index)
             return
-        if problem != told:
-            warn(f"the engines of node {node} stay out: {problem}; they start as soon as a spare node is free")
-        told = problem
-        await asyncio.sleep(_RETRY_S)
+        if problem is not None and problem != told:
+            warn(f"the engines of node {node} stay out for now: {problem}")
+            told = problem
+        await asyncio.sleep(_RETRY_S if problem else _POLL_S)
+
+
+def _left_with_ranks(nodes: Mapping[NodeBundle, str]) -> None:
+    """Raise MachineError while a bundle of a shared pool is still on its node."""
+    if any(bundle.node == node for bundle, node in nodes.items()):
+        raise MachineError("they leave the node with the ranks of their pool, when these start again")

@@ -104,6 +104,8 @@ class Engines:
         self._share = share
         self._hosts: dict[tuple[int, int], ActorHandle] = {}
         """By engine and node."""
+        self._started_on: dict[tuple[int, int], str] = {}
+        """Ray's id of the node on which each host was started."""
 
     def extend(self, places: Sequence[Place], host: str) -> EngineEndpoint:
         """Have another engine like the others, which is still to be started; return its address, without a port."""
@@ -130,11 +132,17 @@ class Engines:
                 options = places[0].options(_environment(places), share=self._share)
                 options |= self._actors.options(f"engine-{index}-{node}")
                 self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
+                self._started_on[index, node] = places[0].node
         return await with_free_ports(lambda: self._start_nodes(index))
 
     def nodes_of(self, index: int) -> list[NodeBundle]:
         """Return the devices of an engine on each of its nodes, in their order."""
         return [places[0].bundle for places in self._places[index]]
+
+    def is_elsewhere(self, index: int) -> bool:
+        """Whether a process of an engine was started on another node than its devices are on now."""
+        nodes = {(index, node): bundle.node for node, bundle in enumerate(self.nodes_of(index))}
+        return any(key in self._hosts and self._started_on.get(key, node) != node for key, node in nodes.items())
 
     def has_nodes(self, index: int) -> bool:
         """Whether an engine has a living node for all its devices."""

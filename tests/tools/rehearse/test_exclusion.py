@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from megarl.tools.rehearse.rehearsal import WatchedRun
 
 
-def small_recipe(folder: Path, *, num_steps: int = 10_000, max_node_faults: int = 4) -> Recipe:
-    recipe = read_recipe(ROOT / "recipes" / "grpo_70b.yaml", [*SMALL]).recipe
+def small_recipe(folder: Path, *, name: str = "grpo_70b", num_steps: int = 10_000, max_node_faults: int = 4) -> Recipe:
+    recipe = read_recipe(ROOT / "recipes" / f"{name}.yaml", SMALL if name == "grpo_70b" else ()).recipe
     files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
     small = small_topology(recipe, folder=folder, files=files, max_nodes=2).recipe
     shape = tiny_shape(find_shapes(recipe.model, recipe.roles).policy, small.roles.actor)
@@ -83,7 +83,8 @@ def started_run(
         nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
         stack.enter_context(local_ray(nodes, num_slots=0))
         num_nodes = sum(pool.nodes for pool in recipe.pools.values()) + num_spare
-        addresses = [nodes.start_node(num_slots=1) for _ in range(num_nodes)]
+        num_slots = max(pool.gpus_per_node for pool in recipe.pools.values())
+        addresses = [nodes.start_node(num_slots=num_slots) for _ in range(num_nodes)]
         nodes.wait_started()
         run = WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=print)
         stack.callback(run.stop)
@@ -110,7 +111,7 @@ def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path)
         run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
         left = kill_one(nodes, addresses, "ray::EngineHost")
         assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
-        assert run.wait_for(lambda event: warned(r"stay out: (no) spare node is free", event)) == "no"
+        assert run.wait_for(lambda event: warned(r"stay out for now: (no) spare node is free", event)) == "no"
         addresses += [spare := nodes.start_node(num_slots=1)]
         nodes.wait_started()
         assert run.wait_for(lambda event: healthy_on([spare], event)) == spare
@@ -185,6 +186,29 @@ def test_engines_are_added_on_a_node_that_joins_and_are_retired_again(tmp_path: 
         assert [row[:2] for row in rows][2:] == [["2", "retired"]]
         run.wait_for(lambda event: event if isinstance(event, Published) and event.result.num_engines == 2 else None)
         run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+        run.ask_to_leave()
+        end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+    assert end.status is RunStatus.PREEMPTED
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "repeated deaths of trainer ranks of one node of a pool that engines share",
+    "the node is excluded; its ranks and its engines go on on a spare node",
+)
+def test_ranks_and_engines_of_a_shared_pool_leave_an_excluded_node(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, name="dapo_32b", max_node_faults=1)
+    with started_run(recipe, tmp_path, num_spare=1) as (nodes, addresses, run):
+        run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
+        (spare,) = set(addresses) - set(processes_of(nodes, addresses, "ray::ActorRank"))
+        left = kill_one(nodes, addresses, "ray::ActorRank")
+        assert run.wait_for(lambda event: warned(r"^node (\S+) is excluded", event)) == left
+        assert run.wait_for(lambda event: warned(r"its ranks start on (\S+)", event)) == spare
+        assert run.wait_for(lambda event: healthy_on([spare], event)) == spare
+        run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+        for title in ("ray::ActorRank", "ray::EngineHost"):
+            assert left not in processes_of(nodes, addresses, title)
+            assert spare in processes_of(nodes, addresses, title)
         run.ask_to_leave()
         end = run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
     assert end.status is RunStatus.PREEMPTED

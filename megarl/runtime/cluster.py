@@ -108,8 +108,11 @@ class Pool:
         num_roles: int,
         actors: KeptActors | None = None,
         faults: NodeFaults | None = None,
+        *,
+        has_ranks: bool = False,
     ) -> None:
         self.places = places
+        self.has_ranks = has_ranks
         self.faults = faults or NodeFaults()
         self.actors = actors or KeptActors(keeps=False)
         self.is_shared = num_roles > 1

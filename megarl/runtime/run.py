@@ -103,7 +103,7 @@ class _Run:
             warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
             if warning is not None:
                 observer.warned(warning)
-            pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
+            pools = reserve_pools(cluster, recipe.pools, recipe.roles)
             observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
             async with self._mirroring, AsyncExitStack() as stack, task_group() as tasks:
                 begin = partial(start_frozen, recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network)
@@ -152,8 +152,7 @@ class _Run:
         """Train with one set of ranks after another, until one of them takes the last step."""
         train, cluster = self._recipe.train, self._recipe.cluster
         # Engines wait for their nodes by themselves.
-        names = {role.pool for role in self._recipe.roles.megatron_roles.values()}
-        of_ranks = {name: pool for name, pool in pools.items() if name in names}
+        of_ranks = {name: pool for name, pool in pools.items() if pool.has_ranks}
         nodes = RankNodes(of_ranks, max_faults=cluster.max_node_faults, observer=self._observer)
         restarts = Restarts(max_restarts=train.max_restarts, pause_s=train.restart_pause_s)
         point = first

@@ -109,7 +109,7 @@ async def _move(
         await engines.leave(engine.index)
     places = [pair for engine in retired for pair in zip(nodes_of(engine), engines.nodes_of(engine.index), strict=True)]
     left = {bundle: bundle.node for address, bundle in places if address == node}
-    leave = partial(_left_with_ranks, left) if pool.is_shared else partial(leave_for_spares, pool, list(left))
+    leave = partial(_left_with_ranks, left) if pool.has_ranks else partial(leave_for_spares, pool, list(left))
     told = ""
     # Until the operator takes the node or one of its engines back.
     while node in pool.faults.excluded and all(engine.state is EngineState.RETIRED for engine in retired):

@@ -119,10 +119,11 @@ class NoPublisher:
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
 
 
-def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], users: Mapping[str, str]) -> dict[str, Pool]:
-    """Reserve the places of every pool. `users` maps roles to pools: roles of one pool share its devices."""
+def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], roles: RolesConfig) -> dict[str, Pool]:
+    """Reserve the places of every pool. Roles of one pool share its devices."""
+    users, ranks = list(roles.used_pools.values()), {role.pool for role in roles.megatron_roles.values()}
     return {
-        name: Pool(places, list(users.values()).count(name), cluster.actors, cluster.faults)
+        name: Pool(places, users.count(name), cluster.actors, cluster.faults, has_ranks=name in ranks)
         for name, places in cluster.reserve(pools).items()
     }
 
@@ -355,7 +356,7 @@ async def started_roles(recipe: Recipe, shape: ModelShape, *, ray_address: str |
     observer = Observer(())
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
     with open_cluster(recipe.run, recipe.pools, address=ray_address) as cluster:
-        pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
+        pools = reserve_pools(cluster, recipe.pools, recipe.roles)
         async with AsyncExitStack() as stack:
             async with task_group() as tasks:
                 serving = tasks.create_task(start_serving(recipe, shape, pools, stack, observer=observer))

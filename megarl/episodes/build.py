@@ -27,7 +27,6 @@ from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
 from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.mcp_environments import open_mcp
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
@@ -45,6 +44,9 @@ async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | N
         case ClassEnvironmentConfig():
             return await _open_class(config, log_path)
         case McpEnvironmentConfig():
+            # Its library is a tenth of what a driver imports, and every start of a run waits for that.
+            from megarl.episodes.mcp_environments import open_mcp  # noqa: PLC0415
+
             return await open_mcp(config.servers, timeout_s=config.call_deadline_s)
         case OpenEnvEnvironmentConfig():
             return await open_openenv(config.url, timeout_s=config.call_deadline_s)

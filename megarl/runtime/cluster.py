@@ -27,8 +27,9 @@ from megarl.config.section import CPU_SLOT
 from megarl.env import visible_gpus
 from megarl.errors import MachineError
 from megarl.runtime.engines.adoption import KeptActors
+from megarl.runtime.keeper import leased
 from megarl.runtime.local_ray import LocalRay, adopted_ray, local_ray
-from megarl.system.lease import Lease
+from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
 from megarl.system.node_faults import NodeFaults
 from megarl.weights.algebra.locality import Gpu
@@ -134,7 +135,8 @@ class Cluster:
         self._gpus: dict[str, list[tuple[int, ...]]] = {}
         """The numbers of the GPUs by pool and bundle."""
         self._lease = lease if lease is not None and lease.keeps else None
-        self.actors = KeptActors(keeps=self._lease is not None)
+        finds = self._lease is not None and self._lease.adopted is not None
+        self.actors = KeptActors(keeps=self._lease is not None, finds=finds)
         self.faults = NodeFaults()
 
     def outlive_driver(self) -> None:
@@ -328,22 +330,36 @@ def open_cluster(
 ) -> Iterator[Cluster]:
     """Yield the Ray of one run, joined at `address` or started here; everything placed on it ends with the block.
 
-    With a `lease`, a private Ray outlives a driver that is killed, and one that was left so is adopted. At the end a
+    With a `lease`, what runs there outlives a driver that is killed, and what was left so is adopted. At the end a
     trace of Ray's tasks is written to `tasks_file`, in Chrome's format.
     """
     with ExitStack() as stack:
-        if address is None and lease is not None and lease.adopted is not None:
-            stack.enter_context(adopted_ray(lease, lease.adopted))
-            stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
-        elif address is None:
-            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name, lease=lease)
-            stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
-            log_hint = f"; log: {nodes.log_of(0)}"
-            stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))
+        if address is None:
+            assert lease is None or isinstance(lease, PrivateLease)
+            stack.enter_context(_private(run, pools, lease))
+        elif isinstance(lease, JoinedLease) and lease.keeps:
+            stack.enter_context(joined(address, namespace=lease.namespace))
+            stack.enter_context(leased(lease))
         else:
             stack.enter_context(joined(address))
-        cluster = Cluster(run.device, lease if address is None else None)
+        cluster = Cluster(run.device, lease)
         stack.callback(cluster.release)
         if tasks_file is not None:
             stack.callback(ray.timeline, str(tasks_file))
         yield cluster
+
+
+@contextmanager
+def _private(run: RunConfig, pools: Mapping[str, PoolConfig], lease: PrivateLease | None) -> Iterator[None]:
+    """Join a Ray that is started here, or that an earlier driver left."""
+    with ExitStack() as stack:
+        if lease is not None and lease.adopted is not None:
+            assert lease.adopted.guard is not None, "it is private"
+            stack.enter_context(adopted_ray(lease, lease.adopted.guard))
+            stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
+        else:
+            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name, lease=lease)
+            stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
+            log_hint = f"; log: {nodes.log_of(0)}"
+            stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))
+        yield

@@ -34,7 +34,7 @@ from megarl.runtime.inputs import Inputs
 from megarl.runtime.local_ray import private_ray, run_lease
 from megarl.runtime.preflight import check_start
 from megarl.runtime.resume import ResumeChoice, checked_resume_point, choose, is_of_run
-from megarl.system.lease import Lease, digest_program
+from megarl.system.lease import JoinedLease, Lease, digest_program
 from megarl.system.run_lock import refuse_locked, run_lock
 
 
@@ -74,13 +74,13 @@ def train(
         tasks_file=tasks_file,
     )
     with exit_notice(recipe.run_folder):
-        if told is None or address is not None or not recipe.cluster.lease_s:
+        if told is None or not recipe.cluster.lease_s:
             driver.drive(resume)
             return
-        update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
-        import megarl.runtime.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
+        with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
+            import megarl.runtime.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
 
-        drive_again(driver.drive, recipe.run_folder, resume, auto="auto", told=told)
+            drive_again(driver.drive, recipe.run_folder, resume, auto="auto", told=told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,7 @@ class _Driver:
             is_continued = point is not None and is_of_run(point, recipe.run_folder)
             if not is_continued and recipe.checkpoint.mirror is not None:
                 refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
-            lease = run_lease(recipe.run_folder, self.program, recipe.cluster, is_continued=is_continued)
-            environment = ray_environment(self.address, recipe.cluster, lease)
+            lease, environment = self._lease(is_continued=is_continued)
             resumed_step = 0 if point is None else point.step
             started = observing(
                 recipe, display=self.display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
@@ -136,6 +135,15 @@ class _Driver:
                     tasks_file=self.tasks_file,
                 )
 
+    def _lease(self, *, is_continued: bool) -> tuple[Lease, AbstractContextManager[None]]:
+        """Return the lease of the run, and the settings of its Ray."""
+        folder, cluster, program = self.recipe.run_folder, self.recipe.cluster, self.program
+        if self.address is None:
+            private = run_lease(folder, program, cluster, is_continued=is_continued)
+            return private, private_ray(private)
+        lease = JoinedLease(folder, self.address, program=program, seconds=cluster.lease_s, is_continued=is_continued)
+        return lease, ray_environment(self.address, cluster)
+
 
 def _tell_on(display: Sink) -> Callable[[str], None]:
     """Return what shows a line before the run has an observer: fetching a checkpoint takes long."""
@@ -158,15 +166,13 @@ def refuse_nodes_without_cluster(pools: Mapping[str, PoolConfig], address: str |
         raise ConfigError("recipe", tuple(Problem(key=f"{key}.nodes", message=message) for key in wide))
 
 
-def ray_environment(
-    address: str | None, cluster: ClusterConfig, lease: Lease | None = None
-) -> AbstractContextManager[None]:
+def ray_environment(address: str | None, cluster: ClusterConfig) -> AbstractContextManager[None]:
     """Return the settings for the Ray at `address`, or for a private one; a missing token is refused here.
 
     Ray reads them when it is first imported.
     """
     if address is None:
-        return private_ray(lease)
+        return private_ray()
     return joined_ray(has_token=find_token(allows_none=cluster.allows_no_token))
 
 
@@ -198,4 +204,11 @@ def find_token(*, allows_none: bool) -> bool:
 def joined_ray(*, has_token: bool = True) -> Iterator[None]:
     """Set the environment for a running Ray cluster."""
     update_environment({**RAY_ENVIRONMENT, **({} if has_token else NO_TOKEN_ENVIRONMENT)})
+    yield
+
+
+@contextmanager
+def _no_ray_yet() -> Iterator[None]:
+    """Set what every private Ray has in common: each driver starts its own."""
+    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
     yield

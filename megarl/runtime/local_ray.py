@@ -33,7 +33,7 @@ from megarl.env import (
 )
 from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, find_kept
+from megarl.system.lease import TOKEN_FILE, KeptGuard, PrivateLease, find_kept
 from megarl.system.network import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class LocalRay:
         log_folder: Path,
         has_several_nodes: bool = False,
         network: NodeNetwork | None = None,
-        lease: Lease | None = None,
+        lease: PrivateLease | None = None,
     ) -> None:
         self._lease = lease
         self._device = device
@@ -134,6 +134,11 @@ class LocalRay:
     def log_of(self, number: int) -> Path:
         return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
 
+    @property
+    def addresses(self) -> list[str]:
+        """Those of all nodes, lost ones included."""
+        return list(self._nodes)
+
     def pid_of(self, node: str) -> int:
         """Return the process above all others of a node."""
         return self._nodes[node].pid
@@ -181,14 +186,14 @@ def private_folder() -> Path:
 
 
 @contextmanager
-def adopted_ray(lease: Lease, kept: KeptRay) -> Iterator[None]:
+def adopted_ray(lease: PrivateLease, guard: KeptGuard) -> Iterator[None]:
     """Renew the lease of a Ray that an earlier driver started, and end it after the block."""
     lease.take()
     try:
         yield
     finally:
         if lease.give_back():
-            kept.end(grace_s=_STOP_GRACE_S)
+            guard.end(grace_s=_STOP_GRACE_S)
 
 
 def _free_ports(number: int) -> list[str]:
@@ -279,27 +284,28 @@ def _ip(*words: str, inside: list[str] | None = None) -> None:
         raise MachineError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_continued: bool) -> Lease:
+def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_continued: bool) -> PrivateLease:
     """Return the lease of a run's private Ray, with the one that an earlier driver left if it can be adopted.
 
     One that cannot is ended. `program` is a digest. The caller holds the run's lock: no other driver uses it.
     """
     seconds = cluster.lease_s
     kept = find_kept(run_folder)
-    if kept is not None:
-        if is_continued and seconds and kept.program == program and _may_use_token(Path(kept.folder)):
-            lease = Lease(run_folder, folder=Path(kept.folder), program=program, seconds=seconds, adopted=kept)
+    if kept is not None and kept.guard is not None:
+        folder = Path(kept.guard.folder)
+        if is_continued and seconds and kept.program == program and _may_use_token(folder):
+            lease = PrivateLease(run_folder, folder=folder, program=program, seconds=seconds, adopted=kept)
             with suppress(OSError):
-                lease.of_guard.file.touch()  # until Ray is joined
+                lease.renew()  # until Ray is joined
             return lease
-        kept.end(grace_s=_STOP_GRACE_S)
+        kept.guard.end(grace_s=_STOP_GRACE_S)
     # Made when it is used; the guard of Ray removes it.
     folder = Path(f"{_FOLDER}{secrets.token_hex(4)}")
-    return Lease(run_folder, folder=folder, program=program, seconds=seconds)
+    return PrivateLease(run_folder, folder=folder, program=program, seconds=seconds)
 
 
 @contextmanager
-def private_ray(lease: Lease | None = None) -> Iterator[None]:
+def private_ray(lease: PrivateLease | None = None) -> Iterator[None]:
     """Set the environment for a private Ray, with its token in a file that only this user can read.
 
     The folder of the file is removed at the end. That of an adopted Ray has a token already.

@@ -1,11 +1,12 @@
-"""The lease of a private Ray: it and all that runs on it outlive a driver that dies, for the next driver of the run.
+"""The lease of a run: what it started on Ray outlives a driver that dies, for the next driver of the run.
 
-A driver that ends in order ends everything itself. One that is killed leaves its Ray to the guard (`system.guard`),
-which ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's
-lock, reads the record beside it, renews the lease and goes on with what runs there. A record of another program
-(recipe, code, packages, environment), of another boot of the machine or of a Ray that is gone is not used.
+A driver that ends in order ends everything itself. One that is killed leaves its private Ray to the guard
+(`system.guard`), or what it started on a Ray that it joined to an actor there (`runtime.keeper`): either ends it when
+nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock, reads the
+record beside it, renews the lease and goes on with what runs there. A record of another program (recipe, code,
+packages, environment), of another boot of the machine or of a Ray that is gone is not used.
 
-The lease is taken when a driver that dies could be followed by another: once the run has a checkpoint.
+The record is written when a driver that dies could be followed by another: once the run has a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -47,35 +49,29 @@ PoolGpus: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRay:
-    """A private Ray that may outlive its driver."""
+class KeptGuard:
+    """The guard of a private Ray."""
 
     folder: str
-    """Ray's files and its token, for this user alone; its guard removes it."""
-    address: str
-    guard: int
-    guard_started: int
-    """Clock ticks since the machine booted: the guard's pid may be given again."""
+    """Ray's files and its token, for this user alone; the guard removes it."""
+    pid: int
+    started: int
+    """Clock ticks since the machine booted: the pid may be given again."""
     boot_id: str
-    seconds: float
-    """How long it outlives its driver."""
-    program: str
-    """`digest_program` of what everything was started for."""
-    gpus: PoolGpus
 
     @property
     def is_running(self) -> bool:
-        return self.boot_id == boot_id() and _is_running(self.guard, self.guard_started)
+        return self.boot_id == boot_id() and _is_running(self.pid, self.started)
 
     def end(self, *, grace_s: float) -> None:
         """End Ray and all that runs on it, and remove its folder."""
         if self.is_running:
-            segments = segments_of(self.guard)
+            segments = segments_of(self.pid)
             with suppress(ProcessLookupError):
-                os.kill(self.guard, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGTERM)
             self._wait_end(grace_s)
             with suppress(ProcessLookupError):
-                os.killpg(self.guard, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
             self._wait_end(_KILL_TIMEOUT_S)
             remove(segments)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -86,14 +82,30 @@ class KeptRay:
             time.sleep(_POLL_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRay:
+    """A Ray with what a driver may leave on it."""
+
+    address: str
+    guard: KeptGuard | None
+    """None for a Ray that was joined; what was left there may have ended already."""
+    seconds: float
+    """How long it outlives its driver."""
+    program: str
+    """`digest_program` of what everything was started for."""
+    gpus: PoolGpus
+
+
 def find_kept(run_folder: Path) -> KeptRay | None:
-    """Return the Ray that a driver of this run left behind, if it still runs. The caller holds the run's lock."""
+    """Return the Ray with what a driver of this run left, unless it has ended. The caller holds the run's lock."""
     path = record_path(run_folder)
     try:
-        kept = KeptRay(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        fields = json.loads(path.read_bytes())
+        guard = None if fields["guard"] is None else KeptGuard(**fields["guard"])
+        kept = KeptRay(**fields | {"guard": guard})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    if kept.is_running:
+    if kept.guard is None or kept.guard.is_running:
         return kept
     path.unlink(missing_ok=True)
     return None
@@ -115,42 +127,26 @@ def record_path(run_folder: Path) -> Path:
     return folder.parent / LOCKS_FOLDER / f"{folder.name}.lease.json"
 
 
-class Lease:
-    """A driver's lease of the private Ray that it started or adopted."""
+class Lease(ABC):
+    """A driver's lease of what it started on a Ray, or adopted there."""
 
-    def __init__(
-        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: KeptRay | None = None
-    ) -> None:
-        """`folder` is the Ray's, `program` a digest. With 0 `seconds` nothing outlives the driver."""
+    def __init__(self, run_folder: Path, *, program: str, seconds: float, adopted: KeptRay | None = None) -> None:
+        """`program` is a digest. With 0 `seconds` nothing outlives the driver."""
         self.adopted = adopted
+        self.seconds = seconds
         self._run_folder = run_folder
         self._program = program
-        self._of_guard = GuardLease(folder=folder, seconds=seconds)
         self._kept = adopted
         self._stop = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     @property
-    def of_guard(self) -> GuardLease:
-        return self._of_guard
-
-    @property
     def keeps(self) -> bool:
         """Whether anything may outlive the driver."""
-        return self._of_guard.seconds > 0
+        return self.seconds > 0
 
-    def started(self, address: str, guard: int) -> None:
-        """Note the Ray that this driver started."""
-        self._kept = KeptRay(
-            folder=str(self._of_guard.folder),
-            address=address,
-            guard=guard,
-            guard_started=read_stat(guard).started,
-            boot_id=boot_id(),
-            seconds=self._of_guard.seconds,
-            program=self._program,
-            gpus={},
-        )
+    def _started(self, address: str, guard: KeptGuard | None) -> None:
+        self._kept = KeptRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
 
     def placed(self, gpus: PoolGpus) -> None:
         """Note the GPUs of the pools: while actors hold them, Ray tells nobody else their numbers."""
@@ -158,27 +154,35 @@ class Lease:
         self._kept = replace(self._kept, gpus=gpus)
 
     def take(self) -> None:
-        """Let everything outlive this driver from now on."""
-        if not self.keeps or self._renewing.is_alive():
+        """Let everything be adopted by the next driver from now on."""
+        if not self.keeps:
             return
         assert self._kept is not None, "started comes first"
         path = record_path(self._run_folder)
         try:
             path.with_suffix(".tmp").write_text(json.dumps(asdict(self._kept)))
             path.with_suffix(".tmp").replace(path)
-            self._of_guard.file.touch(mode=0o600)
+            self.renew()
         except OSError as error:
             logger.warning("%s: cannot be written: %s; if this driver dies, all is started again", path, error)
             return
-        self._renewing.start()
+        self.keep_renewing()
+
+    def keep_renewing(self) -> None:
+        if not self._renewing.is_alive():
+            self._renewing.start()
 
     def _renew(self) -> None:
-        while not self._stop.wait(self._of_guard.seconds / _RENEWALS):
+        while not self._stop.wait(self.seconds / _RENEWALS):
             with suppress(OSError):  # a full disk: the next time may succeed
-                self._of_guard.file.touch(mode=0o600)
+                self.renew()
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Let what was started outlive this driver by `seconds` from now."""
 
     def give_back(self) -> bool:
-        """Stop renewing; return whether the Ray is this driver's to end: another one may have taken over the run."""
+        """Stop renewing; return whether it is this driver's to end: another one may have taken over the run."""
         self._stop.set()
         if self._renewing.is_alive():
             self._renewing.join()
@@ -188,6 +192,45 @@ class Lease:
             return False
         record_path(self._run_folder).unlink(missing_ok=True)
         return True
+
+
+class PrivateLease(Lease):
+    """The lease of a private Ray: a file that its guard looks at."""
+
+    def __init__(
+        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: KeptRay | None = None
+    ) -> None:
+        """`folder` is the Ray's."""
+        super().__init__(run_folder, program=program, seconds=seconds, adopted=adopted)
+        self.of_guard = GuardLease(folder=folder, seconds=seconds)
+
+    def started(self, address: str, guard: int) -> None:
+        """Note the Ray that this driver started."""
+        started = read_stat(guard).started
+        folder = str(self.of_guard.folder)
+        self._started(address, KeptGuard(folder=folder, pid=guard, started=started, boot_id=boot_id()))
+
+    def renew(self) -> None:
+        self.of_guard.file.touch(mode=0o600)
+
+
+class JoinedLease(Lease):
+    """The lease of what a run starts on a Ray that it joins."""
+
+    def __init__(self, run_folder: Path, address: str, *, program: str, seconds: float, is_continued: bool) -> None:
+        """Without `is_continued` what an earlier driver left is not adopted."""
+        kept = find_kept(run_folder) if is_continued and seconds else None
+        is_same = kept is not None and (kept.guard, kept.address, kept.program) == (None, address, program)
+        super().__init__(run_folder, program=program, seconds=seconds, adopted=kept if is_same else None)
+        folder = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
+        self.namespace = f"megarl-{folder[:16]}"
+        """Ray's name for the names of this run: other runs may have joined it."""
+        self.renew_by: Callable[[], None] = lambda: None
+        if self.adopted is None:
+            self._started(address, None)
+
+    def renew(self) -> None:
+        self.renew_by()
 
 
 def _is_running(pid: int, started: int) -> bool:

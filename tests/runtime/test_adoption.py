@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EVENTS_FILE, CheckpointSaved, StepFinished, read_events
+from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from megarl.system.lease import find_kept
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import Driver, Run, driver_of, finished, run, started
+from tests.runtime.runs import Driver, Run, driver_of, finished, run, started, write_recipe
 
 RECIPE = (
     "run.steps=5",
@@ -134,7 +140,8 @@ def test_nothing_is_left_of_a_run_that_nobody_adopts(folder: Path) -> None:
             process.wait(timeout=60)
         kept = find_kept(folder / "runs" / "left")
         assert kept is not None
-    assert not Path(kept.folder).exists()
+        assert kept.guard is not None
+    assert not Path(kept.guard.folder).exists()
 
 
 @pytest.mark.slow
@@ -149,6 +156,80 @@ def test_another_recipe_ends_what_was_left_and_starts_its_own(folder: Path) -> N
         assert not before & _serving(footprint)
     assert resumed.exit_code == 0, resumed.output
     assert "adopted" not in resumed.output
+
+
+@pytest.fixture(scope="module")
+def nodes(folder: Path) -> Iterator[LocalRay]:
+    """A Ray that others started, with a node beside its head."""
+    nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
+    with private_ray(), local_ray(nodes, num_slots=1):
+        nodes.start_node(num_slots=1)
+        nodes.wait_started()
+        yield nodes
+
+
+def _command(folder: Path, name: str, nodes: LocalRay, *overrides: str) -> subprocess.Popen[bytes]:
+    words = ["train", str(write_recipe(folder, name)), *(word for item in overrides for word in ("--set", item))]
+    with (folder / f"{name}.out").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", "from megarl.cli.main import main; main()", *words],
+            env={**os.environ, RAY_ADDRESS.name: nodes.address},
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _serving_on(nodes: LocalRay) -> set[int]:
+    """The processes of engines and trainer ranks on a Ray."""
+    found = set()
+    for node in nodes.addresses:
+        for process in psutil.Process(nodes.pid_of(node)).children(recursive=True):
+            with suppress(psutil.Error):
+                words = " ".join(process.cmdline())
+                if "megarl.rollout.cpu" in words or "ray::ActorRank" in words:
+                    found.add(process.pid)
+    return found
+
+
+@pytest.mark.fault(
+    "kill -9 of a driver that has joined a Ray, then of its command, with a lease",
+    "the next driver adopts engines and ranks; the same bits; nothing is left there",
+)
+@pytest.mark.slow
+def test_what_runs_on_a_ray_that_was_joined_is_adopted(
+    folder: Path, at_once: Run, nodes: LocalRay, record_property: Callable[[str, object], None]
+) -> None:
+    run_folder, recipe = folder / "runs" / "on_nodes", (*RECIPE, *LEASE)
+    with _command(folder, "on_nodes", nodes, *recipe) as first:
+        _await(lambda: 2 in _saved_steps(run_folder), None)
+        before, num_steps = _serving_on(nodes), _num_steps(run_folder)
+        assert before
+        driver_of(run_folder).kill()
+        began = time.monotonic()
+        _await(lambda: _num_steps(run_folder) > num_steps, None)
+        record_property("seen", f"next step after {time.monotonic() - began:.1f} s")
+        first.kill()
+    assert _serving_on(nodes) == before
+    with _command(folder, "on_nodes", nodes, *recipe) as second:
+        assert second.wait(timeout=1200) == 0, (folder / "on_nodes.out").read_text()
+    output = (folder / "on_nodes.out").read_text()
+    assert output.count("adopted 1 engines of 1") == 2, output
+    assert _tensors(Run(folder=run_folder, exit_code=0, output="")) == _tensors(at_once)
+    _await(lambda: not _serving_on(nodes), None, 60)
+
+
+@pytest.mark.fault("a lease on a Ray that was joined, and nobody renews it", "engines and ranks end, Ray goes on")
+@pytest.mark.slow
+def test_nothing_is_left_on_a_ray_that_was_joined_when_nobody_adopts(folder: Path, nodes: LocalRay) -> None:
+    with _command(folder, "left_there", nodes, *RECIPE, "cluster.lease_s=20") as command:
+        _await(lambda: 1 in _saved_steps(folder / "runs" / "left_there"), None)
+        command.kill()
+    assert _serving_on(nodes)
+    _await(lambda: not _serving_on(nodes), None, 120)
+    with _command(folder, "left_there", nodes, *RECIPE) as command:
+        assert command.wait(timeout=1200) == 0, (folder / "left_there.out").read_text()
+    assert "adopted" not in (folder / "left_there.out").read_text()
 
 
 def _kill_when(folder: Path, name: str, reached: Path, fault: Mapping[str, object], *, footprint: Footprint) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.runtime.driver_process import drive_again
-from megarl.system.lease import KeptRay, record_path
+from megarl.system.lease import KeptGuard, KeptRay, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
 from tests.processes import run_processes
@@ -45,16 +45,9 @@ def left(tmp_path: Path) -> Iterator[Path]:
         folder = tmp_path / "run"
         folder.mkdir()
         record_path(folder).parent.mkdir()
-        kept = KeptRay(
-            folder=str(tmp_path / "ray"),
-            address="127.0.0.1:1",
-            guard=guard.pid,
-            guard_started=read_stat(guard.pid).started,
-            boot_id=boot_id(),
-            seconds=90,
-            program="",
-            gpus={},
-        )
+        started = read_stat(guard.pid).started
+        kept_guard = KeptGuard(folder=str(tmp_path / "ray"), pid=guard.pid, started=started, boot_id=boot_id())
+        kept = KeptRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={})
         record_path(folder).write_text(json.dumps(asdict(kept)))
         yield folder
         guard.kill()

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.system import lease as lease_module
 from megarl.system.guard import start_guarded
-from megarl.system.lease import Lease, digest_program, find_kept, record_path
+from megarl.system.lease import PrivateLease, digest_program, find_kept, record_path
 from megarl.system.run_lock import run_lock
 from tests.rollout.test_process import group_members, wait_until_gone
 
@@ -27,14 +27,14 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lease(run_folder: Path, tmp_path: Path) -> Lease:
+def lease(run_folder: Path, tmp_path: Path) -> PrivateLease:
     folder = tmp_path / "ray"
     folder.mkdir()
-    return Lease(run_folder, folder=folder, program="digest", seconds=600)
+    return PrivateLease(run_folder, folder=folder, program="digest", seconds=600)
 
 
 @pytest.fixture
-def guard(lease: Lease) -> Iterator[subprocess.Popen[bytes]]:
+def guard(lease: PrivateLease) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", PROGRAM]
     guard = start_guarded(command, environment=os.environ, output=subprocess.PIPE, lease=lease.of_guard)
     assert guard.stdin is not None
@@ -47,7 +47,7 @@ def guard(lease: Lease) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
-    run_folder: Path, lease: Lease, guard: subprocess.Popen[bytes]
+    run_folder: Path, lease: PrivateLease, guard: subprocess.Popen[bytes]
 ) -> None:
     with run_lock(run_folder):
         assert find_kept(run_folder) is None
@@ -60,7 +60,8 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
         guard.stdin.close()  # as by the death of the driver
         time.sleep(1.0)
         assert len(group_members(guard.pid)) == 2
-        kept.end(grace_s=10)
+        assert kept.guard is not None
+        kept.guard.end(grace_s=10)
         assert not wait_until_gone(guard.pid, 60)
         assert not lease.of_guard.folder.exists()
         assert find_kept(run_folder) is None
@@ -68,7 +69,7 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
 
 
 def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=1)
+    lease = PrivateLease(run_folder, folder=tmp_path, program="digest", seconds=1)
     with run_lock(run_folder):
         lease.started("127.0.0.1:1", os.getpid())
         lease.take()
@@ -83,7 +84,7 @@ def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: P
 
 
 def test_a_driver_that_lost_the_run_leaves_everything_to_its_successor(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=600)
+    lease = PrivateLease(run_folder, folder=tmp_path, program="digest", seconds=600)
     with run_lock(run_folder, beat_s=600) as holder:
         lease.started("127.0.0.1:1", os.getpid())
         lease.take()
@@ -94,14 +95,15 @@ def test_a_driver_that_lost_the_run_leaves_everything_to_its_successor(run_folde
         assert record_path(run_folder).exists()
 
 
-@pytest.mark.parametrize("change", [{"boot_id": "another"}, {"guard_started": 1}])
+@pytest.mark.parametrize("change", [{"boot_id": "another"}, {"started": 1}])
 def test_a_ray_of_another_boot_or_with_a_pid_that_was_given_again_is_gone(
-    run_folder: Path, lease: Lease, guard: subprocess.Popen[bytes], change: dict[str, object]
+    run_folder: Path, lease: PrivateLease, guard: subprocess.Popen[bytes], change: dict[str, object]
 ) -> None:
     with run_lock(run_folder):
         lease.take()
         path = record_path(run_folder)
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps(record | {"guard": record["guard"] | change}))
         assert find_kept(run_folder) is None
         assert guard.poll() is None
 
@@ -119,7 +121,7 @@ def test_a_process_keeps_its_code_and_its_environment(monkeypatch: pytest.Monkey
     assert digest_program("recipe") == digests[-1]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"folder": "/tmp"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"address": "1"}', '{"guard": 1}', '{"guard": {"pid": 1}}'])
 def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
     path = record_path(run_folder)
     path.parent.mkdir(parents=True)
@@ -128,7 +130,7 @@ def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
 
 
 def test_without_a_duration_nothing_is_kept(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=0)
+    lease = PrivateLease(run_folder, folder=tmp_path, program="digest", seconds=0)
     lease.started("127.0.0.1:1", os.getpid())
     lease.take()
     assert not lease.of_guard.file.exists()

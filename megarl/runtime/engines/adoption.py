@@ -28,12 +28,12 @@ _RANKS_S = 60.0
 class KeptActors:
     """The names by which the next driver of a run finds actors that outlived this one."""
 
-    def __init__(self, *, keeps: bool) -> None:
-        """Without `keeps` actors end with their driver."""
+    def __init__(self, *, keeps: bool, finds: bool = False) -> None:
+        """Without `keeps` actors end with their driver. With `finds` there may be some of an earlier driver."""
         self._keeps = keeps
         self.left: dict[str, ActorHandle] = {}
         """Actors of an earlier driver that this one has not taken."""
-        if keeps:
+        if finds:
             self._find()
 
     def _find(self) -> None:

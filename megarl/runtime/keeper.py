@@ -1,0 +1,104 @@
+"""What a run starts on a Ray that it joins: an actor ends it when no driver has renewed the lease (`system.lease`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from uuid import uuid4
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+from megarl.system.lease import JoinedLease
+
+logger = logging.getLogger(__name__)
+
+_NAME = "lease-"
+"""Precedes a part that no other keeper's name has: Ray frees the name of a dead actor only later."""
+_ANSWER_S = 60.0
+_POLL_S = 0.25
+
+
+class Keeper:
+    """Ends the actors and placement groups of its namespace when nobody has renewed the lease for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._renewed = time.monotonic()
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def renew(self, seconds: float) -> None:
+        self._seconds, self._renewed = seconds, time.monotonic()
+
+    def end(self) -> None:
+        """End everything but this actor."""
+        own = ray.get_runtime_context().get_actor_id()
+        for name in ray.util.list_named_actors():
+            with suppress(ValueError):  # it has ended meanwhile
+                actor = ray.get_actor(name)
+                if actor._actor_id.hex() != own:
+                    ray.kill(actor)
+        for key, group in placement_group_table().items():
+            with suppress(ValueError):  # of another namespace, or removed
+                ours = get_placement_group(group["name"])
+                if ours.id.hex() == key:
+                    remove_placement_group(ours)
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._renewed + self._seconds:
+            time.sleep(_POLL_S)
+        self.end()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+@contextmanager
+def leased(lease: JoinedLease) -> Iterator[None]:
+    """Renew the lease of what an earlier driver left, or end that; end everything after the block."""
+    keeper = take_lease(lease)
+    try:
+        yield
+    finally:
+        if lease.give_back():
+            _end(keeper)
+
+
+def take_lease(lease: JoinedLease) -> ActorHandle:
+    """Return the keeper, which is renewed from now on. What an earlier driver left is adopted or ended."""
+    keeper = _left()
+    if keeper is not None and lease.adopted is None:
+        logger.warning("what an earlier driver of this run left on Ray is ended")
+        _end(keeper)
+        keeper = None
+    if keeper is None:
+        lease.adopted = None
+        options = {"name": f"{_NAME}{uuid4().hex[:8]}", "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+        keeper = ray.remote(Keeper).options(**options).remote(lease.seconds)
+    lease.renew_by = partial(_renew, keeper, lease.seconds)
+    lease.renew()
+    lease.keep_renewing()
+    return keeper
+
+
+def _renew(keeper: ActorHandle, seconds: float) -> None:
+    with suppress(Exception):  # Ray cannot be reached now: the next time may succeed
+        keeper.renew.remote(seconds)
+
+
+def _left() -> ActorHandle | None:
+    """Return the keeper of an earlier driver of this run."""
+    for name in ray.util.list_named_actors():
+        if name.startswith(_NAME):
+            with suppress(ValueError):  # it has ended meanwhile
+                return ray.get_actor(name)
+    return None
+
+
+def _end(keeper: ActorHandle) -> None:
+    with suppress(Exception):  # it ended everything by itself, or its node is gone: Ray raises anything then
+        ray.get(keeper.end.remote(), timeout=_ANSWER_S)
+        ray.kill(keeper)

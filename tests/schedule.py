@@ -36,7 +36,7 @@ _HEAVY: dict[str, tuple[str, ...]] = {
     "Ray": (
         "tests/runtime/engines/test_processes.py",
         "tests/runtime/rollouts/test_workers.py",
-        "tests/runtime/test_keeper.py",
+        "tests/runtime/engines/test_lease_keeper.py",
         "tests/runtime/test_local_ray.py",
         "tests/runtime/trainers/test_worker_group.py",
         "tests/tools/doctor/test_cluster.py",

@@ -13,7 +13,7 @@ REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
     "lines to follow one step": 10_500,
-    "files in megarl/": 362,
+    "files in megarl/": 363,
     # Fault tolerance, four roles and two engines' layouts are on the path.
     "lines with what builds the step": 14_890,
 }

@@ -34,7 +34,7 @@ class ClusterConfig(Section):
     """How long a run that lost a node waits for another one before it ends."""
     lease_s: NonNegativeFloat = 90
     """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
-    them. 0 ends them with the driver. Used in a private Ray, once the run has a checkpoint."""
+    them, once it has a checkpoint. 0 ends them with the driver."""
     max_node_faults: PositiveInt = 4
     """Accidents of the engines or ranks of one node within an hour after which they move to a spare node, if there is
     one; engines are taken out in any case if other nodes have some."""

@@ -27,7 +27,7 @@ from megarl.config.section import CPU_SLOT
 from megarl.env import visible_gpus
 from megarl.errors import MachineError
 from megarl.runtime.engines.adoption import KeptActors
-from megarl.runtime.keeper import leased
+from megarl.runtime.engines.lease_keeper import leased
 from megarl.runtime.local_ray import LocalRay, adopted_ray, local_ray
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in

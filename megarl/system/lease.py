@@ -1,10 +1,10 @@
 """The lease of a run: what it started on Ray outlives a driver that dies, for the next driver of the run.
 
 A driver that ends in order ends everything itself. One that is killed leaves its private Ray to the guard
-(`system.guard`), or what it started on a Ray that it joined to an actor there (`runtime.keeper`): either ends it when
-nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock, reads the
-record beside it, renews the lease and goes on with what runs there. A record of another program (recipe, code,
-packages, environment), of another boot of the machine or of a Ray that is gone is not used.
+(`system.guard`), or what it started on a Ray that it joined to an actor there (`runtime.engines.lease_keeper`): either
+ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock,
+reads the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe,
+code, packages, environment), of another boot of the machine or of a Ray that is gone is not used.
 
 The record is written when a driver that dies could be followed by another: once the run has a checkpoint.
 """

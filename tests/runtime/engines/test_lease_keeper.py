@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Queue
 
 import pytest
 
 from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from megarl.system.lease import JoinedLease, find_kept
 from megarl.system.run_lock import run_lock
+from tests.runtime.trainers.ray_worker import Worker
 
 with private_ray():
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
     from megarl.runtime.cluster import joined
-    from megarl.runtime.keeper import leased, take_lease
+    from megarl.runtime.engines.lease_keeper import leased, take_lease
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def lease_of(run_folder: Path, address: str, *, seconds: float = 600, program: s
 def start_some() -> None:
     group = placement_group([{"CPU": 1}], name="megarl-train", lifetime="detached")
     assert group.wait(120)
-    worker = ray.remote(Queue).options(name="actor-0#1", lifetime="detached", num_cpus=0).remote()
-    assert ray.get(worker.empty.remote(), timeout=300)
+    worker = ray.remote(Worker).options(name="actor-0#1", lifetime="detached", num_cpus=0).remote(0)
+    assert ray.get(worker.square.remote(3), timeout=300) == 9
 
 
 def running() -> list[str]:

@@ -136,7 +136,7 @@ class LocalRay:
 
     @property
     def addresses(self) -> list[str]:
-        """Those of all nodes, lost ones included."""
+        """The addresses of all nodes, lost ones included."""
         return list(self._nodes)
 
     def pid_of(self, node: str) -> int:

@@ -1,4 +1,4 @@
-"""What a run starts on a Ray that it joins: an actor ends it when no driver has renewed the lease (`system.lease`)."""
+"""The actor that has the lease of a run on a Ray that it joined, and ends what runs there when no driver renews it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ class Adoption:
         self._num_engines = num_engines
         self._is_possible = is_possible
         self._noted = noted
-        self._num_left = len({name.split("-")[1] for name in actors.left if name.startswith("engine-")})
+        numbers = {name: int(name.split("-")[1]) for name in actors.left if name.startswith("engine-")}
+        for name in [name for name, number in numbers.items() if number >= num_engines]:
+            ray.kill(actors.left.pop(name))  # the operator had added it
+        self._num_left = len({number for number in numbers.values() if number < num_engines})
         self._outcomes: list[bool] = []
 
     async def take_over(self, index: int, ask: Callable[[], Awaitable[EngineEndpoint]]) -> EngineEndpoint | None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+import ray
 
 from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import EngineError, WorkerError
@@ -58,6 +59,20 @@ def test_engines_that_cannot_be_used_are_counted_once_all_were_asked() -> None:
     assert notes == []
     assert asyncio.run(adoption.take_over(1, refuse)) is None
     assert notes == ["adopted 0 engines of 3"]
+
+
+def test_engines_that_the_operator_had_added_are_ended_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    actors, notes = KeptActors(keeps=False), list[str]()
+    actors.left = {"engine-0-0": "kept", "engine-1-0": "added"}
+    adoption = Adoption(actors, RolloutRoleConfig(pool="rollout"), 1, is_possible=False, noted=notes.append)
+
+    async def never() -> EngineEndpoint:
+        raise AssertionError
+
+    asyncio.run(adoption.take_over(0, never))
+    assert (ended, list(actors.left), notes) == (["added"], ["engine-0-0"], ["adopted 0 engines of 1"])
 
 
 def test_engines_whose_memory_is_unknown_are_not_asked() -> None:

@@ -52,7 +52,11 @@ class Keeper:
     def _watch(self) -> None:
         while time.monotonic() < self._renewed + self._seconds:
             time.sleep(_POLL_S)
-        self.end()
+        # Twice: an actor that was just being made has a name now.
+        for _ in range(2):
+            with suppress(ray.exceptions.RayError):
+                self.end()
+            time.sleep(_POLL_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
@@ -270,6 +271,10 @@ def probe_interval_s(num_engines: int, silence_timeout_s: float) -> float:
     return max(_PROBE_EVERY_S, min(num_engines / _PROBES_PER_S, silence_timeout_s * _MOST_SILENT))
 
 
+def _num_requests(engine: Engine) -> int:
+    return engine.num_requests
+
+
 def observe_fleet(fleet: Fleet, observer: Observer) -> None:
     """Report the state of every engine to `observer`, now and at every change."""
 
@@ -299,7 +304,7 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
 
     def watch(engines: Sequence[Engine]) -> None:
         for engine in engines:
-            observer.watch_requests(engine.index, lambda engine=engine: engine.num_requests)  # type: ignore[misc]
+            observer.watch_requests(engine.index, partial(_num_requests, engine))
             report(engine, engine.reason if engine.state is EngineState.RESTARTING else "")
 
     watch(fleet.engines)

@@ -1,4 +1,4 @@
-"""What a run starts on a Ray that others started: it outlives its driver by the lease, and no longer."""
+"""Actors and placement groups of a run on a Ray that it joined: they outlive their driver by the lease, no longer."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pathlib import Path
 
 from megarl.config.model import Family, ModelShape
 from megarl.config.roles import ModelParallelConfig, RolesConfig, RolloutRoleConfig
@@ -216,6 +217,25 @@ def _options(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
         yield Problem(key=f"{prefix}megatron.recompute_modules", message=message)
 
 
+def finds_deepep(megatron: Path, deepep: Path) -> bool:
+    """Whether the Megatron of one folder looks for DeepEP's events where the DeepEP of the other has them.
+
+    Megatron 0.16.1 asks `deep_ep.utils`, as DeepEP 1 has it, and SGLang installs DeepEP 2. Importing them takes
+    seconds, and a GPU.
+    """
+    asks = "from deep_ep.utils import EventHandle, EventOverlap"
+    utils = deepep / "utils" / "__init__.py"
+    is_asked = asks in (megatron / "core" / "transformer" / "moe" / "fused_a2a.py").read_text()
+    return not is_asked or not utils.exists() or "EventOverlap" in utils.read_text()
+
+
+def is_deepep_found() -> bool:
+    """Whether DeepEP is installed, and the installed Megatron can use it."""
+    specs = [find_spec(name) for name in ("megatron", "deep_ep")]
+    folders = [Path(spec.submodule_search_locations[0]) for spec in specs if spec and spec.submodule_search_locations]
+    return len(folders) == len(specs) and finds_deepep(*folders)
+
+
 def check_packages(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
     """Yield choices whose package is not installed here; on a CPU there is none that could be."""
     if device == "cpu":
@@ -232,6 +252,12 @@ def check_packages(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
                 message = (
                     f"{getattr(split, name)} needs the package {_PACKAGES[package]}, which is not installed here; "
                     "install it (the image of the Dockerfile has Transformer Engine), or remove the key"
+                )
+                yield Problem(key=f"roles.{role}.{name}", message=message)
+            elif package == "deepep" and not is_deepep_found():
+                message = (
+                    "Megatron does not find the installed release of DeepEP; apply the patches (`make patches`, see "
+                    "patches/README.md), or use alltoall"
                 )
                 yield Problem(key=f"roles.{role}.{name}", message=message)
 

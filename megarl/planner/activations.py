@@ -99,9 +99,15 @@ class Recomputation:
 
 def activation_bytes(work: ModelWork, stage: int) -> int:
     """Return what the micro-batches in flight on a stage keep for backward, and what one layer's backward needs."""
-    layers = work.chunk_layers(stage)
-    kept = chunks_in_flight(work.split, stage) * _kept_bytes_per_token(work, layers)
-    return work.tokens * (kept + _recomputed_bytes_per_token(work, layers) + _backward_bytes_per_token(work))
+    kept = chunks_in_flight(work.split, stage) * _kept_bytes_per_token(work, work.chunk_layers(stage))
+    return work.tokens * kept + _passing_bytes(work, stage)
+
+
+def head_bytes(work: ModelWork, stage: int) -> int:
+    """Return what the last stage's head needs beyond one layer's backward pass, which begins when the head's is over."""
+    if stage != work.split.pipeline - 1:
+        return 0
+    return max(0, scoring_bytes(work, has_gradients=True) - _passing_bytes(work, stage))
 
 
 def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
@@ -174,6 +180,9 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projected = (query + 2 * kv) // tensor
     rotated = (query + kv) // tensor * (2 if shape.has_qk_norm else 1)
+    if work.split.context > 1 and work.split.context_exchange == "gather" and not shape.has_qk_norm:
+        # Keys and values are kept as they were gathered.
+        projected, rotated = 0, query // tensor
     angles = 4 * shape.head_dim  # sine and cosine, for queries and for keys
     attended = query // tensor
     # Gate and up for the activation, and their product for the second matrix.
@@ -281,18 +290,25 @@ def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
     return layer.total * (min(recomputation.num_layers, layers) if recomputation.method == "uniform" else 1)
 
 
+def _passing_bytes(work: ModelWork, stage: int) -> int:
+    """Return what exists while one layer runs backward, beside what was kept."""
+    recomputed = _recomputed_bytes_per_token(work, work.chunk_layers(stage))
+    return work.tokens * (recomputed + _backward_bytes_per_token(work))
+
+
 def _backward_bytes_per_token(work: ModelWork) -> int:
     """Return the gradients of the widest tensors of one layer, which exist together, or the numbers that are drawn for
     its widest input."""
-    shape, split = work.shape, work.split
+    shape, split, item = work.shape, work.split, work.item_bytes
     if shape.experts is None:
-        in_feed_forward = 4 * shape.ffn_hidden // split.tensor
+        # Gradients of gate, up and their product, which itself is no longer needed.
+        in_feed_forward = (3 * item - work.product_bytes) * shape.ffn_hidden // split.tensor
     else:
         in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
-        in_feed_forward = max(in_experts, 4 * shape.experts.shared) // split.tensor
+        in_feed_forward = item * max(in_experts, 4 * shape.experts.shared) // split.tensor
     # The gathered keys and values, and their gradients before and after the sum of both chunks.
-    in_attention = 3 * _gathered(shape, split)
-    gradients = work.item_bytes * (max(in_feed_forward, in_attention) + 2 * shape.hidden)
+    in_attention = 3 * item * _gathered(shape, split)
+    gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))
 
 

@@ -18,7 +18,7 @@ from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, P
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
-from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, scoring_bytes
+from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
 from megarl.planner.memory import (
@@ -256,29 +256,29 @@ class _ModelMemory:
                 yield self._item(_DERIVED, stage.weight_bytes // 2, is_exact=False)
 
     def _scoring(self, stage: int) -> Iterator[LedgerItem]:
-        yield from self._pass(stage, forward_bytes(self._work), has_gradients=False)
+        is_last = stage == self._work.split.pipeline - 1
+        head = scoring_bytes(self._work, has_gradients=False) if is_last else 0
+        yield from self._pass(stage, forward_bytes(self._work), head)
         if self._exchanges_weights:
             largest_bytes = self._model.bare_weights[stage].largest_bytes
             yield LedgerItem(name="exchanged tensor", num_bytes=largest_bytes, is_exact=True)
 
     def _updating(self, stage: int) -> Iterator[LedgerItem]:
-        yield from self._pass(stage, activation_bytes(self._work, stage), has_gradients=True)
+        yield from self._pass(stage, activation_bytes(self._work, stage), head_bytes(self._work, stage))
         if self._offload != "nothing":
             num_bytes = min(self._model.stages[stage].optimizer_bytes, NUM_PIECES * PIECE_ELEMENTS * _PIECE_ITEM_BYTES)
             yield self._item("optimizer in pieces", num_bytes, is_exact=False)
 
-    def _pass(self, stage: int, activations: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
+    def _pass(self, stage: int, activations: int, head: int) -> Iterator[LedgerItem]:
         yield self._item("activations", activations, is_exact=False)
         if self._work.split.precision == "fp8":
             yield self._item("weights in FP8", fp8_weight_bytes(self._work, stage), is_exact=False)
-        allocated = activations
-        if stage == self._work.split.pipeline - 1:
+        if head:
             name = "values" if self._work.shape.has_value_head else "log-probabilities"
-            num_bytes = scoring_bytes(self._work, has_gradients=has_gradients)
-            allocated += num_bytes
-            yield LedgerItem(name=name, num_bytes=num_bytes, is_exact=False)
+            yield LedgerItem(name=name, num_bytes=head, is_exact=False)
         if self._work.device != "cpu":
-            yield LedgerItem(name="allocator", num_bytes=int(ALLOCATOR_SHARE * allocated), is_exact=False)
+            num_bytes = int(ALLOCATOR_SHARE * (activations + head))
+            yield LedgerItem(name="allocator", num_bytes=num_bytes, is_exact=False)
 
     def _without(self, items: Sequence[LedgerItem], *names: str) -> tuple[LedgerItem, ...]:
         return tuple(item for item in items if item.name not in {self._prefix + name for name in names})

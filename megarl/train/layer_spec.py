@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.compare.hook_points import ModuleHook
@@ -140,6 +141,11 @@ def forget_scales() -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: PLC0415 - on GPU machines only
 
     FP8GlobalStateManager.reset()
+
+
+def forget_buffers() -> None:
+    """Drop DeepEP's buffers, which name groups of ranks: they are about to end. All ranks do it together."""
+    fused_a2a._buffer = None
 
 
 def recordable(hooks: Iterable[ModuleHook], modules: Mapping[str, torch.nn.Module]) -> Iterator[ModuleHook]:

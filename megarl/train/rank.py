@@ -26,7 +26,7 @@ from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu
-from megarl.train.layer_spec import forget_scales
+from megarl.train.layer_spec import forget_buffers, forget_scales
 from megarl.train.likeliest import top_scores
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
@@ -152,6 +152,8 @@ class ModelRank:
         """Leave the groups of ranks; no method may be called afterwards."""
         if self._spec.split.precision == "fp8":
             forget_scales()
+        if self._spec.split.dispatcher == "deepep":
+            forget_buffers()
         shut_down()
 
     def _read(self, folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megarl.config import kernels
-from megarl.config.kernels import check_blocks, check_kernels, check_packages, check_widths, uses_te
+from megarl.config.kernels import check_blocks, check_kernels, check_packages, check_widths, finds_deepep, uses_te
 from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig, RolloutRoleConfig
@@ -63,7 +64,38 @@ def test_a_missing_package_is_named_with_its_key(monkeypatch: pytest.MonkeyPatch
     assert "fp8 needs the package transformer_engine, which is not installed here" in found[1]
     assert "deepep needs the package deep_ep" in found[2]
     with_packages(monkeypatch, "transformer_engine", "deep_ep")
+    monkeypatch.setattr(kernels, "is_deepep_found", lambda: True)
     assert list(check_packages(roles, device="cuda")) == []
+    monkeypatch.setattr(kernels, "is_deepep_found", lambda: False)
+    (problem,) = check_packages(roles, device="cuda")
+    assert problem.key == "roles.actor.dispatcher"
+    assert "`make patches`" in problem.message
+
+
+RELEASED = "from deep_ep import Buffer\nfrom deep_ep.utils import EventHandle, EventOverlap\n"
+PATCHED = "from deep_ep import Buffer, EventOverlap\nfrom deep_ep.utils import EventHandle\n"
+
+
+@pytest.mark.parametrize(
+    ("megatron", "utils", "expected"),
+    [
+        (RELEASED, "utils.py", True),
+        (RELEASED, "utils/__init__.py", False),
+        (PATCHED, "utils/__init__.py", True),
+        (PATCHED, "utils.py", True),
+    ],
+    ids=["first release", "second release", "second release, patched", "first release, patched"],
+)
+def test_megatron_as_released_does_not_find_the_second_release_of_deepep(
+    megatron: str, utils: str, expected: bool, tmp_path: Path
+) -> None:
+    asking = tmp_path / "megatron" / "core" / "transformer" / "moe" / "fused_a2a.py"
+    answering = tmp_path / "deep_ep" / utils
+    for path in (asking, answering):
+        path.parent.mkdir(parents=True)
+    asking.write_text(megatron)
+    answering.write_text("from .event import EventHandle\n")
+    assert finds_deepep(tmp_path / "megatron", tmp_path / "deep_ep") is expected
 
 
 def test_contradictions_are_refused_for_every_role() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.config.kernels import is_te_installed
+from megarl.config.kernels import is_deepep_found, is_te_installed
 from megarl.config.lora import ATTENTION_MODULES, LoraConfig
 from megarl.config.roles import ActorConfig
 from megarl.tokens import assemble
@@ -33,6 +33,8 @@ Keys = dict[str, object]
 TE: Keys = {"kernels": "te"}
 FP8: Keys = {"precision": "fp8"}
 PARTS: Keys = {"tensor": 2, "is_sequence_parallel": True}
+EXPERTS: Keys = {**PARTS, "expert": 2, "expert_tensor": 1}
+WITH_DEEPEP = pytest.mark.skipif(not is_deepep_found(), reason="Megatron finds no DeepEP")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +50,16 @@ def peers() -> Iterator[list[Peer]]:
         ("qwen2", FP8, PARTS, False, 0.1),
         ("qwen2", FP8, {"pipeline": 2}, False, 0.1),
         ("qwen2", FP8, {**PARTS, "context": 2}, False, 0.1),
-        ("qwen3_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.05),
-        ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.15),
-        ("qwen2_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.05),
+        ("qwen3_moe", TE, EXPERTS, False, 0.05),
+        pytest.param("qwen3_moe", TE, {**EXPERTS, "dispatcher": "deepep"}, False, 0.05, marks=WITH_DEEPEP),
+        ("qwen3_moe", FP8, EXPERTS, False, 0.15),
+        ("qwen2_moe", TE, EXPERTS, False, 0.05),
         ("qwen2", TE, PARTS, True, 0.02),
         ("qwen2", FP8, {**PARTS, "pipeline": 2}, True, 0.1),
-        ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, True, 0.15),
+        ("qwen3_moe", FP8, EXPERTS, True, 0.15),
     ],
     ids=[
-        *["TP2-SP", "TP2-SP-fp8", "PP2-fp8", "TP2-SP-CP2-fp8", "TP2-EP2", "TP2-EP2-fp8"],
+        *["TP2-SP", "TP2-SP-fp8", "PP2-fp8", "TP2-SP-CP2-fp8", "TP2-EP2", "TP2-EP2-deepep", "TP2-EP2-fp8"],
         "TP2-EP2-shared",
         *["TP2-SP-adapted", "TP2-SP-PP2-fp8-adapted", "TP2-EP2-fp8-adapted"],
     ],

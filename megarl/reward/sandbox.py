@@ -2,8 +2,8 @@
 
 Bubblewrap gives the program its own namespaces: no network, no other processes, no files but an interpreter and an
 empty /tmp in memory, no environment. Resource limits bound each process; the memory of all of them is added up while
-they run, and a filter denies memory that is not counted there (`system_calls`). Killing bubblewrap ends everything
-inside.
+they run, and a filter denies memory that is not counted there (`system_calls`). Where control groups are delegated, the
+kernel counts (`groups`). Killing bubblewrap ends everything inside.
 
 Bubblewrap reports on a descriptor whether it has run the program. A program that it could not run is a SandboxError,
 never a failed program.
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl.reward.groups import Group, Groups
 from megarl.reward.system_calls import filter_program
 from megarl.system.proc import descendants, resident_bytes
 
@@ -41,9 +42,13 @@ _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _GUARD = 'test "$PPID" = "$0" && exec "$@"'
 """Run the command only if the caller, whose pid is the shell's name, is still the parent: it may have died before the
 signal at its death was set."""
+_GUARD_IN_GROUP = 'test "$PPID" = "$0" && echo $$ > "$1" && shift && exec "$@"'
+_OWN_PROCESSES = 4
+"""Of the sandbox itself, beside those of the program."""
 _PROBE = "print(6 * 7)"
 _PROBE_TIMEOUT_S = 20.0
 _WATCH_INTERVAL_S = 0.1
+_TOO_MUCH_MEMORY = "its processes used too much memory"
 _ATTEMPTS = 3
 """Starts of one program: a machine that is short of processes or memory may have them again in a moment."""
 _FIRST_PAUSE_S = 0.5
@@ -107,7 +112,14 @@ class Sandbox:
             raise SandboxError(f"{', '.join(missing)} not found; install the packages {names}")
         self._prefixes = self._prefixes_of_python()
         self._filter = _filter() if kind == "bubblewrap" else b""
-        self._probe()
+        self._groups = Groups.find() if kind == "bubblewrap" else None
+        try:
+            self._probe()
+        except SandboxError:
+            if self._groups is None:
+                raise
+            self._groups = None
+            self._probe()
 
     def run(self, program: str, given: bytes, *, deadline: float) -> Ran:
         """Run until it ends, writes too much, uses too much memory, or `deadline` (monotonic) passes.
@@ -146,8 +158,9 @@ class Sandbox:
             is_boxed = self._kind == "bubblewrap"
             folder = "/" if is_boxed else stack.enter_context(tempfile.TemporaryDirectory())
             try:
+                group = self._group()
                 given_file = stack.enter_context(_file_of(given))
-                process = self._start(source, rules, status, stdin=given_file, errors=errors, folder=folder)
+                process = self._start(source, rules, status, group, stdin=given_file, errors=errors, folder=folder)
             except OSError as error:
                 raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
             assert process.stdout is not None
@@ -156,8 +169,12 @@ class Sandbox:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                if group is not None:
+                    group.kill()
                 process.stdout.close()
                 code = process.wait()
+            if group is not None and group.exceeded_memory:
+                stopped = _TOO_MUCH_MEMORY
             if is_boxed:
                 self._check_started(status, stopped)
         return Ran(code=code, output=output, stopped=stopped)
@@ -171,15 +188,25 @@ class Sandbox:
             folder = "/" if self._kind == "bubblewrap" else tempfile.gettempdir()
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             try:
-                return self._start(source, rules, status, stdin=pipe, errors=nowhere, folder=folder)
+                return self._start(source, rules, status, self._group(), stdin=pipe, errors=nowhere, folder=folder)
             except OSError as error:
                 raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
 
+    def _group(self) -> Group | None:
+        if self._groups is None:
+            return None
+        limits = self._limits
+        # The files of /tmp and /dev/shm are in memory.
+        return self._groups.make(
+            memory_bytes=limits.memory_bytes + 2 * limits.disk_bytes,
+            max_processes=limits.max_processes + _OWN_PROCESSES,
+        )
+
     def _start(
-        self, source: int, rules: int, status: int, *, stdin: int, errors: int, folder: str
+        self, source: int, rules: int, status: int, group: Group | None, *, stdin: int, errors: int, folder: str
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
-            [*self._with_caller(), *self._command(source, rules, status)],
+            [*self._with_caller(group), *self._command(source, rules, status)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -213,7 +240,7 @@ class Sandbox:
                 if now >= watched + _WATCH_INTERVAL_S:
                     watched = now
                     if tree_resident_bytes(process.pid) > self._limits.memory_bytes:
-                        return bytes(output), "its processes used too much memory"
+                        return bytes(output), _TOO_MUCH_MEMORY
                 if is_open and selector.select(timeout=min(_WATCH_INTERVAL_S, deadline - now)):
                     chunk = os.read(descriptor, _CHUNK_BYTES)
                     output += chunk
@@ -226,9 +253,11 @@ class Sandbox:
                         return bytes(output), None
 
     @staticmethod
-    def _with_caller() -> list[str]:
-        """Return a prefix that ends the command with its caller: bubblewrap asks for that only after a while."""
-        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", _GUARD, str(os.getpid())]
+    def _with_caller(group: Group | None) -> list[str]:
+        """Return a prefix that ends the command with its caller, for which bubblewrap asks only after a while, and
+        takes it into the group."""
+        words = [_GUARD, str(os.getpid())] if group is None else [_GUARD_IN_GROUP, str(os.getpid()), str(group.entrance)]
+        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", *words]
 
     def _command(self, source: int, rules: int, status: int) -> list[str]:
         limits = self._limits
@@ -267,7 +296,7 @@ class Sandbox:
             *("--setenv", "HOME", _TMP, "--hostname", "sandbox"),
             *("--ro-bind", "/usr", "/usr"),
             *(word for link in _LINKS for word in _link(link)),
-            *(word for prefix in self._prefixes for word in ("--ro-bind", prefix, prefix)),
+            *(word for prefix in self._prefixes for word in (*_parents(prefix), "--ro-bind", prefix, prefix)),
             *("--proc", "/proc", "--dev", "/dev"),
             *(*memory, _SHM, *memory, _TMP),
             *("--perms", "0444", "--ro-bind-data", str(source), _PROGRAM),
@@ -302,6 +331,12 @@ def _link(name: str) -> tuple[str, ...]:
     if path.is_symlink():
         return ("--symlink", str(path.readlink()), str(path))
     return ("--ro-bind", str(path), str(path)) if path.is_dir() else ()
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield bubblewrap's options for the folders above a path: those that it makes by itself are closed to users."""
+    for folder in reversed(Path(path).parents[:-1]):
+        yield from ("--perms", "0755", "--dir", str(folder))
 
 
 @contextmanager

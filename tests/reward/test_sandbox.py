@@ -142,3 +142,12 @@ def test_a_program_that_was_not_started_is_tried_again(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert box.run("print(6 * 7)", b"", deadline=time.monotonic() + 60).output == b"42\n"
     assert (tmp_path / "second").exists()
+
+
+def test_the_interpreter_has_its_own_library_wherever_it_lies() -> None:
+    """As root too, with an interpreter below a folder that only root may enter."""
+    program = "import encodings, sys; print(encodings.__file__); print(sys.base_prefix)"
+    ran = Sandbox("bubblewrap", LIMITS).run(program, b"", deadline=time.monotonic() + 60)
+    library, prefix = ran.output.decode().split()
+    assert prefix == sys.base_prefix
+    assert Path(library).is_relative_to(prefix)

@@ -104,7 +104,7 @@ def activation_bytes(work: ModelWork, stage: int) -> int:
 
 
 def head_bytes(work: ModelWork, stage: int) -> int:
-    """Return what the last stage's head needs beyond one layer's backward pass, which begins when the head's is over."""
+    """Return what the last stage's head needs beyond one layer's backward pass, which begins after the head's."""
     if stage != work.split.pipeline - 1:
         return 0
     return max(0, scoring_bytes(work, has_gradients=True) - _passing_bytes(work, stage))

@@ -256,7 +256,9 @@ class Sandbox:
     def _with_caller(group: Group | None) -> list[str]:
         """Return a prefix that ends the command with its caller, for which bubblewrap asks only after a while, and
         takes it into the group."""
-        words = [_GUARD, str(os.getpid())] if group is None else [_GUARD_IN_GROUP, str(os.getpid()), str(group.entrance)]
+        words = (
+            [_GUARD, str(os.getpid())] if group is None else [_GUARD_IN_GROUP, str(os.getpid()), str(group.entrance)]
+        )
         return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", *words]
 
     def _command(self, source: int, rules: int, status: int) -> list[str]:

@@ -40,6 +40,7 @@ from megarl.runtime.inputs import Inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.runtime.rollouts.kept import KeptGroups, KeptSource
 from megarl.runtime.rollouts.workers import RolloutWorkers
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.trainers.build import build_trainer
@@ -65,6 +66,8 @@ class LoopBuilder:
     resume: ResumePoint | None
     saved: Callable[[int], None]
     """Called with every saved step."""
+    kept: KeptGroups
+    """Groups of the step that the ranks before these were lost in."""
 
     def loop(self) -> Loop:
         recipe, start = self.recipe, self._start
@@ -83,7 +86,7 @@ class LoopBuilder:
         evaluation = self._evaluation(saver, models, algorithm, groups, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
-            groups=groups,
+            groups=self._kept(groups) if buffer.is_synchronous else groups,
             algorithm=algorithm,
             trainer=self._sampled(models),
             publisher=self._publisher(models),
@@ -170,6 +173,12 @@ class LoopBuilder:
         if isinstance(recipe.algorithm, SpinConfig):
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
+
+    def _kept(self, groups: GroupSource) -> GroupSource:
+        serving = self.roles.serving
+        if isinstance(serving, NoServing):
+            return groups
+        return KeptSource(self.kept, groups, version=lambda: serving.fleet.committed_version)
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe

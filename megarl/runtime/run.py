@@ -33,6 +33,7 @@ from megarl.runtime.inputs import Inputs
 from megarl.runtime.lost_nodes import RankNodes, settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
+from megarl.runtime.rollouts.kept import KeptGroups
 from megarl.runtime.rollouts.opening import open_workers
 from megarl.runtime.stragglers import watched_ranks
 from megarl.runtime.tasks import task_group
@@ -85,6 +86,7 @@ class _Run:
         self._choose_earlier = choose_earlier
         self._saved_steps: list[int] = []
         self._mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, observer)
+        self._kept = KeptGroups()
         self._outlive_driver: Callable[[], None] = lambda: None
         self._damaged: set[Path] = set()
         """Checkpoints that ranks found damaged."""
@@ -114,7 +116,8 @@ class _Run:
                 start = partial(start_serving, recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(frozen.before(start))
                 workers = tasks.create_task(self._open_workers(serving, frozen, stack))
-                await self._replace_lost_ranks(resume, pools, serving, frozen, workers, preemption)
+                async with self._kept.watched(partial(_can_answer, serving)):
+                    await self._replace_lost_ranks(resume, pools, serving, frozen, workers, preemption)
 
     async def _open_workers(
         self, serving: asyncio.Task[Serving], frozen: FrozenTurns, stack: AsyncExitStack
@@ -212,6 +215,8 @@ class _Run:
         recipe, shape = self._recipe, self._inputs.shape
         async with AsyncExitStack() as stack:
             with self._observer.phase("start"):
+                if recipe.roles.beside_engines or recipe.roles.frozen_in_turns:
+                    await self._kept.cancel()  # the ranks need the devices that answer
                 await make_room(recipe.roles, serving)
                 await frozen.make_room()
                 starting = running_trainers(recipe, shape, pools, resume=point)
@@ -220,6 +225,8 @@ class _Run:
                     self._observer.noted("trainer ranks are ready; waiting for the engines")
                 # Shielded: engines go on starting when ranks are lost meanwhile.
                 engines = await asyncio.shield(serving)
+                if num_kept := await self._kept.finish():
+                    self._observer.noted(f"{num_kept} groups of the step are kept")
                 roles = await connect(recipe.roles, trainers, engines, stack, observer=self._observer)
             builder = LoopBuilder(
                 recipe=recipe,
@@ -230,6 +237,7 @@ class _Run:
                 preemption=preemption,
                 resume=point,
                 saved=self._note_saved,
+                kept=self._kept,
             )
             loop = builder.loop()
             if point is not None:
@@ -240,13 +248,22 @@ class _Run:
             gc.freeze()
             gc.set_threshold(COLLECT_EVERY)
             async with watched_ranks(trainers.actor, recipe.cluster.stragglers, self._observer):
-                await loop.run()
+                with self._kept.used():
+                    await loop.run()
 
     def _note_saved(self, step: int) -> None:
         self._saved_steps.append(step)
         self._mirroring.saved()
         if self._recipe.checkpoint.contents == "everything":
             self._outlive_driver()
+
+
+def _can_answer(serving: asyncio.Task[Serving]) -> bool:
+    """Whether an engine serves what was published last; True as long as engines start."""
+    if not serving.done() or serving.cancelled() or serving.exception() is not None:
+        return True
+    engines = serving.result()
+    return isinstance(engines, NoServing) or any(engine.is_live for engine in engines.fleet.engines)
 
 
 def _roles_of(roles: RolesConfig) -> str:

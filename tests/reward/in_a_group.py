@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     own.mkdir()
     (own / "cgroup.procs").write_text(str(os.getpid()))
     # Nobody but the kernel counts.
-    sandboxes.tree_resident_bytes = lambda root: 0  # noqa: ARG005
+    sandboxes.tree_resident_bytes = lambda root: 0
     sandbox = Sandbox("bubblewrap", LIMITS)
     found = Groups.find()
 

@@ -1,0 +1,112 @@
+"""The groups of a step, which outlive the loop that asked for them.
+
+When trainer ranks are lost, another loop takes the step again with other ranks and asks for the same prompts. The
+engines have lost nothing: what they answered with the version that is served then is not asked again, and what they
+are about to answer is finished while the ranks start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+import numpy as np
+
+from megarl.errors import QuarantineError
+from megarl.runtime.tasks import beside
+from megarl.stages import GroupSource
+from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
+
+_WATCH_EVERY_S = 0.5
+
+
+class KeptGroups:
+    """For synchronous runs: all groups that are open were asked for with the version that is served."""
+
+    def __init__(self) -> None:
+        self._is_used = False
+        self._version: PolicyVersion | None = None
+        self._answers: dict[int, asyncio.Task[ScoredGroup]] = {}
+        """By the position of the prompt in the stream."""
+
+    async def get(self, prompt: Prompt, version: PolicyVersion, groups: GroupSource) -> ScoredGroup:
+        """Return the group of a prompt. A caller that is cancelled leaves the answer under way."""
+        if version != self._version:
+            await self.cancel()
+            self._version, self._answers = version, {}
+        answer = self._answers.get(prompt.position)
+        if answer is None:
+            answer = self._answers[prompt.position] = asyncio.create_task(_asked(groups.scored_group, prompt))
+        return await asyncio.shield(answer)
+
+    async def finish(self) -> int:
+        """Wait for what is under way, and forget what failed; return how many groups there are.
+
+        A prompt that was quarantined stays so: it would cost more engines.
+        """
+        if self._answers:
+            await asyncio.wait(self._answers.values())
+        for position, answer in list(self._answers.items()):
+            is_lost = answer.cancelled() or not isinstance(answer.exception(), QuarantineError | None)
+            if is_lost or not self._is_served(answer):
+                del self._answers[position]
+        return len(self._answers)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """A loop asks for groups inside the block, and decides how long it waits."""
+        self._is_used = True
+        try:
+            yield
+        finally:
+            self._is_used = False
+
+    @asynccontextmanager
+    async def watched(self, can_answer: Callable[[], bool]) -> AsyncIterator[None]:
+        """Cancel what is under way at the end of the block; and earlier, between two loops, when no engine can answer:
+        they get weights only from the ranks that start, which would wait for it."""
+        try:
+            async with beside(partial(self._watch, can_answer)):
+                yield
+        finally:
+            await self.cancel()
+
+    async def _watch(self, can_answer: Callable[[], bool]) -> None:
+        while True:
+            if not self._is_used and not can_answer():
+                await self.cancel()
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    async def cancel(self) -> None:
+        """Cancel what is under way."""
+        open_answers = [answer for answer in self._answers.values() if not answer.done()]
+        for answer in open_answers:
+            answer.cancel()
+        if open_answers:
+            await asyncio.wait(open_answers)
+
+    def _is_served(self, answer: asyncio.Task[ScoredGroup]) -> bool:
+        """Whether all tokens were chosen by the version that it was asked for."""
+        if answer.exception() is not None:
+            return True
+        served = {self._version, DEMONSTRATION}
+        return all(served.issuperset(np.unique(rollout.versions)) for rollout in answer.result().group.rollouts)
+
+
+async def _asked(ask: Callable[[Prompt], Awaitable[ScoredGroup]], prompt: Prompt) -> ScoredGroup:
+    return await ask(prompt)
+
+
+class KeptSource:
+    """The groups of one loop (a `stages.GroupSource`)."""
+
+    def __init__(self, kept: KeptGroups, groups: GroupSource, *, version: Callable[[], PolicyVersion]) -> None:
+        """`version` returns the one that the engines serve."""
+        self._kept = kept
+        self._groups = groups
+        self._version = version
+
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        return await self._kept.get(prompt, self._version(), self._groups)

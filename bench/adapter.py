@@ -32,7 +32,8 @@ from megarl.rollout.process import EngineAdapters
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.processes import EngineHost
-from megarl.runtime.stored_adapter import StoredAdapter, store_adapter
+from megarl.runtime.stored_adapter import StoredAdapter
+from megarl.runtime.trainers.adapters import store_adapter
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.executors.group import StoreServer, TransferGroup

@@ -29,11 +29,11 @@ from megarl.rollout.process import EngineAdapters, EngineProcess, EngineSpec
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
-from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.algebra.slices import TensorSpec, header_dtype
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import Backend, TransferGroup
-from megarl.weights.executors.tensors import bytes_of, header_dtype, torch_dtype
+from megarl.weights.executors.tensors import bytes_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel

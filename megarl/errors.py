@@ -27,6 +27,7 @@ Errors cross process borders, so each is picklable from its message alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -137,3 +138,9 @@ class WorkerError(MegarlError):
 
 class NodeMemoryError(WorkerError):
     exit_code = MachineError.exit_code
+
+
+def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
+    """Join the first sentences of a message, and count the rest."""
+    more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []
+    return "; ".join([*sentences[:max_named], *more])

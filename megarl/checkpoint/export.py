@@ -23,7 +23,8 @@ from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder, wri
 from megarl.checkpoint.tensor_header import TensorEntry
 from megarl.config.lora import read_adapter_config
 from megarl.errors import CheckpointError
-from megarl.weights.executors.tensors import HEADER_DTYPES, bytes_of, header_dtype, torch_dtype
+from megarl.weights.algebra.slices import HEADER_DTYPES, header_dtype
+from megarl.weights.executors.tensors import bytes_of, torch_dtype
 from megarl.weights.layouts.lora import canonical_a, canonical_b
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -17,9 +17,10 @@ from megarl.checkpoint.tensor_files import TensorFile
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import header_dtype
 from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import TransferGroup
-from megarl.weights.executors.tensors import box_of, bytes_of, header_dtype, torch_dtype
+from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype
 
 
 class UnfiniteError(Exception):

@@ -1,5 +1,7 @@
 """One version of an adapter on its way to the engines: in Ray's object store, then in a folder of each node.
 
+The actors of engines import this, and do without torch: that takes seconds and half a gigabyte for each of them.
+
 Ray moves an object once to each node that reads it. An engine loads the folder, so that a damaged adapter is an answer
 of the engine and not its end.
 
@@ -11,34 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from typing import TypeAlias
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import ray
-import torch
 import xxhash
 
 from megarl.checkpoint.tensor_header import TensorEntry, TensorHeader, make_header
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from megarl.errors import WeightSyncError
-from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.tensors import bytes_of, first_few, header_dtype, specs_of
+from megarl.errors import WeightSyncError, first_few
+from megarl.weights.algebra.slices import TensorSpec, header_dtype
 
 Content: TypeAlias = npt.NDArray[np.uint8]
 """The bytes of all tensors in the order of the file: one array, which Ray copies with several threads and reads in
@@ -53,7 +50,7 @@ _READ_S = 60.0
 """Seconds after which every TP rank has read an adapter."""
 _MAX_READ = 2
 """Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
-_DIGESTING_THREADS = 4
+DIGESTING_THREADS = 4
 _locks: dict[Path, int] = {}
 """Descriptors of the folders that this process has placed."""
 _rooms: dict[int, Path] = {}
@@ -78,46 +75,11 @@ class StoredAdapter:
         return sum(spec.num_bytes for spec in self.tensors.values())
 
 
-def store_adapter(
-    tensors: Mapping[str, torch.Tensor],
-    fields: Mapping[str, object],
-    *,
-    version: int,
-    put: Callable[[Content], ray.ObjectRef] = ray.put,
-) -> StoredAdapter:
-    """Put the tensors of an adapter into the object store; `fields` are its configuration."""
-    specs = specs_of(tensors.items())
-    header, _ = _header(specs)
-    flat = _flat([tensors[entry.name] for entry in header.entries])
-    with ThreadPoolExecutor(_DIGESTING_THREADS) as threads:
-        digests = threads.map(partial(_digest, header, flat), header.entries)
-        content = put(flat)
-        found = {entry.name: digest for entry, digest in zip(header.entries, digests, strict=True)}
-    return StoredAdapter(
-        token=uuid4().hex,
-        version=version,
-        content=content,
-        config=json.dumps(fields),
-        tensors=specs,
-        digests=found,
-    )
-
-
-def _header(specs: Mapping[str, TensorSpec]) -> tuple[TensorHeader, bytes]:
+def header_of(specs: Mapping[str, TensorSpec]) -> tuple[TensorHeader, bytes]:
     return make_header({name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs.items()})
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> Content:
-    """Return the bytes of tensors, as a copy unless they lie one after the other in one buffer."""
-    ends = list(accumulate(tensor.nbytes for tensor in tensors))
-    starts = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(storages) == 1 and starts == [0, *ends[:-1]]:
-        return tensors[0].detach().reshape(-1).view(torch.uint8).as_strided((ends[-1],), (1,)).numpy()
-    return np.concatenate([np.frombuffer(bytes_of(tensor), np.uint8) for tensor in tensors])
-
-
-def _digest(header: TensorHeader, content: Content, entry: TensorEntry) -> str:
+def digest_of(header: TensorHeader, content: Content, entry: TensorEntry) -> str:
     start = entry.start - header.num_bytes
     return xxhash.xxh3_128_hexdigest(content[start : start + entry.num_bytes].data)
 
@@ -127,13 +89,13 @@ def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Pa
 
     If the bytes are not those of the trainer, a WeightSyncError says so and no folder is left.
     """
-    header, text = _header(stored.tensors)
+    header, text = header_of(stored.tensors)
     try:
         unfinished = _rooms.pop(header.num_file_bytes, None) or _new_folder(_scratch_folder(stored.num_bytes))
         folder = unfinished.parent / f"{_PREFIX}{stored.token}_{engine}"
         try:
-            with ThreadPoolExecutor(_DIGESTING_THREADS) as threads:
-                digests = threads.map(partial(_digest, header, content), header.entries)
+            with ThreadPoolExecutor(DIGESTING_THREADS) as threads:
+                digests = threads.map(partial(digest_of, header, content), header.entries)
                 _write(unfinished / ADAPTER_FILE, text, content.data)
                 pairs = zip(header.entries, digests, strict=True)
                 damaged = [entry.name for entry, digest in pairs if digest != stored.digests[entry.name]]

@@ -14,7 +14,16 @@ import psutil
 import pytest
 
 from megarl.checkpoint.state import read_state
-from megarl.observe.events import ALL_TRAINERS, EVENTS_FILE, Restarted, StepFinished, Warned, read_events
+from megarl.observe.events import (
+    ALL_TRAINERS,
+    EVENTS_FILE,
+    Noted,
+    PhaseStarted,
+    Restarted,
+    StepFinished,
+    Warned,
+    read_events,
+)
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import Driver, Run, finished, run, started
@@ -222,6 +231,38 @@ def test_models_are_lost_and_the_engines_stay_up(
     check_same_end(done, undisturbed_ppo)
     assert len(restarts(done)) == 1
     assert (done.folder / "engines" / "engine_0.log").read_text().count("The server is fired up") == 1
+    # A sender is lost when the step is over.
+    assert _notes_kept_groups(done) is (name in ("critic_killed", "reference_killed"))
+
+
+@pytest.mark.fault(
+    "kill -9 of a trainer rank while engines generate", "what they answered is kept while ranks start; the same bits"
+)
+@pytest.mark.slow
+def test_a_rank_that_dies_while_engines_generate_loses_no_answer(folder: Path, undisturbed_ppo: Run) -> None:
+    with (
+        nothing_left() as footprint,
+        started(folder, "generating", *PPO, footprint=footprint) as process,
+    ):
+        events = folder / "runs" / "generating" / EVENTS_FILE
+        _await(lambda: _generates_step(events, 3), process, events)
+        _running(footprint, "ActorRank")[0].kill()
+        process.wait(timeout=1200)
+    done = finished(folder, "generating", process)
+    check_same_end(done, undisturbed_ppo)
+    assert len(restarts(done)) == 1
+    assert _notes_kept_groups(done)
+
+
+def _generates_step(events: Path, step: int) -> bool:
+    found = [record.event for record in read_events(events)]
+    steps = [place for place, event in enumerate(found) if isinstance(event, StepFinished)]
+    begun = found[steps[step - 2] :] if len(steps) >= step - 1 else []
+    return any(isinstance(event, PhaseStarted) and event.phase == "generate" for event in begun)
+
+
+def _notes_kept_groups(done: Run) -> bool:
+    return any(isinstance(event, Noted) and event.text.endswith("groups of the step are kept") for event in done.events)
 
 
 @pytest.mark.fault("kill -9 of a trainer rank while engines start", "ranks start again, engines go on starting")

@@ -23,8 +23,8 @@ from megarl.runtime.stored_adapter import (
     place_adapter,
     remove_adapter,
     remove_left_adapters,
-    store_adapter,
 )
+from megarl.runtime.trainers.adapters import store_adapter
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.bfloat16).view(4, 1)}
 

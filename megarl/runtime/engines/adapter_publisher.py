@@ -15,14 +15,13 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from megarl.errors import EngineError, WeightSyncError
+from megarl.errors import EngineError, WeightSyncError, first_few
 from megarl.results import PublishResult
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState, FellBehind
 from megarl.runtime.stored_adapter import StoredAdapter
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.tensors import first_few
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
 import ray
@@ -15,7 +15,9 @@ from ray.actor import ActorHandle
 from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import EngineError, WorkerError
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.train.rank import ModelRank
+
+if TYPE_CHECKING:  # the actors of engines import this module, and do without Megatron
+    from megarl.train.rank import ModelRank
 
 logger = logging.getLogger(__name__)
 

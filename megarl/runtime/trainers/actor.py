@@ -12,7 +12,8 @@ from megarl.config.recipe import TrainConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
 from megarl.runtime.cluster import own_address
-from megarl.runtime.stored_adapter import StoredAdapter, store_adapter
+from megarl.runtime.stored_adapter import StoredAdapter
+from megarl.runtime.trainers.adapters import store_adapter
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec

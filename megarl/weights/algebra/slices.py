@@ -17,6 +17,8 @@ Index: TypeAlias = tuple[int, ...]
 """Offsets into a tensor, or its extents: one number per dimension."""
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+HEADER_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtypes by their names in the header of a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +120,8 @@ def shift(offsets: Index, origin: Index, local_origin: Index) -> Index:
     indices, local = local_origin[: -len(offsets)], local_origin[-len(offsets) :]
     shifted = (offset - start + place for offset, start, place in zip(offsets, origin, local, strict=True))
     return (*indices, *shifted)
+
+
+def header_dtype(name: str) -> str:
+    """Return the name of a dtype in the header of a safetensors file."""
+    return next(header for header, known in HEADER_DTYPES.items() if known == name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_few
 from megarl.weights.algebra.buckets import split_box
 from megarl.weights.algebra.plan import Move, Plan
 from megarl.weights.algebra.slices import Index, Slice, shift
@@ -23,7 +23,7 @@ from megarl.weights.executors.digest import (
     digest_tensor,
     to_ints,
 )
-from megarl.weights.executors.tensors import box_of, device_of, first_few, source_view, torch_dtype
+from megarl.weights.executors.tensors import box_of, device_of, source_view, torch_dtype
 
 if TYPE_CHECKING:
     from megarl.weights.executors.kernels import MatrixSums

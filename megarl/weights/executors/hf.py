@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.errors import CheckpointError
 from megarl.weights.algebra.plan import Move, plan
-from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
-from megarl.weights.executors.tensors import HEADER_DTYPES, box_of
+from megarl.weights.algebra.slices import HEADER_DTYPES, Holding, Layout, TensorSpec
+from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.pieces import whole
 
 INDEX_FILE = "model.safetensors.index.json"

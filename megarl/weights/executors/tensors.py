@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_few
 from megarl.weights.algebra.plan import Move, SourceBox
 from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 
@@ -16,17 +16,10 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-HEADER_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Dtypes by their names in the header of a safetensors file."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
-
-
-def header_dtype(name: str) -> str:
-    """Return the name of a dtype in the header of a safetensors file."""
-    return next(header for header, known in HEADER_DTYPES.items() if known == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -69,12 +62,6 @@ def check_holding(holding: Holding, actual: Mapping[str, TensorSpec], *, holder:
     differences = list(_differences(holding.tensors, actual))
     if differences:
         raise WeightSyncError(f"{holder} does not match its layout: {first_few(differences)}")
-
-
-def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
-    """Join the first sentences, and count the rest."""
-    more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []
-    return "; ".join([*sentences[:max_named], *more])
 
 
 def _differences(expected: Mapping[str, TensorSpec], actual: Mapping[str, TensorSpec]) -> Iterator[str]:

@@ -23,7 +23,8 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineAdapters, EngineProcess
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher, AdapterRanks
 from megarl.runtime.engines.processes import EngineHost
-from megarl.runtime.stored_adapter import Content, StoredAdapter, store_adapter
+from megarl.runtime.stored_adapter import Content, StoredAdapter
+from megarl.runtime.trainers.adapters import store_adapter
 from megarl.types import FloatArray, PolicyVersion, Rollout
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors

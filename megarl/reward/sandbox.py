@@ -44,7 +44,7 @@ _GUARD = 'test "$PPID" = "$0" && exec "$@"'
 signal at its death was set."""
 _GUARD_IN_GROUP = 'test "$PPID" = "$0" && echo $$ > "$1" && shift && exec "$@"'
 _OWN_PROCESSES = 4
-"""Of the sandbox itself, beside those of the program."""
+"""Processes of the sandbox itself, beside those of the program."""
 _PROBE = "print(6 * 7)"
 _PROBE_TIMEOUT_S = 20.0
 _WATCH_INTERVAL_S = 0.1

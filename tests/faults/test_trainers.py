@@ -231,8 +231,7 @@ def test_models_are_lost_and_the_engines_stay_up(
     check_same_end(done, undisturbed_ppo)
     assert len(restarts(done)) == 1
     assert (done.folder / "engines" / "engine_0.log").read_text().count("The server is fired up") == 1
-    # A sender is lost when the step is over.
-    assert _notes_kept_groups(done) is (name in ("critic_killed", "reference_killed"))
+    assert _notes_kept_groups(done)
 
 
 @pytest.mark.fault(

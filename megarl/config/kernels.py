@@ -223,10 +223,12 @@ def finds_deepep(megatron: Path, deepep: Path) -> bool:
     Megatron 0.16.1 asks `deep_ep.utils`, as DeepEP 1 has it, and SGLang installs DeepEP 2. Importing them takes
     seconds, and a GPU.
     """
-    asks = "from deep_ep.utils import EventHandle, EventOverlap"
+    asking = megatron / "core" / "transformer" / "moe" / "fused_a2a.py"
     utils = deepep / "utils" / "__init__.py"
-    is_asked = asks in (megatron / "core" / "transformer" / "moe" / "fused_a2a.py").read_text()
-    return not is_asked or not utils.exists() or "EventOverlap" in utils.read_text()
+    if not asking.exists() or not utils.exists():
+        return True  # other releases, of which nothing is known
+    asks = "from deep_ep.utils import EventHandle, EventOverlap"
+    return asks not in asking.read_text() or "EventOverlap" in utils.read_text()
 
 
 def is_deepep_found() -> bool:

@@ -1,4 +1,7 @@
-"""What programs in a sandbox meet below a delegated control group. A process of its own: it leaves its group."""
+"""Programs run in a sandbox below a delegated control group, and their ends are printed.
+
+This is a process of its own, since it leaves its group.
+"""
 
 from __future__ import annotations
 

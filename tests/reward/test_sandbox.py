@@ -145,7 +145,7 @@ def test_a_program_that_was_not_started_is_tried_again(tmp_path: Path, monkeypat
 
 
 def test_the_interpreter_has_its_own_library_wherever_it_lies() -> None:
-    """As root too, with an interpreter below a folder that only root may enter."""
+    """Root may have an interpreter below a folder that nobody else may enter."""
     program = "import encodings, sys; print(encodings.__file__); print(sys.base_prefix)"
     ran = Sandbox("bubblewrap", LIMITS).run(program, b"", deadline=time.monotonic() + 60)
     library, prefix = ran.output.decode().split()

@@ -8,7 +8,7 @@ are about to answer is finished while the ranks start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -38,7 +38,7 @@ class KeptGroups:
             self._version, self._answers = version, {}
         answer = self._answers.get(prompt.position)
         if answer is None:
-            answer = self._answers[prompt.position] = asyncio.create_task(_asked(groups.scored_group, prompt))
+            answer = self._answers[prompt.position] = asyncio.create_task(groups.scored_group(prompt))
         return await asyncio.shield(answer)
 
     async def finish(self) -> int:
@@ -93,10 +93,6 @@ class KeptGroups:
             return True
         served = {self._version, DEMONSTRATION}
         return all(served.issuperset(np.unique(rollout.versions)) for rollout in answer.result().group.rollouts)
-
-
-async def _asked(ask: Callable[[Prompt], Awaitable[ScoredGroup]], prompt: Prompt) -> ScoredGroup:
-    return await ask(prompt)
 
 
 class KeptSource:

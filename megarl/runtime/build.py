@@ -48,7 +48,7 @@ from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import critic_folder, critic_shape
 from megarl.runtime.trainers.trainer import ModelsTrainer
 from megarl.stages import Algorithm, Generator, GroupSource, Publisher, Scorer, Stages, Trainer
-from megarl.train.trained import TrainedRank
+from megarl.train.interface import TrainedCalls
 from megarl.types import PolicyVersion, Prompt, Score, ScoredGroup
 
 
@@ -321,13 +321,13 @@ class LoopBuilder:
         )
 
 
-def _saved_model(ranks: RankGroup[TrainedRank], shape: ModelShape, source_folder: Path) -> SavedModel:
+def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folder: Path) -> SavedModel:
     async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
-        written = await ranks.call_beside(TrainedRank.write, folder, companions)
+        written = await ranks.call_beside(TrainedCalls.write, folder, companions)
         return {name: digest for files in written for name, digest in files.items()}
 
     return SavedModel(
-        snapshot=ranks.computing(TrainedRank.snapshot), write=write, shape=shape, source_folder=source_folder
+        snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,31 +15,21 @@ from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.checkpoint.state import TrainerState
 from megarl.compare.hook_points import module_hooks
-from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, write_patches
+from megarl.compare.recordings import Recorder, weight_digests, write_patches
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, OfflineConfig, PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
+from megarl.train.interface import RECORD_PREFIX, RankSpec, TrainerRecord
 from megarl.train.layer_spec import recordable
 from megarl.train.logprob import TokenScores
 from megarl.train.lora import adapters_off
 from megarl.train.memory import host_places, measure_usage
 from megarl.train.passes import forward
-from megarl.train.rank import RankSpec
 from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
-from megarl.types import DEMONSTRATION, FloatArray, MiniBatch, PolicyVersion, TrainBatch
-
-RECORD_PREFIX = "trainer_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerRecord:
-    """The result of `ActorRank.record`, which writes the recording itself to a file."""
-
-    logprobs: FloatArray | None  # [T], of the response tokens; None on ranks that do not answer
-    weight_digests: WeightDigests
+from megarl.types import DEMONSTRATION, MiniBatch, PolicyVersion, TrainBatch
 
 
 class ActorRank(TrainedRank):

@@ -15,10 +15,10 @@ from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
 from megarl.tokens import SampleNumbers
 from megarl.train.actor import ActorRank
+from megarl.train.interface import RankSpec
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
-from megarl.train.rank import RankSpec
 from megarl.train.stats import MiniBatchStats, Report, Statistics
 from megarl.train.trained import TrainedRank
 from megarl.types import MiniBatch, TrainBatch

@@ -11,21 +11,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
-from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import Device
 from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu
+from megarl.train.interface import RankSpec
 from megarl.train.layer_spec import forget_buffers, forget_scales
 from megarl.train.likeliest import top_scores
 from megarl.train.logprob import TokenScores
@@ -51,26 +47,6 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 _PRODUCT_CPU, _PRODUCT_GPU = 256, 2048
 """Sizes of the matrices of `measure`: a few milliseconds, and on a GPU 48 MiB."""
 _NUM_PRODUCTS = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """The arguments that every rank starts with."""
-
-    rank: int
-    world: int
-    master_address: str
-    master_port: int
-    """Port of rank 0, where all ranks rendezvous."""
-    device: Device
-    split: ModelParallelConfig
-    shape: ModelShape
-    seed: int
-    timeout_s: float
-    """Deadline of every wait for another rank."""
-    lora: LoraConfig | None = None
-    """The adapter that is trained in place of the model's own weights."""
-    has_float32_head: bool = False
 
 
 class ModelRank:

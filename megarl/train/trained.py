@@ -16,11 +16,12 @@ from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
+from megarl.train.interface import RankSpec
 from megarl.train.lora import attach_adapters, dropout_keys, initialize_adapters
 from megarl.train.model import DeviceMicroBatch, named_weights
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
-from megarl.train.rank import ModelRank, RankSpec
+from megarl.train.rank import ModelRank
 from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf

@@ -19,8 +19,8 @@ from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train import shards
 from megarl.train.actor import ActorRank
+from megarl.train.interface import RankSpec
 from megarl.train.memory import Offload, free_cache
-from megarl.train.rank import RankSpec
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.executors.digest_sums import check_digests

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 NUM_STEPS = 6
+SMALL_ENGINE = ("roles.rollout.memory_fraction=0.1", "roles.rollout.max_cached_tokens=60000")
+"""Where no time is measured: several such runs share the card."""
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,7 @@ def test_a_dense_model_is_trained_with_engines_in_fp8(files: ArithmeticFiles, tm
         f"roles.rollout.precision={precision}",
         "roles.rollout.release=everything",
         "roles.rollout.canary_every=1",
+        *SMALL_ENGINE,
     )
     assert len(steps_of(events)) == NUM_STEPS
     logger.info("%s: canary warnings %s", precision, [each.text for each in events if isinstance(each, Warned)])
@@ -137,5 +140,6 @@ def test_a_dense_model_is_trained_with_engines_in_fp8(files: ArithmeticFiles, tm
 
 def test_a_mixture_is_trained_with_engines_in_fp8(files: ArithmeticFiles, mixture: Path, tmp_path: Path) -> None:
     settings = (f"model.path={mixture}", "roles.rollout.precision=fp8", "sampling.max_response_tokens=64")
-    steps = steps_of(train("mixture_fp8", tmp_path, files, *settings, "train.tokens_per_micro_batch=16384"))
+    others = ("train.tokens_per_micro_batch=16384", *SMALL_ENGINE)
+    steps = steps_of(train("mixture_fp8", tmp_path, files, *settings, *others))
     assert len(steps) == NUM_STEPS

@@ -23,10 +23,11 @@ from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineErr
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu, shards
-from megarl.train.actor import ActorRank, TrainerRecord
+from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank, ImplicitRewardRank
+from megarl.train.interface import RankSpec, TrainerRecord
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import RankSpec, ReferenceRank, TeacherRank
+from megarl.train.rank import ReferenceRank, TeacherRank
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import ray
@@ -16,10 +16,9 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import EngineError, WorkerError
 from megarl.rollout.client import EngineClient, EngineEndpoint
 
-if TYPE_CHECKING:  # the actors of engines import this module, and do without Megatron
-    from megarl.train.rank import ModelRank
-
 logger = logging.getLogger(__name__)
+
+Rank = TypeVar("Rank", covariant=True)
 
 _NUMBER = "#"
 """Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
@@ -135,15 +134,15 @@ async def take_over(endpoint: EngineEndpoint, *, timeout_s: float) -> str:
         await client.close()
 
 
-class AdoptableRanks(Protocol):
+class AdoptableRanks(Protocol[Rank]):
     """The ranks of one model, as `runtime.trainers.ranks.RankGroup` has them."""
 
     role: str
 
-    async def adopt(self, fill: Callable[[ModelRank], bool], *, timeout_s: float) -> bool: ...
+    async def adopt(self, fill: Callable[[Rank], bool], *, timeout_s: float) -> bool: ...
 
 
-async def adopt_ranks(ranks: AdoptableRanks, fill: Callable[[ModelRank], bool], *, is_shared: bool) -> bool:
+async def adopt_ranks(ranks: AdoptableRanks[Rank], fill: Callable[[Rank], bool], *, is_shared: bool) -> bool:
     """Take over the ranks that an earlier driver left; return False if they must be started again."""
     try:
         if is_shared:

@@ -47,7 +47,7 @@ from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.runtime.trainers.start import Trainers, start_trainers
 from megarl.stages import Phases, Publisher
-from megarl.train.rank import ModelRank
+from megarl.train.interface import ModelCalls
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.slices import TensorSpec
@@ -342,9 +342,9 @@ def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
     beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
     return [
         Offloader(
-            trim=ranks.computing(ModelRank.trim),
-            release=ranks.computing(ModelRank.release),
-            reload=ranks.computing(ModelRank.reload),
+            trim=ranks.computing(ModelCalls.trim),
+            release=ranks.computing(ModelCalls.release),
+            reload=ranks.computing(ModelCalls.reload),
         )
         for ranks in beside
     ]

@@ -34,9 +34,7 @@ from megarl.runtime.trainers.trainer import (
     TrainedActor,
     TrainedCritic,
 )
-from megarl.train.actor import ActorRank
-from megarl.train.critic import CriticRank, ImplicitRewardRank
-from megarl.train.rank import ReferenceRank, TeacherRank
+from megarl.train.interface import ActorCalls, CriticCalls, ImplicitRewardCalls, ReferenceCalls, TeacherCalls
 from megarl.types import PolicyVersion, ScoredGroup
 
 SKIPPED_FOLDER = "skipped"
@@ -80,7 +78,7 @@ class _Builder:
         config, train = self.recipe.roles.actor, self.recipe.train
         num_ranks = self.recipe.pools[config.pool].gpus
         return TrainedActor(
-            update=partial(self.trainers.actor.compute_shares, ActorRank.update),
+            update=partial(self.trainers.actor.compute_shares, ActorCalls.update),
             pack=self._pack_actor(),
             logprobs=self._actor_logprobs(),
             measure_work=partial(training_work, shape=self.shape, epochs=train.epochs, num_ranks=num_ranks),
@@ -91,10 +89,10 @@ class _Builder:
         if config is None or ranks is None:
             return None
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
-        update = partial(ranks.compute_shares, CriticRank.update)
+        update = partial(ranks.compute_shares, CriticCalls.update)
         if isinstance(self.recipe.algorithm, PrimeConfig):
-            models = cast("RankGroup[ImplicitRewardRank]", ranks)
-            per_update, update = None, partial(models.compute_shares, ImplicitRewardRank.learn)
+            models = cast("RankGroup[ImplicitRewardCalls]", ranks)
+            per_update, update = None, partial(models.compute_shares, ImplicitRewardCalls.learn)
         return TrainedCritic(
             update=update,
             pack=self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update),
@@ -105,7 +103,7 @@ class _Builder:
         algorithm = self.recipe.algorithm
         if not isinstance(algorithm, SpinConfig):
             return None
-        take = self.trainers.actor.computing(ActorRank.refresh_reference)
+        take = self.trainers.actor.computing(ActorCalls.refresh_reference)
         return ReferenceRefresh(take=take, every_steps=algorithm.iteration_steps)
 
     def questions(self, credit_task: Callable[[Sequence[ScoredGroup]], CreditTask | None]) -> ModelQuestions:
@@ -136,24 +134,24 @@ class _Builder:
         shape = read_model_shape(config.model)
         pack = self._pack(config, config.pool, shape, prompts_per_update=per_update, is_question=True)
         return Teacher(
-            ask=partial(self.trainers.teachers[role].ask, TeacherRank.scores),
+            ask=partial(self.trainers.teachers[role].ask, TeacherCalls.scores),
             pack=lambda samples, among: pack(samples, among=among, without=QUESTION_OF_LOSS),
             sources=config.sources,
         )
 
     def _actor_logprobs(self) -> ModelQuestion:
-        ask = partial(self.trainers.actor.ask, ActorRank.logprobs)
+        ask = partial(self.trainers.actor.ask, ActorCalls.logprobs)
         return ModelQuestion(ask=ask, pack=self._pack_actor(is_question=True), is_for_credit=self._is_fetched)
 
     def _reference_logprobs(self, *, is_for_credit: bool) -> ModelQuestion:
         config, ranks = self.recipe.roles.reference, self.trainers.reference
         if config is None or config.pool is None or ranks is None:
-            ask = partial(self.trainers.actor.ask, ActorRank.reference_logprobs)
+            ask = partial(self.trainers.actor.ask, ActorCalls.reference_logprobs)
             # A reference chooses its own experts: its numbers must not depend on the policy that it is compared with.
             pack = self._pack_actor(is_question=True, is_live=True)
             return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
         pack = self._pack(config, config.pool, self.shape, is_question=True)
-        return ModelQuestion(ask=partial(ranks.ask, ReferenceRank.logprobs), pack=pack, is_for_credit=is_for_credit)
+        return ModelQuestion(ask=partial(ranks.ask, ReferenceCalls.logprobs), pack=pack, is_for_credit=is_for_credit)
 
     def _values(self) -> ModelQuestion | None:
         config, ranks = self.recipe.roles.critic, self.trainers.critic
@@ -161,10 +159,10 @@ class _Builder:
             return None
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
-        ask = partial(ranks.ask, CriticRank.values)
+        ask = partial(ranks.ask, CriticCalls.values)
         if isinstance(self.recipe.algorithm, PrimeConfig):
-            models = cast("RankGroup[ImplicitRewardRank]", ranks)
-            per_update, ask = None, partial(models.ask, ImplicitRewardRank.rewards)
+            models = cast("RankGroup[ImplicitRewardCalls]", ranks)
+            per_update, ask = None, partial(models.ask, ImplicitRewardCalls.rewards)
         pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
         return ModelQuestion(ask=ask, pack=pack, is_for_credit=self._is_fetched)
 

@@ -29,12 +29,12 @@ from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_proc
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
 from megarl.tokens import RolloutSums, SampleNumbers, assemble, by_sample
-from megarl.train.rank import ModelRank, RankSpec
+from megarl.train.interface import ModelCalls, RankSpec
 from megarl.types import FloatArray, TrainBatch
 
 logger = logging.getLogger(__name__)
 
-Rank = TypeVar("Rank", bound=ModelRank, covariant=True)
+Rank = TypeVar("Rank", bound=ModelCalls, covariant=True)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -109,7 +109,7 @@ class RankHost:
     """The process of one rank: builds the rank and runs its methods, which the driver calls on all ranks at once."""
 
     def __init__(self, bind: str | None) -> None:
-        self._rank: ModelRank | None = None
+        self._rank: ModelCalls | None = None
         self._has_failed = False
         self._credit: PartCredit | None = None
         self._is_replaced = threading.Event()
@@ -124,7 +124,7 @@ class RankHost:
             port: int = listener.getsockname()[1]
         return self._host, port
 
-    def start(self, build: Callable[[RankSpec], ModelRank], spec: RankSpec) -> None:
+    def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build the rank and fill it with weights."""
         self._rank = build(spec)
 
@@ -137,7 +137,7 @@ class RankHost:
             self._has_failed |= not isinstance(error, WeightSyncError)  # a publish changes nothing here
             raise
 
-    def adopt(self, fill: Callable[[ModelRank], bool]) -> bool:
+    def adopt(self, fill: Callable[[ModelCalls], bool]) -> bool:
         """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""
         if self._rank is None or self._has_failed:
             raise WorkerError("it was left without a model, or inside a call that failed")
@@ -196,7 +196,7 @@ class RankHost:
 class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     """The ranks of one model. They belong together: when one is lost, so are the others.
 
-    `group.call(ActorRank.update, batch)` runs the method on every rank.
+    `group.call(ActorCalls.update, batch)` runs the method on every rank.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         ]
         return await self._gather(method.__name__, started, timeout_s=self._timeout_s, waits_for_all=True)
 
-    async def start(self, build: Callable[[RankSpec], ModelRank], spec_of: SpecOf) -> None:
+    async def start(self, build: Callable[[RankSpec], ModelCalls], spec_of: SpecOf) -> None:
         """Build every rank in its process; comes first."""
         started = [worker.process.remote() for worker in self.workers]
         self._processes = await self._gather("process", started, timeout_s=START_TIMEOUT_S)
@@ -337,7 +337,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         starting = [worker.start.remote(build, spec) for worker, spec in zip(self.workers, specs, strict=True)]
         await self._gather("start", starting, timeout_s=max(self._timeout_s, START_TIMEOUT_S))
 
-    async def adopt(self, fill: Callable[[ModelRank], bool], *, timeout_s: float) -> bool:
+    async def adopt(self, fill: Callable[[Rank], bool], *, timeout_s: float) -> bool:
         """Take over the ranks of an earlier driver; return whether all were in this driver's state already."""
         for group in (ALWAYS, BESIDE_TRAINING):  # in the latter after the calls that the earlier driver began
             started = [worker.process.options(concurrency_group=group).remote() for worker in self.workers]
@@ -346,9 +346,9 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         return all(await self._gather("adopt", filling, timeout_s=max(timeout_s, self._timeout_s)))
 
     async def measure(self) -> dict[int, float]:
-        """Return `ModelRank.measure` of every rank."""
+        """Return `ModelCalls.measure` of every rank."""
         async with self.turn:
-            return dict(enumerate(await self.call(ModelRank.measure)))
+            return dict(enumerate(await self.call(ModelCalls.measure)))
 
     def node_of(self, rank: int) -> str:
         return address_of(self._processes[rank].node)

@@ -26,14 +26,20 @@ from megarl.env import trainer_environment
 from megarl.runtime.cluster import Pool
 from megarl.runtime.engines.adoption import adopt_ranks
 from megarl.runtime.tasks import task_group
-from megarl.runtime.trainers.actor import PublishingActor
+from megarl.runtime.trainers.actor import PublishingCalls
 from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
 from megarl.runtime.trainers.teachers import teacher_builder
-from megarl.train.critic import CriticRank, ImplicitRewardRank
-from megarl.train.rank import ModelRank, RankSpec, ReferenceRank, TeacherRank
-from megarl.train.trained import TrainedRank
+from megarl.train.interface import (
+    CriticCalls,
+    ImplicitRewardCalls,
+    ModelCalls,
+    RankSpec,
+    ReferenceCalls,
+    TeacherCalls,
+    TrainedCalls,
+)
 
-Rank = TypeVar("Rank", bound=ModelRank)
+Rank = TypeVar("Rank", bound=ModelCalls)
 
 _HANG_REPORT_S = 60.0
 """How much longer than the driver a collective waits: only the driver's report names the rank that is missing."""
@@ -41,12 +47,12 @@ _HANG_REPORT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainers:
-    actor: RankGroup[PublishingActor]
-    critic: RankGroup[CriticRank] | None
-    """For `prime` a group of `ImplicitRewardRank`s."""
-    reference: RankGroup[ReferenceRank] | None
+    actor: RankGroup[PublishingCalls]
+    critic: RankGroup[CriticCalls] | None
+    """For `prime` a group with `ImplicitRewardCalls`."""
+    reference: RankGroup[ReferenceCalls] | None
     """None without a reference, and where the actor's ranks hold it."""
-    teachers: Mapping[str, RankGroup[TeacherRank]] = field(default_factory=dict)
+    teachers: Mapping[str, RankGroup[TeacherCalls]] = field(default_factory=dict)
     """By their key below `roles`."""
 
     @property
@@ -55,14 +61,14 @@ class Trainers:
         return any(ranks.is_lost for ranks in self.all)
 
     @property
-    def by_role(self) -> dict[str, RankGroup[ModelRank]]:
+    def by_role(self) -> dict[str, RankGroup[ModelCalls]]:
         """The models with ranks of their own, by their key below `roles`."""
-        named: dict[str, RankGroup[ModelRank] | None] = {"actor": self.actor, "critic": self.critic}
+        named: dict[str, RankGroup[ModelCalls] | None] = {"actor": self.actor, "critic": self.critic}
         named |= {"reference": self.reference, **self.teachers}
         return {role: ranks for role, ranks in named.items() if ranks is not None}
 
     @property
-    def all(self) -> tuple[RankGroup[ModelRank], ...]:
+    def all(self) -> tuple[RankGroup[ModelCalls], ...]:
         return tuple(self.by_role.values())
 
 
@@ -118,7 +124,7 @@ class WeightOrigin:
     base: Path | None = None
     """The folder of the model whose adapter is in the checkpoint."""
 
-    def fill(self, model: TrainedRank) -> None:
+    def fill(self, model: TrainedCalls) -> None:
         if self.base is not None:
             model.load(self.base)
         if self.resumed is None:
@@ -127,12 +133,11 @@ class WeightOrigin:
             model.verify(self.folder, self.inner)
             model.resume(self.folder / self.inner, self.resumed)
 
-    def refill(self, model: ModelRank) -> bool:
+    def refill(self, model: TrainedCalls) -> bool:
         """Bring the model of an earlier driver of this run to its origin; return whether it was there already.
 
         Its weights and its optimizer are then those that the checkpoint was written from.
         """
-        assert isinstance(model, TrainedRank), f"{type(model).__name__} is not trained"
         if self.resumed is not None and model.state == self.resumed:
             return True
         self.fill(model)
@@ -147,7 +152,7 @@ class _Starter:
     stack: AsyncExitStack
     resume: ResumePoint | None
 
-    async def actor(self) -> RankGroup[PublishingActor]:
+    async def actor(self) -> RankGroup[PublishingCalls]:
         recipe, resume = self.recipe, self.resume
         config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
         origin = WeightOrigin(folder=recipe.model.path.absolute())
@@ -168,7 +173,7 @@ class _Starter:
         refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
         return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
 
-    async def critic(self) -> RankGroup[CriticRank] | None:
+    async def critic(self) -> RankGroup[CriticCalls] | None:
         recipe, config = self.recipe, self.recipe.roles.critic
         if config is None:
             return None
@@ -191,20 +196,20 @@ class _Starter:
                 folder=critic_folder(config, recipe.model.path).absolute(),
             )
             models = await self._start("critic", start, config, shape, pool=config.pool, refill=origin.refill)
-            return cast("RankGroup[CriticRank]", models)
+            return cast("RankGroup[CriticCalls]", models)
         build = partial(
             _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
         )
         return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
 
-    async def reference(self) -> RankGroup[ReferenceRank] | None:
+    async def reference(self) -> RankGroup[ReferenceCalls] | None:
         config = self.recipe.roles.reference
         if config is None or config.pool is None:
             return None
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
         return await self._start("reference", build, config, self.shape, pool=config.pool)
 
-    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherRank]:
+    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherCalls]:
         build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
         return await self._start(role, build, config, read_model_shape(config.model), pool=config.pool)
 
@@ -216,7 +221,7 @@ class _Starter:
         shape: ModelShape,
         *,
         pool: str,
-        refill: Callable[[ModelRank], bool] = lambda _: True,  # frozen models stay as they are
+        refill: Callable[[Rank], bool] = lambda _: True,  # frozen models stay as they are
     ) -> RankGroup[Rank]:
         """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]
@@ -277,7 +282,9 @@ def _build_actor(
     total_steps: int,
     reference_folder: Path | None,
     bind: str | None,
-) -> PublishingActor:
+) -> PublishingCalls:
+    from megarl.runtime.trainers.publishing import PublishingActor  # noqa: PLC0415 - Megatron, which only a rank loads
+
     rank = PublishingActor(spec, algorithm=algorithm, train=train, total_steps=total_steps, bind=bind)
     origin.fill(rank)
     if reference_folder is not None:
@@ -288,17 +295,19 @@ def _build_actor(
     return rank
 
 
-def _refill_self_play(model: ModelRank, origin: WeightOrigin) -> bool:
+def _refill_self_play(model: PublishingCalls, origin: WeightOrigin) -> bool:
     """Refill an actor of `spin`: one that goes back to a checkpoint begins an iteration, like a resumed run."""
     is_there = origin.refill(model)
-    if not is_there and isinstance(model, PublishingActor):
+    if not is_there:
         model.refresh_reference()
     return is_there
 
 
 def _build_critic(
     spec: RankSpec, *, origin: WeightOrigin, algorithm: PolicyGradientConfig, critic: CriticConfig, total_steps: int
-) -> CriticRank:
+) -> CriticCalls:
+    from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
+
     rank = CriticRank(
         spec,
         algorithm=algorithm,
@@ -319,15 +328,19 @@ def _build_implicit_reward(
     critic: CriticConfig,
     total_steps: int,
     folder: Path,
-) -> ImplicitRewardRank:
+) -> ImplicitRewardCalls:
     """`folder` has the first weights, which its rewards are relative to."""
+    from megarl.train.critic import ImplicitRewardRank  # noqa: PLC0415 - as above
+
     rank = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
     origin.fill(rank)
     rank.keep_reference(folder)
     return rank
 
 
-def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceRank:
+def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceCalls:
+    from megarl.train.rank import ReferenceRank  # noqa: PLC0415 - as above
+
     rank = ReferenceRank(spec)
     rank.load(folder)
     return rank

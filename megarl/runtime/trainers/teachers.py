@@ -12,7 +12,7 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.data.shares import Share
 from megarl.rollout.teacher import teacher_of
 from megarl.runtime.trainers.ranks import HeldNumbers
-from megarl.train.rank import RankSpec, TeacherRank
+from megarl.train.interface import RankSpec, TeacherCalls
 from megarl.types import TrainSample
 
 
@@ -43,14 +43,16 @@ class Teachers:
         return replace(answers[0], parts=tuple(part for answer in answers for part in answer.parts))
 
 
-def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherRank]:
+def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherCalls]:
     """Return the function that builds a rank; `vocab` is the size of the policy's vocabulary."""
     distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
     assert distillation is not None, "a teacher without algorithm.distillation"
     return partial(_build, folder=folder, num_top=distillation.top_k, vocab=vocab)
 
 
-def _build(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherRank:
+def _build(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherCalls:
+    from megarl.train.rank import TeacherRank  # noqa: PLC0415 - Megatron, which only a rank loads
+
     rank = TeacherRank(spec, num_top=num_top, vocab=vocab)
     rank.load(folder)
     return rank

@@ -32,7 +32,7 @@ from megarl.runtime.engines.serving import ManagedServing, started_roles, transf
 from megarl.runtime.inputs import read_inputs
 from megarl.stages import Generator, Phases
 from megarl.tools.diagnose.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
-from megarl.train.actor import RECORD_PREFIX, ActorRank, TrainerRecord
+from megarl.train.interface import RECORD_PREFIX, ActorCalls, TrainerRecord
 from megarl.types import PolicyVersion, Prompt, RolloutGroup, TrainBatch, TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -98,7 +98,7 @@ async def _diagnose(
         return await compare(
             prompt,
             phases=roles.phases,
-            record_trainer=lambda batch, folder: roles.trainers.actor.call(ActorRank.record, batch, folder),
+            record_trainer=lambda batch, folder: roles.trainers.actor.call(ActorCalls.record, batch, folder),
             fleet=serving.fleet,
             control=ToolControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
             generator=FleetGenerator(

@@ -40,7 +40,8 @@ with private_ray():
 
     from megarl.runtime.cluster import open_cluster
     from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, HeldPart, RankGroup, RankHost
-    from megarl.train.rank import ModelRank, RankSpec
+    from megarl.train.interface import RankSpec
+    from megarl.train.rank import ModelRank
 
 if TYPE_CHECKING:
     from megarl.train.topology import Topology

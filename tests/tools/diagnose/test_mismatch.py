@@ -19,7 +19,7 @@ from megarl.rollout.process import EngineProcess
 from megarl.runtime.phases import SeparatePhases
 from megarl.tools.diagnose.diagnosis import Diagnosis, Verdict
 from megarl.tools.diagnose.run import compare
-from megarl.train.actor import TrainerRecord
+from megarl.train.interface import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -35,7 +35,7 @@ MADE_OF: dict[type, type] = {
 
 
 def test_a_driver_does_not_load_megatron() -> None:
-    """Ranks do. It was six of the ten seconds that a driver took to load, and a killed command waits for all of them."""
+    """Ranks do. It was six of the ten seconds that a driver took to load, which a killed command waits for."""
     code = "import sys, megarl.runtime.run; sys.exit('megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

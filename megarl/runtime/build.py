@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.manifest import FileDigest
+from megarl.checkpoint.open_step import take_open_step
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import (
     GivenPairsConfig,
@@ -36,10 +37,11 @@ from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestio
 from megarl.runtime.engines.serving import ExternalServing, NoServing, Roles
 from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.held_out_loss import DemonstrationEvaluator, PairEvaluator
-from megarl.runtime.inputs import Inputs
+from megarl.runtime.inputs import Inputs, answers_digest
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.runtime.rollouts.groups import ContestedGroups, GivenGroups, TaskGroups
 from megarl.runtime.rollouts.kept import KeptGroups, KeptSource
 from megarl.runtime.rollouts.workers import RolloutWorkers
 from megarl.runtime.saver import RunSaver, SavedModel
@@ -47,9 +49,9 @@ from megarl.runtime.trainers.build import build_trainer
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import critic_folder, critic_shape
 from megarl.runtime.trainers.trainer import ModelsTrainer
-from megarl.stages import Algorithm, Generator, GroupSource, Publisher, Scorer, Stages, Trainer
+from megarl.stages import Algorithm, GroupSource, Publisher, Stages, Trainer
 from megarl.train.interface import TrainedCalls
-from megarl.types import PolicyVersion, Prompt, Score, ScoredGroup
+from megarl.types import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class LoopBuilder:
         evaluation = self._evaluation(saver, models, algorithm, groups, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
-            groups=self._kept(groups) if buffer.is_synchronous else groups,
+            groups=self._kept(groups, prompts) if buffer.is_synchronous else groups,
             algorithm=algorithm,
             trainer=self._sampled(models),
             publisher=self._publisher(models),
@@ -174,11 +176,26 @@ class LoopBuilder:
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
 
-    def _kept(self, groups: GroupSource) -> GroupSource:
+    def _kept(self, groups: GroupSource, prompts: PromptStream) -> GroupSource:
         serving = self.roles.serving
         if isinstance(serving, NoServing):
             return groups
+        if self.kept.version is None and self.resume is not None:
+            self._restore(prompts)
         return KeptSource(self.kept, groups, version=lambda: serving.fleet.committed_version)
+
+    def _restore(self, prompts: PromptStream) -> None:
+        """Begin with what a preempted run of this folder was answered for this step."""
+        left = take_open_step(
+            self.recipe.run_folder.absolute(),
+            version=self._start.version,
+            identity=answers_digest(self.recipe, self.inputs),
+            prompt_at=prompts.at,
+            warn=self.observer.warned,
+        )
+        if left:
+            self.kept.restore(left, self._start.version)
+            self.observer.noted(f"{len(left)} groups of the step are kept from before the run was stopped")
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
@@ -329,62 +346,3 @@ def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folde
     return SavedModel(
         snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
     )
-
-
-class TaskGroups:
-    """The groups of prompts that are all answered alike (a `stages.GroupSource`)."""
-
-    def __init__(self, workers: Answering, task: RolloutTask, observer: Observer | None = None) -> None:
-        """`observer` counts the groups."""
-        self._workers = workers
-        self._task = task
-        self._observer = observer
-
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        answered = await self._workers.answer(prompt, self._task)
-        rollouts = answered.scored.group.rollouts
-        if self._observer is not None:
-            self._observer.group_generated(
-                seconds=answered.seconds,
-                num_rollouts=len(rollouts),
-                num_tokens=sum(rollout.num_tokens for rollout in rollouts),
-            )
-        return answered.scored
-
-    async def restore(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups, with those whose tokens are lost answered again: the same seeds give the same tokens."""
-        restored = list(groups)
-        lost = await self._workers.lost(groups)
-        if lost and self._observer is not None:
-            self._observer.warned(f"a node was lost with {len(lost)} groups of the step; their prompts are asked again")
-        answers = await asyncio.gather(*(self.scored_group(groups[place].group.prompt) for place in lost))
-        for place, scored in zip(lost, answers, strict=True):
-            restored[place] = scored
-        return restored
-
-
-class ContestedGroups(TaskGroups):
-    """Groups that have the demonstration of their prompt as the last answer."""
-
-    def __init__(
-        self, workers: Answering, task: RolloutTask, observer: Observer, demonstrations: Demonstrations
-    ) -> None:
-        super().__init__(workers, task, observer)
-        self._demonstrations = demonstrations
-
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        scored = await super().scored_group(prompt)
-        (given,) = (await self._demonstrations.generate(prompt)).rollouts
-        group = replace(scored.group, rollouts=(*scored.group.rollouts, given))
-        return replace(scored, group=group, scores=(*scored.scores, Score(value=1.0, components={})))
-
-
-class GivenGroups:
-    """Groups of a generator and a scorer that need no engine (a `stages.GroupSource`)."""
-
-    def __init__(self, generator: Generator, scorer: Scorer) -> None:
-        self._generator = generator
-        self._scorer = scorer
-
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        return await self._scorer.score(await self._generator.generate(prompt))

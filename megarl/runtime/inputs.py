@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl import __version__
 from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -82,3 +83,9 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         eval_demonstrations=held_out["demonstrations"],
         eval_pairs=held_out["pairs"],
     )
+
+
+def answers_digest(recipe: Recipe, inputs: Inputs) -> str:
+    """Return a digest of what the answers to a run's prompts and their scores depend on, beside the weights."""
+    parts = (recipe.model_dump_json(), inputs.train.digest, inputs.tools_digest, __version__)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

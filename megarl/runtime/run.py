@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from megarl.checkpoint.mirroring import Mirroring
+from megarl.checkpoint.open_step import write_open_step
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.episodes.play import EpisodeSetup
-from megarl.errors import DamagedError, MegarlError, WorkerError
+from megarl.errors import DamagedError, MegarlError, PreemptedError, StoppedError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import other_gpu, reported_gpu
@@ -29,7 +30,7 @@ from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster
 from megarl.runtime.engines.frozen import start_frozen
 from megarl.runtime.engines.frozen_turns import FrozenTurns
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
-from megarl.runtime.inputs import Inputs
+from megarl.runtime.inputs import Inputs, answers_digest
 from megarl.runtime.lost_nodes import RankNodes, settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
@@ -249,7 +250,25 @@ class _Run:
             gc.set_threshold(COLLECT_EVERY)
             async with watched_ranks(trainers.actor, recipe.cluster.stragglers, self._observer):
                 with self._kept.used():
-                    await loop.run()
+                    try:
+                        await loop.run()
+                    except PreemptedError as error:
+                        await self._leave_answers(error)
+                        raise
+
+    async def _leave_answers(self, error: PreemptedError) -> None:
+        """Write what was answered for the step that is not taken any more; the next start of the run trains on it."""
+        groups, version = self._kept.answered(), self._kept.version
+        # After Ctrl-C a person may change the code of the reward.
+        if version is None or not groups or isinstance(error, StoppedError):
+            return
+        write = partial(write_open_step, self._recipe.run_folder.absolute(), groups, version=version)
+        try:
+            await asyncio.to_thread(write, identity=answers_digest(self._recipe, self._inputs))
+        except (OSError, WorkerError) as failure:
+            self._observer.warned(f"{len(groups)} groups of the next step are not kept: {failure}")
+            return
+        self._observer.noted(f"{len(groups)} groups of the next step are written for the next start")
 
     def _note_saved(self, step: int) -> None:
         self._saved_steps.append(step)

@@ -8,7 +8,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.build import TaskGroups
+from megarl.runtime.rollouts.groups import TaskGroups
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.observe.samples import scored_group, step_summary
 

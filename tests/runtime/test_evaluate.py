@@ -13,8 +13,8 @@ from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.rollout_files import KeptRollout, generations_file, read_generations, write_rollouts
 from megarl.errors import FleetError
 from megarl.results import EvalResult
-from megarl.runtime.build import GivenGroups
 from megarl.runtime.evaluate import HeldOutEvaluator
+from megarl.runtime.rollouts.groups import GivenGroups
 from megarl.stages import Generator
 from megarl.tokens import Content
 from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup

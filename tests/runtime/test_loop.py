@@ -16,10 +16,10 @@ from megarl.observe.events import Sink, StepFinished, Warned
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
 from megarl.runtime.buffer import Buffer, Quarantine
-from megarl.runtime.build import GivenGroups
 from megarl.runtime.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.runtime.rollouts.groups import GivenGroups
 from megarl.stages import Phases, Stages
 from megarl.tokens import Content
 from megarl.types import (

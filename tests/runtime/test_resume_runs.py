@@ -10,10 +10,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from megarl.checkpoint.state import read_state
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, RunStarted, StepFinished, read_events
+from megarl.observe.catalogue import QUEUE
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, Noted, RunStarted, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Driver, Run, descendants, finished, run, started, survivors
 
@@ -267,6 +269,26 @@ def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
     assert [event.summary.step for event in resumed.steps] == [1, 2, 3, 4]
 
 
+@pytest.mark.fault("SIGTERM in the middle of a step", "groups that were answered are kept; the same bits")
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_leave_does_not_answer_twice(folder: Path) -> None:
+    long = ("train.prompts_per_step=24", "sampling.max_response_tokens=32")
+    one_by_one = "roles.rollout.max_running_requests=4"
+    overrides = (*STEPS, *EVERY_STEP, *long, one_by_one)
+    whole = run(folder, "long_step", *overrides)
+    assert whole.exit_code == 0, whole.output
+    name = "left_in_a_step"
+    with started(folder, name, *overrides) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        _await_answers(folder / "runs" / name, num_groups=2)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=300)
+    assert "groups of the next step are written" in finished(folder, name, process).output
+    resumed = _goes_on_to_the_same_end(folder, name, whole, *overrides)
+    assert any("groups of the step are kept from before" in text for text in _notes(resumed))
+    assert not (resumed.folder / "open_step").exists()
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_prompts_only_when_told(folder: Path, tmp_path: Path) -> None:
     make_arithmetic(tmp_path / "other", num_train=12, num_sft=16, num_eval=16, seed=5)
@@ -302,6 +324,24 @@ def _goes_on_to_the_same_end(folder: Path, name: str, whole: Run, *overrides: st
 def _tensors(done: Run) -> dict[str, bytes]:
     checkpoint = done.folder / "checkpoints" / "step_000004"
     return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}
+
+
+def _await_answers(run_folder: Path, *, num_groups: int, timeout_s: float = 600) -> None:
+    """Wait until so many groups of a step are answered."""
+    events = [record.event for record in read_events(run_folder / EVENTS_FILE)]
+    url = str(next(event.metrics_url for event in events if isinstance(event, RunStarted)))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        lines = httpx.get(url).text.splitlines()
+        values = [float(line.split()[-1]) for line in lines if line.startswith(f"megarl_{QUEUE.name}{{")]
+        if sum(values) >= num_groups:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"fewer than {num_groups} groups were answered within the deadline")
+
+
+def _notes(done: Run) -> list[str]:
+    return [event.text for event in done.events if isinstance(event, Noted)]
 
 
 def _await_event(

@@ -2,13 +2,14 @@
 
 When trainer ranks are lost, another loop takes the step again with other ranks and asks for the same prompts. The
 engines have lost nothing: what they answered with the version that is served then is not asked again, and what they
-are about to answer is finished while the ranks start.
+are about to answer is finished while the ranks start. A run that is preempted leaves what was answered to the run that
+continues it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -28,7 +29,7 @@ class KeptGroups:
     def __init__(self) -> None:
         self._is_used = False
         self._version: PolicyVersion | None = None
-        self._answers: dict[int, asyncio.Task[ScoredGroup]] = {}
+        self._answers: dict[int, asyncio.Future[ScoredGroup]] = {}
         """By the position of the prompt in the stream."""
 
     async def get(self, prompt: Prompt, version: PolicyVersion, groups: GroupSource) -> ScoredGroup:
@@ -40,6 +41,25 @@ class KeptGroups:
         if answer is None:
             answer = self._answers[prompt.position] = asyncio.create_task(groups.scored_group(prompt))
         return await asyncio.shield(answer)
+
+    def answered(self) -> tuple[ScoredGroup, ...]:
+        """The groups that are answered now with the version that is served, in the order of their prompts."""
+        whole = (
+            self._answers[position]
+            for position in sorted(self._answers)
+            if (answer := self._answers[position]).done() and not answer.cancelled() and answer.exception() is None
+        )
+        return tuple(answer.result() for answer in whole if self._is_served(answer))
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The one that answers; None before the first prompt."""
+        return self._version
+
+    def restore(self, groups: Sequence[ScoredGroup], version: PolicyVersion) -> None:
+        """Begin with groups that an earlier driver was answered."""
+        self._version = version
+        self._answers = {scored.group.prompt.position: _answer(scored) for scored in groups}
 
     async def finish(self) -> int:
         """Wait for what is under way, and forget what failed; return how many groups there are.
@@ -87,12 +107,18 @@ class KeptGroups:
         if open_answers:
             await asyncio.wait(open_answers)
 
-    def _is_served(self, answer: asyncio.Task[ScoredGroup]) -> bool:
+    def _is_served(self, answer: asyncio.Future[ScoredGroup]) -> bool:
         """Whether all tokens were chosen by the version that it was asked for."""
         if answer.exception() is not None:
             return True
         served = {self._version, DEMONSTRATION}
         return all(served.issuperset(np.unique(rollout.versions)) for rollout in answer.result().group.rollouts)
+
+
+def _answer(scored: ScoredGroup) -> asyncio.Future[ScoredGroup]:
+    answer: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
+    answer.set_result(scored)
+    return answer
 
 
 class KeptSource:

@@ -145,3 +145,23 @@ def test_nothing_is_under_way_at_the_end() -> None:
         assert await asking.kept.finish() == 0
 
     run(scenario)
+
+
+def test_what_was_answered_is_left_to_another_driver() -> None:
+    async def scenario(asking: Asking) -> None:
+        asking.engines.may_answer.set()
+        await asking.ask(8, 7)
+        asking.engines.may_answer.clear()
+        await asking.lose(9)
+        left = asking.kept.answered()
+        assert [scored.group.prompt.position for scored in left] == [7, 8]
+        await asking.kept.cancel()
+
+        later = Asking()
+        later.kept.restore(left, PolicyVersion(3))
+        later.engines.may_answer.set()
+        assert await later.kept.finish() == 2
+        await later.ask(7, 8, 9)
+        assert later.engines.asked == [9]
+
+    run(scenario)

@@ -30,8 +30,8 @@ with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
 
-    from megarl.runtime.build import TaskGroups
     from megarl.runtime.local_ray import LocalRay
+    from megarl.runtime.rollouts.groups import TaskGroups
     from megarl.runtime.rollouts.stored import nodes_of
 
 pytestmark = pytest.mark.slow

@@ -54,10 +54,10 @@ with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
 
-    from megarl.runtime.build import TaskGroups
     from megarl.runtime.local_ray import LocalRay
     from megarl.runtime.rollouts import stored
     from megarl.runtime.rollouts import workers as workers_module
+    from megarl.runtime.rollouts.groups import TaskGroups
     from megarl.runtime.rollouts.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
     from megarl.runtime.rollouts.workers import RolloutWorkers
 

@@ -26,7 +26,7 @@ from typing import TypeAlias
 import psutil
 
 from megarl.checkpoint.manifest import verify
-from megarl.observe.events import EVENTS_FILE, EventTail, RunStarted, StepFinished
+from megarl.observe.events import EVENTS_FILE, EventTail, Noted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import Driver, driver_of, started
@@ -45,6 +45,8 @@ class Soaked:
     num_steps_again: int
     effective_time_ratio: float
     """Time of steps that were not lost, over all time from the first step of a piece to its last."""
+    undisturbed_ratio: float
+    """The same if every step took the median: also counts what accidents add to a step, and slow spells."""
     memory_growth: float
     """Of everything the run holds, from the steps behind its first tenth to its last fifth; 0.05 is 5 %."""
     step_s: float
@@ -130,6 +132,9 @@ class _Watch:
     """Of each step that was done, those that were done again among them."""
     kept: dict[int, float] = field(default_factory=dict)
     """Seconds of each step that was not lost."""
+    continued: set[int] = field(default_factory=set)
+    """Steps that began with answers from before an accident: their own seconds are too few."""
+    _continues: bool = False
     num_drivers: int = 0
     piece: tuple[float, float] | None = None
     """When the first step since `begin_piece` began, and when the last one ended."""
@@ -145,12 +150,23 @@ class _Watch:
                     self.num_drivers += 1
                     self.step = resumed_step
                     self.kept = {step: seconds for step, seconds in self.kept.items() if step <= resumed_step}
+                case Noted(text=text):
+                    self._continues |= "groups of the step are kept" in text
                 case StepFinished(summary=summary):
                     self.step = summary.step
+                    if self._continues:
+                        self.continued.add(summary.step)
+                        self._continues = False
                     self.seconds.append(summary.seconds)
                     self.kept[summary.step] = summary.seconds
                     ended = record.time.timestamp()
                     self.piece = (ended - summary.seconds if self.piece is None else self.piece[0], ended)
+
+    @property
+    def effective_s(self) -> float:
+        """Seconds of steps that were not lost; one that was continued counts with those of a usual step at least."""
+        usual = statistics.median(self.seconds)
+        return sum(max(took, usual) if step in self.continued else took for step, took in self.kept.items())
 
     def begin_piece(self) -> None:
         """Read what happened before."""
@@ -257,7 +273,8 @@ def soak(
         faults=pieces.faults,
         num_drivers=watch.num_drivers,
         num_steps_again=len(watch.seconds) - num_steps,
-        effective_time_ratio=min(1.0, sum(watch.kept.values()) / pieces.stepping_s),
+        undisturbed_ratio=min(1.0, num_steps * statistics.median(watch.seconds) / pieces.stepping_s),
+        effective_time_ratio=min(1.0, watch.effective_s / pieces.stepping_s),
         memory_growth=_growth(pieces.memory, num_steps),
         step_s=statistics.median(watch.seconds),
         next_step_s={kind: round(statistics.median(delays), 1) for kind, delays in pieces.delays.items()},

@@ -12,10 +12,10 @@ LONG_FUNCTIONS: set[str] = set()
 REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # See docs/contributing.md for what came after the goals were met.
-    "lines to follow one step": 10_500,
-    "files in megarl/": 366,
+    "lines to follow one step": 10_580,
+    "files in megarl/": 371,
     # Fault tolerance, four roles and two engines' layouts are on the path.
-    "lines with what builds the step": 14_910,
+    "lines with what builds the step": 15_090,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

@@ -37,7 +37,7 @@ from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestio
 from megarl.runtime.engines.serving import ExternalServing, NoServing, Roles
 from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.held_out_loss import DemonstrationEvaluator, PairEvaluator
-from megarl.runtime.inputs import Inputs, answers_digest
+from megarl.runtime.inputs import Inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
@@ -189,7 +189,7 @@ class LoopBuilder:
         left = take_open_step(
             self.recipe.run_folder.absolute(),
             version=self._start.version,
-            identity=answers_digest(self.recipe, self.inputs),
+            identity=self.inputs.answers_digest(self.recipe.model_dump_json()),
             prompt_at=prompts.at,
             warn=self.observer.warned,
         )

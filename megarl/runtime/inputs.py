@@ -32,6 +32,11 @@ class Inputs:
         tools = self.tokenizer.tools
         return hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest() if tools else None
 
+    def answers_digest(self, recipe: str) -> str:
+        """Return a digest of what answers to prompts and their scores depend on, beside the weights."""
+        parts = (recipe, self.train.digest, self.tools_digest, __version__)
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
 
 def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
     """Read and check everything; raise a DataError or ConfigError that names the file.
@@ -83,9 +88,3 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         eval_demonstrations=held_out["demonstrations"],
         eval_pairs=held_out["pairs"],
     )
-
-
-def answers_digest(recipe: Recipe, inputs: Inputs) -> str:
-    """Return a digest of what the answers to a run's prompts and their scores depend on, beside the weights."""
-    parts = (recipe.model_dump_json(), inputs.train.digest, inputs.tools_digest, __version__)
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -30,7 +30,7 @@ from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster
 from megarl.runtime.engines.frozen import start_frozen
 from megarl.runtime.engines.frozen_turns import FrozenTurns
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
-from megarl.runtime.inputs import Inputs, answers_digest
+from megarl.runtime.inputs import Inputs
 from megarl.runtime.lost_nodes import RankNodes, settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
@@ -264,7 +264,7 @@ class _Run:
             return
         write = partial(write_open_step, self._recipe.run_folder.absolute(), groups, version=version)
         try:
-            await asyncio.to_thread(write, identity=answers_digest(self._recipe, self._inputs))
+            await asyncio.to_thread(write, identity=self._inputs.answers_digest(self._recipe.model_dump_json()))
         except (OSError, WorkerError) as failure:
             self._observer.warned(f"{len(groups)} groups of the next step are not kept: {failure}")
             return

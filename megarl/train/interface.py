@@ -1,4 +1,4 @@
-"""What a driver asks of the ranks of each model. It names their methods here, and so does not import Megatron.
+"""The methods of ranks that a driver calls. It names them here, and so does not import Megatron.
 
 Every method is collective: all ranks are called, each with the batch of its data-parallel rank.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megarl.compare.recordings import WeightDigests
 
 RECORD_PREFIX = "trainer_"
-"""Of the files that `ActorCalls.record` writes."""
+"""Begins the names of the files that `ActorCalls.record` writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class TrainerRecord:
 
 
 class ModelCalls(Protocol):
-    """Of any model (`rank.ModelRank`)."""
+    """Calls to any model (`rank.ModelRank`)."""
 
     def load(self, folder: Path) -> None: ...
 
@@ -69,7 +69,7 @@ class ModelCalls(Protocol):
 
 
 class TrainedCalls(ModelCalls, Protocol):
-    """Of a model with an optimizer (`trained.TrainedRank`)."""
+    """Calls to a model with an optimizer (`trained.TrainedRank`)."""
 
     @property
     def state(self) -> TrainerState: ...
@@ -86,7 +86,7 @@ class TrainedCalls(ModelCalls, Protocol):
 
 
 class ActorCalls(TrainedCalls, Protocol):
-    """Of the policy (`actor.ActorRank`)."""
+    """Calls to the policy (`actor.ActorRank`)."""
 
     def update(self, batch: TrainBatch) -> UpdateResult: ...
 
@@ -102,7 +102,7 @@ class ActorCalls(TrainedCalls, Protocol):
 
 
 class CriticCalls(TrainedCalls, Protocol):
-    """Of the critic (`critic.CriticRank`)."""
+    """Calls to the critic (`critic.CriticRank`)."""
 
     def update(self, batch: TrainBatch) -> CriticResult: ...
 
@@ -110,7 +110,7 @@ class CriticCalls(TrainedCalls, Protocol):
 
 
 class ImplicitRewardCalls(TrainedCalls, Protocol):
-    """Of the reward model of `prime` (`critic.ImplicitRewardRank`)."""
+    """Calls to the reward model of `prime` (`critic.ImplicitRewardRank`)."""
 
     def learn(self, batch: TrainBatch) -> CriticResult: ...
 
@@ -118,12 +118,12 @@ class ImplicitRewardCalls(TrainedCalls, Protocol):
 
 
 class ReferenceCalls(ModelCalls, Protocol):
-    """Of a reference in its own pool (`rank.ReferenceRank`)."""
+    """Calls to a reference in its own pool (`rank.ReferenceRank`)."""
 
     def logprobs(self, batch: TrainBatch) -> SampleNumbers | None: ...
 
 
 class TeacherCalls(ModelCalls, Protocol):
-    """Of a teacher (`rank.TeacherRank`)."""
+    """Calls to a teacher (`rank.TeacherRank`)."""
 
     def scores(self, batch: TrainBatch) -> SampleNumbers | None: ...

@@ -24,7 +24,7 @@ from megarl.config.kernels import is_te_installed
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.errors import MachineError
-from megarl.train.attention import PackedAttention
+from megarl.train.attention.packed import PackedAttention
 from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import with_adapter
 from megarl.train.routing import EngineRouter, MixtureLayer

@@ -28,7 +28,7 @@ from megarl.data.packing import Packing, zigzag
 from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
-from megarl.train.attention import PackedAttention, packed_sequences
+from megarl.train.attention.packed import PackedAttention, packed_sequences
 from megarl.train.interface import RankSpec
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, TrainBatch

@@ -15,7 +15,7 @@ from megarl.weights.layouts.transfer_spec import TransferSpec
 
 
 class PublishingCalls(ActorCalls, Protocol):
-    """What a driver asks of an actor rank that can send its weights (`publishing.PublishingActor`)."""
+    """Calls to an actor rank that can send its weights (`publishing.PublishingActor`)."""
 
     def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None: ...
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.train.attention import PackedAttention, PackedSequences
+from megarl.train.attention.packed import PackedAttention, PackedSequences
 
 HEAD_DIM = 4
 LENGTHS = [3, 1, 5, 3, 1]

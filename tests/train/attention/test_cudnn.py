@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.train import cudnn_attention
-from megarl.train.cudnn_attention import _all_rectangles, rectangles_of
+from megarl.train.attention import cudnn
+from megarl.train.attention.cudnn import _all_rectangles, rectangles_of
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -54,14 +54,14 @@ def dense_backward(
 @pytest.mark.parametrize("lengths", [[512, 512], [600, 700], [512, 512, 70, 1500, 1], [3000]])
 def test_every_sequence_sees_itself_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace cuDNN's kernels by torch's own, on the same rectangles."""
-    monkeypatch.setattr(cudnn_attention, "_forward", dense)
-    monkeypatch.setattr(cudnn_attention, "_backward", dense_backward)
+    monkeypatch.setattr(cudnn, "_forward", dense)
+    monkeypatch.setattr(cudnn, "_backward", dense_backward)
     rectangles = _all_rectangles(lengths)
     mixed = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, SIZE, requires_grad=True)
     sizes = [HEADS, KV_HEADS, KV_HEADS]
     grad = torch.randn(sum(lengths), HEADS, SIZE)
     query, key, value = torch.split(mixed, sizes, dim=1)
-    found = cudnn_attention.attend(query, key, value, rectangles, 0.3)
+    found = cudnn.attend(query, key, value, rectangles, 0.3)
     (found_grad,) = torch.autograd.grad(found, mixed, grad)
     parts, start = [], 0
     for length in lengths:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.data.packing import runs, zigzag
-from megarl.train import cudnn_attention
+from megarl.train.attention import cudnn
 from megarl.train.layers import Rotation, rotated
 from megarl.train.routing import RankRoutes
 from megarl.train.topology import Topology
@@ -62,8 +62,8 @@ class PackedSequences(PackedSeqParams):
         return max(self.lengths)
 
     @cached_property
-    def rectangles(self) -> cudnn_attention.Rectangles | None:
-        return cudnn_attention.rectangles_of(self.lengths)
+    def rectangles(self) -> cudnn.Rectangles | None:
+        return cudnn.rectangles_of(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +187,10 @@ class PackedAttention(torch.nn.Module):
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
         rectangles = packed_seq_params.rectangles
-        if rectangles is not None and cudnn_attention.is_usable(
+        if rectangles is not None and cudnn.is_usable(
             query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
         ):
-            return cudnn_attention.attend(query, key, value, rectangles, self.scale)
+            return cudnn.attend(query, key, value, rectangles, self.scale)
         starts, longest = packed_seq_params.starts, packed_seq_params.longest
         output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
         assert isinstance(output, Tensor)

@@ -180,11 +180,13 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projected = (query + 2 * kv) // tensor
     rotated = (query + kv) // tensor * (2 if shape.has_qk_norm else 1)
-    if work.split.context > 1 and work.split.context_exchange == "gather" and not shape.has_qk_norm:
-        # Keys and values are kept as they were gathered.
+    if work.split.context > 1 and not shape.has_qk_norm:
+        # Keys and values are kept as they were gathered or exchanged.
         projected, rotated = 0, query // tensor
     angles = 4 * shape.head_dim  # sine and cosine, for queries and for keys
     attended = query // tensor
+    if work.split.context > 1 and work.split.context_exchange == "all_to_all":
+        attended *= 2  # before and after its heads are exchanged for tokens
     # Gate and up for the activation, and their product for the second matrix.
     feed_forward = (2 * item + work.product_bytes) * shape.ffn_hidden // tensor
     always = 0
@@ -201,7 +203,7 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
         inputs=item * 2 * shape.hidden // split,
         # The norm in front of experts is a layer of its own.
         normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
-        attention=item * (projected + rotated + angles + attended + _gathered(shape, work.split))
+        attention=item * (projected + rotated + angles + attended + _kept_of_others(shape, work.split))
         + _dropped_bytes(work, "qkv_proj", "o_proj"),
         statistics=4 * (shape.num_heads // tensor + 2),
         feed_forward=feed_forward + always + _dropped_bytes(work, "gate_up_proj", "down_proj"),
@@ -226,6 +228,14 @@ def _dropped_width(work: ModelWork, layer: str) -> int:
             return (shape.ffn_hidden if shape.experts is None else shape.experts.shared) // tensor
         case _:
             return shape.hidden // (tensor if work.split.is_sequence_parallel else 1)
+
+
+def _kept_of_others(shape: ModelShape, split: ModelParallelConfig) -> int:
+    """Return the elements per token of keys and values that attention keeps in buffers of its own: gathered ones, or
+    as many as a rank has of its own, which backward exchanges again."""
+    if split.context > 1 and split.context_exchange != "gather":
+        return 2 * -(-shape.num_kv_heads // split.tensor) * shape.head_dim
+    return _gathered(shape, split)
 
 
 def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:

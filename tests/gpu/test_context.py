@@ -25,7 +25,7 @@ from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
-from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
+from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, head_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention.packed import PackedAttention, packed_sequences
@@ -276,4 +276,24 @@ def test_the_plan_knows_the_memory_of_shared_sequences(peers: list[Peer]) -> Non
         planned = activation_bytes(work, 0) + head_bytes(work, 0)
         ratios[str(keys)] = planned / measured
         logger.info("%s: %.2f GB, planned %.2f", keys, measured / 1e9, planned / 1e9)
+    assert all(abs(ratio - 1) < 0.15 for ratio in ratios.values()), ratios
+
+
+def test_the_plan_knows_the_memory_of_experts(peers: list[Peer]) -> None:
+    shape = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=4, vocab=32_000)
+    splits: list[dict[str, object]] = [{"kernels": "local"}]
+    if is_te_installed():
+        splits += [{"kernels": "te"}, {"kernels": "te", "precision": "fp8"}]
+    ratios = {}
+    for keys in splits:
+        actor = ActorConfig.model_validate({"pool": "gpu", **keys})
+        batch = shares_of(((6_000, 3_000), (4_000, 2_500), (700, 500)), actor)
+        (answer,) = run_on(peers, 1, take_steps, None, shape, batch, actor)
+        assert isinstance(answer, Account)
+        num_tokens = len(batch.mini_batches[0].micro_batches[0].token_ids)
+        work = ModelWork.of(shape, actor, tokens_per_micro_batch=num_tokens, device="cuda")
+        planned = activation_bytes(work, 0) + head_bytes(work, 0)
+        ratios[str(keys)] = planned / answer.passing_bytes
+        logger.info("%s: %.2f GB, planned %.2f", keys, answer.passing_bytes / 1e9, planned / 1e9)
+        logger.info("%s: weights in FP8 %.2f GB, whole %s", keys, fp8_weight_bytes(work, 0) / 1e9, answer.peak_bytes)
     assert all(abs(ratio - 1) < 0.15 for ratio in ratios.values()), ratios

@@ -195,13 +195,25 @@ def test_passes_into_gradient_buffers_take_what_was_seen_on_a_gpu(
     assert planned == pytest.approx(measured_gb * 1e9, rel=0.05)
 
 
-@pytest.mark.parametrize(("context", "measured_gb"), [(1, 24.52), (2, 11.96)])
-def test_ranks_that_share_sequences_take_what_was_seen_on_a_gpu(context: int, measured_gb: float) -> None:
+@pytest.mark.parametrize(
+    ("keys", "measured_gb"),
+    [
+        ({}, 24.52),
+        ({"context": 2}, 11.96),
+        ({"context": 4}, 6.31),
+        ({"context": 4, "megatron": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}}, 3.39),
+        ({"context": 2, "context_exchange": "ring"}, 11.76),
+        ({"context": 4, "context_exchange": "ring"}, 6.08),
+        ({"context": 2, "context_exchange": "all_to_all"}, 12.23),
+    ],
+    ids=["alone", "two", "four", "four_recomputed", "two_in_a_ring", "four_in_a_ring", "two_exchange_heads"],
+)
+def test_ranks_that_share_sequences_take_what_was_seen_on_a_gpu(keys: dict[str, object], measured_gb: float) -> None:
     """Peaks of an update beyond what the rank held before it, on an H200: `tests/gpu/test_context.py`."""
     shape = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=4, vocab=32_000, max_context_tokens=1 << 17)
-    split = ActorConfig(pool="train", context=context)
+    split = ActorConfig.model_validate({"pool": "train", **keys})
     work = ModelWork.of(shape, split, tokens_per_micro_batch=32_700, device="cuda")
-    assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(measured_gb * 1e9, rel=0.05)
+    assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(measured_gb * 1e9, rel=0.08)
 
 
 def test_the_head_counts_on_the_last_stage_and_beyond_a_layer_only() -> None:

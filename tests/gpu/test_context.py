@@ -1,7 +1,8 @@
 """Context-parallel ranks that share one card give the loss and the gradients of one rank with whole sequences.
 
-The exchanges of Transformer Engine are tried where it is installed. With `-o log_cli=true -o log_cli_level=INFO` it
-shows losses, gradient norms and memory of every case.
+The plan is compared with the memory they take, and with that of experts. The exchanges of Transformer Engine are tried
+where it is installed. With `-o log_cli=true -o log_cli_level=INFO` it shows losses, gradient norms and memory of every
+case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
-from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, head_bytes
+from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention.packed import PackedAttention, packed_sequences
@@ -295,5 +296,4 @@ def test_the_plan_knows_the_memory_of_experts(peers: list[Peer]) -> None:
         planned = activation_bytes(work, 0) + head_bytes(work, 0)
         ratios[str(keys)] = planned / answer.passing_bytes
         logger.info("%s: %.2f GB, planned %.2f", keys, answer.passing_bytes / 1e9, planned / 1e9)
-        logger.info("%s: weights in FP8 %.2f GB, whole %s", keys, fp8_weight_bytes(work, 0) / 1e9, answer.peak_bytes)
     assert all(abs(ratio - 1) < 0.15 for ratio in ratios.values()), ratios

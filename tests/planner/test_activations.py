@@ -216,6 +216,19 @@ def test_ranks_that_share_sequences_take_what_was_seen_on_a_gpu(keys: dict[str, 
     assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(measured_gb * 1e9, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("precision", "measured_gb", "tolerance"), [("bf16", 11.37, 0.02), ("fp8", 10.55, 0.1)], ids=["bf16", "fp8"]
+)
+def test_experts_take_what_was_seen_on_a_gpu(
+    precision: Literal["bf16", "fp8"], measured_gb: float, tolerance: float
+) -> None:
+    """Peaks as above, of experts that run as one grouped product."""
+    shape = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=4, vocab=32_000)
+    split = ActorConfig(pool="train", precision=precision)
+    work = ModelWork.of(shape, split, tokens_per_micro_batch=16_700, device="cuda")
+    assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(measured_gb * 1e9, rel=tolerance)
+
+
 def test_the_head_counts_on_the_last_stage_and_beyond_a_layer_only() -> None:
     """Its backward pass is over when that of a layer begins."""
     small = replace(SHAPE, vocab=1024)

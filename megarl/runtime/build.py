@@ -180,7 +180,7 @@ class LoopBuilder:
         serving = self.roles.serving
         if isinstance(serving, NoServing):
             return groups
-        if self.kept.version is None and self.resume is not None:
+        if self.kept.is_new and self.resume is not None:
             self._restore(prompts)
         return KeptSource(self.kept, groups, version=lambda: serving.fleet.committed_version)
 
@@ -272,6 +272,7 @@ class LoopBuilder:
             resumed=None if self.resume is None else self.resume.state,
             is_lost=lambda: trainers.is_lost,
             saved=self.saved,
+            marked=self.kept.forget,
         )
 
     def _evaluation(

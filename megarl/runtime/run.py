@@ -253,14 +253,17 @@ class _Run:
                     try:
                         await loop.run()
                     except PreemptedError as error:
-                        await self._leave_answers(error)
+                        await self._leave_answers(error, engines)
                         raise
 
-    async def _leave_answers(self, error: PreemptedError) -> None:
+    async def _leave_answers(self, error: PreemptedError, engines: Serving) -> None:
         """Write what was answered for the step that is not taken any more; the next start of the run trains on it."""
-        groups, version = self._kept.answered(), self._kept.version
         # After Ctrl-C a person may change the code of the reward.
-        if version is None or not groups or isinstance(error, StoppedError):
+        if isinstance(engines, NoServing) or isinstance(error, StoppedError):
+            return
+        version = engines.fleet.committed_version
+        groups = self._kept.answered(version)
+        if not groups:
             return
         write = partial(write_open_step, self._recipe.run_folder.absolute(), groups, version=version)
         try:

@@ -135,8 +135,9 @@ class RunSaver:
         resumed: RunState | None = None,
         is_lost: Callable[[], bool] = lambda: False,
         saved: Callable[[int], None] = lambda _step: None,
+        marked: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_lost` returns whether a rank is known to be gone; `saved` is called with every saved step."""
+        """`is_lost` returns whether a rank is gone; `saved` gets saved steps; `marked` is called for trained ones."""
         self._recipe = recipe
         self._config = recipe.checkpoint
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
@@ -149,11 +150,10 @@ class RunSaver:
         self._ledger_before = Ledger() if resumed is None else resumed.ledger
         self._data_digest, self._tools_digest = data_digest, tools_digest
         self._preemption, self._observer = preemption, observer
-        self._is_lost, self._saved = is_lost, saved
+        self._is_lost, self._saved, self._marked = is_lost, saved, marked
         self._mark: _Mark | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._saved_steps: set[int] = set()
-        self._failure = ""
+        self._saved_steps, self._failure = set[int](), ""
         self._best = None if resumed is None else _still_best(resumed.best, self._config.keep_best, self._parent)
         self._candidate: Best | None = None
 
@@ -196,6 +196,7 @@ class RunSaver:
             versions=self._buffer.versions,
             kl_coef=self._algorithm.kl_coef,
         )
+        self._marked()
 
     def evaluated(self, step: int, result: EvalResult) -> None:
         keep_best = self._config.keep_best

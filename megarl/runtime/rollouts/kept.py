@@ -42,19 +42,22 @@ class KeptGroups:
             answer = self._answers[prompt.position] = asyncio.create_task(groups.scored_group(prompt))
         return await asyncio.shield(answer)
 
-    def answered(self) -> tuple[ScoredGroup, ...]:
-        """The groups that are answered now with the version that is served, in the order of their prompts."""
-        whole = (
-            self._answers[position]
-            for position in sorted(self._answers)
-            if (answer := self._answers[position]).done() and not answer.cancelled() and answer.exception() is None
-        )
-        return tuple(answer.result() for answer in whole if self._is_served(answer))
+    def answered(self, version: PolicyVersion) -> tuple[ScoredGroup, ...]:
+        """The groups that this version has answered until now, in the order of their prompts."""
+        if version != self._version:
+            return ()
+        done = [answer for _, answer in sorted(self._answers.items()) if answer.done() and not answer.cancelled()]
+        return tuple(answer.result() for answer in done if answer.exception() is None and self._is_served(answer))
+
+    def forget(self) -> None:
+        """Forget what is answered: it was trained on. The next step may have the same version, as while a critic warms
+        up."""
+        self._answers = {position: answer for position, answer in self._answers.items() if not answer.done()}
 
     @property
-    def version(self) -> PolicyVersion | None:
-        """The one that answers; None before the first prompt."""
-        return self._version
+    def is_new(self) -> bool:
+        """Whether nothing was asked yet."""
+        return self._version is None
 
     def restore(self, groups: Sequence[ScoredGroup], version: PolicyVersion) -> None:
         """Begin with groups that an earlier driver was answered."""

@@ -147,18 +147,31 @@ def test_nothing_is_under_way_at_the_end() -> None:
     run(scenario)
 
 
+def test_a_step_that_is_trained_is_forgotten() -> None:
+    async def scenario(asking: Asking) -> None:
+        asking.engines.may_answer.set()
+        await asking.ask(7, 8)
+        asking.kept.forget()
+        assert asking.kept.answered(PolicyVersion(3)) == ()
+        await asking.ask(7)
+        assert asking.engines.asked == [7, 8, 7]
+
+    run(scenario)
+
+
 def test_what_was_answered_is_left_to_another_driver() -> None:
     async def scenario(asking: Asking) -> None:
         asking.engines.may_answer.set()
         await asking.ask(8, 7)
-        asking.engines.may_answer.clear()
-        await asking.lose(9)
-        left = asking.kept.answered()
+        assert asking.kept.answered(PolicyVersion(4)) == ()
+        left = asking.kept.answered(PolicyVersion(3))
         assert [scored.group.prompt.position for scored in left] == [7, 8]
         await asking.kept.cancel()
 
         later = Asking()
+        assert later.kept.is_new
         later.kept.restore(left, PolicyVersion(3))
+        assert not later.kept.is_new
         later.engines.may_answer.set()
         assert await later.kept.finish() == 2
         await later.ask(7, 8, 9)

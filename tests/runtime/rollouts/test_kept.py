@@ -163,6 +163,11 @@ def test_what_was_answered_is_left_to_another_driver() -> None:
     async def scenario(asking: Asking) -> None:
         asking.engines.may_answer.set()
         await asking.ask(8, 7)
+        asking.engines.may_answer.clear()
+        under_way = asyncio.create_task(asking.ask(9))
+        while 9 not in asking.engines.asked:
+            await asyncio.sleep(0)
+        under_way.cancel()
         assert asking.kept.answered(PolicyVersion(4)) == ()
         left = asking.kept.answered(PolicyVersion(3))
         assert [scored.group.prompt.position for scored in left] == [7, 8]

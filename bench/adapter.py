@@ -20,20 +20,19 @@ import torch
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
-from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering
-from megarl.checkpoint.share_file import refuse_unfinite
+from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering, refuse_unfinite
+from megarl.cluster.cluster import open_cluster
+from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import Device, dtype_on
+from megarl.engine.client import GenerateRequest
+from megarl.engine.process import EngineAdapters
 from megarl.errors import MegarlError
-from megarl.rollout.client import GenerateRequest
-from megarl.rollout.process import EngineAdapters
-from megarl.runtime.cluster import open_cluster
-from megarl.runtime.engines.adapter_publisher import AdapterPublisher
-from megarl.runtime.engines.processes import EngineHost
-from megarl.runtime.stored_adapter import StoredAdapter
-from megarl.runtime.trainers.adapters import store_adapter
+from megarl.ranks.adapters import store_adapter
+from megarl.serving.adapter_publisher import AdapterPublisher
+from megarl.serving.processes import EngineHost
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.executors.group import StoreServer, TransferGroup

@@ -25,12 +25,12 @@ from rich.table import Table
 
 from bench.instant_engine import instant_engine, reply_content
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine.fleet import Fleet
+from megarl.engine.reply import Expectation, read_response
 from megarl.env import NO_COLOR
-from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.reply import Expectation, read_response
-from megarl.runtime.buffer import Buffer
+from megarl.run.buffer import Buffer
 from megarl.system.network import LOOPBACK
 from megarl.tokens import Content
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model

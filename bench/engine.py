@@ -27,8 +27,8 @@ from bench.one_engine import (
     seconds_of,
     serving,
 )
+from megarl.engine.client import GenerateRequest
 from megarl.errors import MegarlError
-from megarl.rollout.client import GenerateRequest
 from megarl.rollout.generator import sampling_seed
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import canonical_tensors

@@ -27,10 +27,10 @@ from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup, tools_of
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import Sampling, Vocabulary
 from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
 from megarl.system.network import LOOPBACK

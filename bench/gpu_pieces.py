@@ -228,7 +228,7 @@ def _adapter(options: PieceOptions, report: Report) -> None:
 
 def report_adapter(options: PieceOptions, report: Report, *, device: Literal["cpu", "cuda"], rank: int) -> None:
     """Measure publishes of adapters beside a private Ray, which reads its settings when it is imported."""
-    from megarl.runtime.local_ray import private_ray
+    from megarl.cluster.local_ray import private_ray
 
     with private_ray(), tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         from bench.adapter import measure_adapter

@@ -23,7 +23,7 @@ _BACKLOG = 2048  # uvicorn's, and so SGLang's
 
 
 def reply_content(num_tokens: int, *, vocab: int, is_flat: bool) -> bytes:
-    """Return a reply of `/generate` of version 0 that was cut at its length; `is_flat` as `megarl.rollout.server`."""
+    """Return a reply of `/generate` of version 0 that was cut at its length; `is_flat` as `megarl.engine.server`."""
     random = np.random.default_rng(num_tokens)
     token_ids = random.integers(3, vocab, num_tokens, dtype=np.int32)
     logprobs = (-random.exponential(0.5, num_tokens)).astype(np.float32)

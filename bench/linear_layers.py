@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.figures import Failure, Figure
 from bench.training import PEAK_TFLOPS, STD, WORKLOADS, TrainWorkload, alone, clear_device, micro_batch
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig
 from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, scoring_bytes
 from megarl.train.layer_spec import accumulate_in_products

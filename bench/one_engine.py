@@ -15,23 +15,22 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from megarl.checkpoint.tensor_header import make_header
+from megarl.checkpoint.manifest import make_header
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device, dtype_on
-from megarl.rollout.client import EngineClient, EngineKeys
-from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
-from megarl.rollout.fleet import Fleet
+from megarl.engine.client import EngineClient, EngineKeys
+from megarl.engine.commands import Rendezvous
+from megarl.engine.control import EngineControl
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineAdapters, EngineProcess, EngineSpec
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.process import EngineAdapters, EngineProcess, EngineSpec
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.slices import TensorSpec, header_dtype
-from megarl.weights.executors.digest import fastest_digest
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests, fastest_digest
 from megarl.weights.executors.group import Backend, TransferGroup
 from megarl.weights.executors.tensors import bytes_of, torch_dtype
 from megarl.weights.executors.transfer import Sender

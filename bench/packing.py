@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from bench.dataplane import PlaneFigure
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, plan_packs
 from megarl.data.shares import make_shares
 from megarl.planner.training_time import forward_flops

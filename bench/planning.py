@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.large_plans import PUBLISHES
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.tools.quickstart.arithmetic import make_arithmetic

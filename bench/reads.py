@@ -11,7 +11,7 @@ import torch
 
 from bench.figures import Figure
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest_sums import DigestSums, Summand
+from megarl.weights.executors.digest import DigestSums, Summand
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
 
 _NUM_MATRICES = 16

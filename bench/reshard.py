@@ -24,18 +24,18 @@ import torch
 from bench.reshard_ranks import SGLANG_GROUP, BenchRanks, Parameter, Sent, canonical_names, parameters_of
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine.commands import Rendezvous
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineProcess, EngineSpec
+from megarl.engine.tool_control import ToolControl
 from megarl.errors import WeightSyncError
-from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.commands import Rendezvous
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.process import EngineProcess, EngineSpec
-from megarl.rollout.tool_control import ToolControl
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

@@ -20,9 +20,9 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from megarl.engine.commands import Rendezvous
+from megarl.engine.cpu_kernels import declare_torchvision_ops
 from megarl.errors import WeightSyncError
-from megarl.rollout.commands import Rendezvous
-from megarl.rollout.cpu_kernels import declare_torchvision_ops
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.channel import Message

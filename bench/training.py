@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bench.figures import Figure
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
 from megarl.system.network import LOOPBACK

@@ -21,16 +21,16 @@ import psutil
 from bench.dataplane import VOCAB, Load, PlaneFigure, fleet_of, prompt_at, resident_bytes, sampling_of
 from bench.instant_engine import instant_engine, reply_content
 from megarl.algo.algorithm import build_algorithm
+from megarl.cluster.local_ray import private_ray
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.model import read_model_shape
 from megarl.config.reward import ExactRewardConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
+from megarl.engine.dispatch import divide_engines
 from megarl.observe.observer import Observer
-from megarl.rollout.dispatch import divide_engines
 from megarl.rollout.worker import Answering, RolloutTask
-from megarl.runtime.buffer import Buffer
-from megarl.runtime.local_ray import private_ray
+from megarl.run.buffer import Buffer
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Estimates
 
@@ -62,7 +62,7 @@ def measure_workers(load: Load) -> list[PlaneFigure]:
         stack.enter_context(private_ray())
         import ray
 
-        from megarl.runtime.local_ray import LocalRay, local_ray
+        from megarl.cluster.local_ray import LocalRay, local_ray
 
         nodes = LocalRay(device="cpu", log_folder=folder)
         stack.enter_context(local_ray(nodes, num_slots=1))
@@ -124,7 +124,7 @@ def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
 
 
 async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int) -> Cost:
-    from megarl.runtime.run import COLLECT_EVERY
+    from megarl.run.run import COLLECT_EVERY
 
     task = RolloutTask(sampling=sampling_of(num_rollouts=load.num_rollouts, num_tokens=load.num_tokens), seed=1)
     async with _workers(folder, ports, num_open=num_open, num_rollouts=load.num_rollouts) as (workers, processes):
@@ -179,8 +179,8 @@ async def _workers(
 ) -> AsyncIterator[tuple[Answering, list[psutil.Process]]]:
     import ray
 
-    from megarl.runtime.rollouts.host import WorkerSetup
-    from megarl.runtime.rollouts.workers import RolloutWorkers
+    from megarl.rollout.host import WorkerSetup
+    from megarl.rollout.workers import RolloutWorkers
 
     fleet = fleet_of(ports, max_outstanding=num_open)
     node = str(ray.get_runtime_context().get_node_id())

@@ -25,8 +25,7 @@ import dill
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from megarl.cli.display import make_console, make_display
-from megarl.cli.notebook import NotebookDisplay, is_notebook
+from megarl.cli.display import NotebookDisplay, is_notebook, make_console, make_display
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, override_value, read_document
 from megarl.config.hub import with_local_models
@@ -36,12 +35,12 @@ from megarl.episodes.build import check_environment
 from megarl.errors import ConfigError, FinishedError, PreemptedError, Problem
 from megarl.observe.events import Record, Sink, StepFinished
 from megarl.observe.summary import StepSummary
+from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
-from megarl.planner.run_plan import PlanAnswer, PlanQuestion, answer_for
 from megarl.reward.build import check_reward
+from megarl.run import launch
+from megarl.run.preemption import interrupt
 from megarl.run_result import Result
-from megarl.runtime import launch
-from megarl.runtime.preemption import interrupt
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, object] | Recipe
 """A YAML file, its content as a mapping, or a recipe that was built in code."""

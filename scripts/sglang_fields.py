@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from megarl.config.native.options import JSON, NativeField, NativeLibrary, sorted_choices, write_library
-from megarl.rollout.cpu_kernels import declare_torchvision_ops
+from megarl.engine.cpu_kernels import declare_torchvision_ops
 
 _TYPE_NAMES: Mapping[str, str] = {
     "int": "int",

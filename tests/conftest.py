@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from tests.rollout.engines import ServedModel
+    from tests.engine.engines import ServedModel
     from tests.train.cluster import Cluster
 
 pytest_plugins = ["tests.faults.matrix", "tests.packages", "tests.schedule", "pytester"]
@@ -51,7 +51,7 @@ YARN: dict[str, object] = {
 
 @pytest.fixture(scope="session")
 def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    from tests.rollout.engines import serve
+    from tests.engine.engines import serve
 
     served = serve(tmp_path_factory.mktemp("qwen2"), "qwen2", tensor=1, tied=False)
     yield served
@@ -60,7 +60,7 @@ def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]
 
 @pytest.fixture(scope="session")
 def qwen3_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    from tests.rollout.engines import serve
+    from tests.engine.engines import serve
 
     served = serve(tmp_path_factory.mktemp("qwen3"), "qwen3", tensor=2, tied=True, rope=YARN)
     yield served

@@ -13,8 +13,7 @@ from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
 from megarl.train.layers import Rotation, gated, rotated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import MODULUS, _bits, _seeds, bits_of_matrix, digest
-from megarl.weights.executors.digest_sums import DigestSums, Summand
+from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, _bits, _seeds, bits_of_matrix, digest
 from megarl.weights.executors.fp8 import LARGEST, quantise
 from megarl.weights.executors.kernels import digest_rows, quantise_blocks
 

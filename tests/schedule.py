@@ -19,31 +19,34 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 _HEAVY: dict[str, tuple[str, ...]] = {
-    "runs": ("tests/runtime/test_run.py",),
+    "runs": ("tests/run/test_run.py",),
     "engines": (
-        "tests/rollout/test_c",
-        "tests/rollout/test_exported.py",
+        "tests/engine/test_c",
+        "tests/engine/test_exported.py",
         "tests/rollout/test_generator.py",
-        "tests/rollout/test_in_flight.py",
-        "tests/rollout/test_p",
-        "tests/runtime/engines/test_canary.py",
-        "tests/runtime/engines/test_file_publisher.py",
-        "tests/tools/diagnose/test_mismatch.py",
+        "tests/serving/test_in_flight.py",
+        "tests/engine/test_p",
+        "tests/serving/test_canary.py",
+        "tests/serving/test_file_publisher.py",
+        "tests/tools/test_mismatch.py",
     ),
-    "rehearsals": ("tests/tools/rehearse/test_rehearsal.py",),
+    "rehearsals": ("tests/tools/test_rehearsal.py",),
     "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
-    "engine faults": ("tests/runtime/test_fleet_faults.py",),
+    "engine faults": ("tests/serving/test_fleet_faults.py",),
     "Ray": (
-        "tests/runtime/engines/test_processes.py",
-        "tests/runtime/rollouts/test_workers.py",
-        "tests/runtime/engines/test_lease_keeper.py",
-        "tests/runtime/test_local_ray.py",
-        "tests/runtime/trainers/test_worker_group.py",
+        "tests/serving/test_processes.py",
+        "tests/rollout/test_workers.py",
+        "tests/cluster/test_lease_keeper.py",
+        "tests/cluster/test_local_ray.py",
+        "tests/cluster/test_worker_group.py",
         "tests/tools/doctor/test_cluster.py",
     ),
 }
 """Beginnings of the files of each group."""
-_JOINS_RAY = ("tests/runtime/", "tests/tools/doctor/", "tests/tools/rehearse/")
+_JOINS_RAY = (
+    *(f"tests/{folder}/" for folder in ("run", "serving", "cluster", "ranks", "rollout", "tools/doctor")),
+    "tests/tools/test_rehearsal.py",
+)
 """Folders with tests that join a Ray in their own process."""
 _RUN_AGAIN = "run again"
 """The outcome of a test whose process was lost."""

@@ -16,10 +16,9 @@ import pytest
 import megarl
 from megarl import api
 from megarl.algo.advantage import Outcomes, estimate
-from megarl.cli.notebook import NotebookDisplay
-from megarl.config.algorithm import GrpoConfig
+from megarl.cli.display import NotebookDisplay
+from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
 from megarl.config.environment import ClassEnvironmentConfig
-from megarl.config.losses import FunctionLossConfig
 from megarl.config.recipe import Recipe
 from megarl.episodes.build import check_environment
 from megarl.errors import ConfigError, DataError
@@ -118,7 +117,7 @@ def test_an_environment_of_a_script_travels_with_its_types(tmp_path: Path) -> No
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import sys; from pathlib import Path; from megarl.system.user_code import load_code;"
-        "from megarl.episodes.tool_methods import tool_methods;"
+        "from megarl.episodes.worker import tool_methods;"
         f"cls = load_code({f'{path}:{name}'!r}, key='environment');"
         "print(cls('42').greet('ann'), tool_methods(cls)['greet'].schema.parameters['properties']['name']['enum'])"
     )

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from megarl.routes import PackedRoutes, RouteShape, joined
+from megarl.tokens import PackedRoutes, RouteShape, joined
 
 SHAPE = RouteShape(num_layers=2, per_token=2, num_experts=8)
 NUMBERS = np.array([[[0, 7], [3, 1]], [[5, 4], [2, 6]], [[1, 0], [6, 5]]], "<i4")

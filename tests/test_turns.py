@@ -14,15 +14,27 @@ from torch import Tensor
 from megarl.algo.algorithm import PolicyGradient
 from megarl.algo.loss import PolicyTokens, Segments
 from megarl.algo.objective import actor_loss
-from megarl.config.algorithm import EstimatorConfig, GaeConfig, GroupConfig, GrpoConfig, ReinforcePpConfig, TisConfig
-from megarl.config.losses import CispoLossConfig, GmpoLossConfig, GspoLossConfig, PpoLossConfig, SapoLossConfig
+from megarl.config.algorithm import (
+    CispoLossConfig,
+    EstimatorConfig,
+    GaeConfig,
+    GmpoLossConfig,
+    GroupConfig,
+    GrpoConfig,
+    GspoLossConfig,
+    PpoLossConfig,
+    ReinforcePpConfig,
+    SapoLossConfig,
+    TisConfig,
+)
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import DataError, RewardError
 from megarl.tokens import Content, SampleNumbers, by_sample
-from megarl.turns import Ending, Episode, Turn, TurnKind
 from megarl.types import (
     DEMONSTRATION,
+    Ending,
+    Episode,
     Estimates,
     FinishReason,
     MicroBatch,
@@ -33,6 +45,8 @@ from megarl.types import (
     Score,
     ScoredGroup,
     TrainSample,
+    Turn,
+    TurnKind,
 )
 
 EPISODES_PER_STEP = 40

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.rollout.cpu_kernels import declare_torchvision_ops
+from megarl.engine.cpu_kernels import declare_torchvision_ops
 
 declare_torchvision_ops()
 

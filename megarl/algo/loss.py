@@ -13,14 +13,14 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.config.algorithm import KlEstimate
-from megarl.config.losses import (
+from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,
     FunctionLossConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
+    KlEstimate,
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from megarl.algo.correction import weights
-from megarl.algo.distillation import distil
-from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, policy_loss, value_loss
-from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
+from megarl.algo.loss import MAX_LOG_RATIO, PolicyTokens, Segments, aggregate, k3, kl, policy_loss, value_loss
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DistillationConfig,
+    ForwardTopkConfig,
+    IcepopConfig,
+    KlLossConfig,
+    MaskConfig,
+    PolicyGradientConfig,
+    ReverseKlConfig,
+    SftConfig,
+    TisConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +130,123 @@ def critic_loss(
     )
     errors = (tokens.values - tokens.returns).detach().square() / 2
     return CriticLoss(value=value, is_clipped=losses.detach() > errors)
+
+
+_Level: TypeAlias = Literal["token", "sequence"]
+
+_ESS_MAX_WEIGHT = 2.0
+"""Cut-off of the weights in the effective sample size: the same for every recipe, so that runs can be compared."""
+
+
+@torch.no_grad()
+def weights(config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments) -> Tensor:
+    """Return the factor of each token's policy loss. [N]"""
+    match config:
+        case TisConfig():
+            return _ratios(old_logprobs, rollout_logprobs, segments, config.level).clamp(max=config.max_weight)
+        case IcepopConfig():
+            ratios = _ratios(old_logprobs, rollout_logprobs, segments, config.level)
+            is_kept = (ratios >= config.min_weight) & (ratios <= config.max_weight)
+            return torch.where(is_kept, ratios, torch.zeros_like(ratios))
+        case MaskConfig():
+            log_ratios = rollout_logprobs - old_logprobs
+            is_k3 = config.measure == "k3"
+            measures = k3(log_ratios) if is_k3 else kl(config.measure, rollout_logprobs, old_logprobs)
+            return _mask(config, measures, segments)
+        case _:
+            assert_never(config)
+
+
+def _ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments, level: _Level) -> Tensor:
+    """p_train / p_rollout of the token, or of all tokens that the policy chose in its sequence. [N]"""
+    log_ratios = old_logprobs - rollout_logprobs
+    if level == "sequence":
+        log_ratios = segments.spread(segments.sums(log_ratios))
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _mask(config: MaskConfig, measures: Tensor, segments: Segments) -> Tensor:
+    if config.level == "sequence":
+        measures = segments.spread(segments.means(measures))
+    is_kept = measures <= config.highest
+    if config.lowest is not None:
+        is_kept &= measures >= config.lowest
+    return is_kept.to(measures.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Mismatch per token, [N] each; the means over loss tokens are statistics of an update."""
+
+    distance: Tensor
+    """|p_train - p_rollout|"""
+    kl: Tensor
+    """log(p_rollout / p_train), whose mean is KL(rollout || train)."""
+    k3: Tensor
+    """Estimate k3 of the same KL, never negative."""
+    chi2: Tensor
+    """The squared ratio p_train / p_rollout, minus 1."""
+    weight: Tensor
+    """The ratio, cut off; (sum)^2 / (n * sum of squares) is the effective sample size as a share of n."""
+
+
+@torch.no_grad()
+def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Mismatch:
+    old, rollout = old_logprobs.double(), rollout_logprobs.double()
+    ratios = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return Mismatch(
+        distance=(old.exp() - rollout.exp()).abs(),
+        kl=kl("k1", rollout, old),
+        k3=k3(rollout - old),
+        chi2=ratios.square() - 1,
+        weight=ratios.clamp(max=_ESS_MAX_WEIGHT),
+    )
+
+
+_LEAST_REST = 1e-6
+"""A rest below this counts as this: the difference of 1 and a sum of float32 is not known more exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """The tokens that a policy loss sees, and what is added to it. Meaningful where the loss mask is set."""
+
+    tokens: PolicyTokens
+    distances: Tensor | None  # [N], detached: the distance from the teacher; None without one
+    added: Tensor | None  # [N], with gradient; None if the distance is in the advantages
+
+
+def distil(config: DistillationConfig | None, tokens: PolicyTokens) -> Distillation:
+    """Return the tokens with the teacher's part in their advantages, or the term that the loss gets instead."""
+    if config is None:
+        return Distillation(tokens=tokens, distances=None, added=None)
+    assert tokens.teacher is not None, "distillation without a teacher"
+    match config:
+        case ReverseKlConfig():
+            # Estimate k1 of KL(policy || teacher). With the score function of a policy gradient its expectation has the
+            # gradient of the KL at the sampled states; later tokens of the sequence are not charged to this one.
+            distances = (tokens.old_logprobs - tokens.teacher[:, 0]).detach()
+            taught = replace(tokens, advantages=tokens.advantages - config.coef * distances)
+            return Distillation(tokens=taught, distances=distances, added=None)
+        case ForwardTopkConfig():
+            assert tokens.candidates is not None, "forward_topk without likeliest tokens"
+            num_top = tokens.candidates.shape[1]
+            distances = forward_topk(tokens.teacher[:, 1 : 1 + num_top], tokens.candidates)
+            return Distillation(tokens=tokens, distances=distances.detach(), added=config.coef * distances)
+        case _:
+            assert_never(config)
+
+
+def forward_topk(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return KL(teacher || policy) over K tokens and all others as one; both arguments are log-probabilities. [N]
+
+    It is never negative, at most the KL over the whole vocabulary, and 0 with gradient 0 where both are equal.
+    """
+    weights = teacher.exp()
+    known = (weights * (teacher - policy)).sum(dim=-1)
+    rest, policy_rest = _rest(weights), _rest(policy.exp())
+    return known + rest * (rest.log() - policy_rest.log())
+
+
+def _rest(probabilities: Tensor) -> Tensor:
+    return (1 - probabilities.sum(dim=-1)).clamp(min=_LEAST_REST)

@@ -16,10 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from megarl.checkpoint.locate import CONFIG_FILE, find_checkpoints
-from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, inside, read_chunks, read_manifest
+from megarl.checkpoint.folder import CONFIG_FILE, find_checkpoints
+from megarl.checkpoint.manifest import (
+    MODEL_FOLDER,
+    TENSOR_SUFFIX,
+    Manifest,
+    digest_file,
+    inside,
+    read_chunks,
+    read_manifest,
+)
 from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder
-from megarl.checkpoint.tensor_header import TENSOR_SUFFIX
 from megarl.errors import CheckpointError
 from megarl.weights.executors.hf import INDEX_FILE
 

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
-from megarl.checkpoint.manifest import FileDigest, OnBytes, digest_file, read_chunks, sync
+from megarl.checkpoint.folder import CONFIG_FILE, ModelSource
+from megarl.checkpoint.manifest import FileDigest, OnBytes, TensorEntry, digest_file, read_chunks, sync
 from megarl.checkpoint.save import copy_companions, write_index
 from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder, write_tensor_file
-from megarl.checkpoint.tensor_header import TensorEntry
 from megarl.config.lora import read_adapter_config
 from megarl.errors import CheckpointError
 from megarl.weights.algebra.slices import HEADER_DTYPES, header_dtype

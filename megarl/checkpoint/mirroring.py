@@ -25,7 +25,7 @@ from megarl.checkpoint.folder import ABANDONED, CHECKPOINTS_FOLDER, checkpoint_f
 from megarl.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from megarl.checkpoint.mirror import FETCHED, MOVED, NEWEST, UPLOADED
 from megarl.checkpoint.resume import obstacle
-from megarl.config.checkpoint import CheckpointConfig, MirrorConfig
+from megarl.config.recipe import CheckpointConfig, MirrorConfig
 from megarl.env import current_environment
 from megarl.errors import CheckpointError, PreemptedError
 from megarl.observe.observer import Observer

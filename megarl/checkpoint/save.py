@@ -11,7 +11,8 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
-from megarl.checkpoint.share_file import UnfiniteError, receive_into
+from megarl.checkpoint.tensor_files import TensorFile
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
@@ -29,11 +30,11 @@ from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
-from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
-from megarl.weights.executors.exchange import exchange
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
-from megarl.weights.executors.tensors import torch_dtype
+from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype
+from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.pieces import whole
 
 _COPIED = (
@@ -354,3 +355,77 @@ def _boxes_of(holding: Holding, moves: Iterable[Move]) -> Holding:
 
 def _name(move: Move) -> str:
     return str(move.slice)
+
+
+class UnfiniteError(Exception):
+    """A tensor to be saved has NaN or infinite values."""
+
+
+def receive_into(
+    path: Path | None,
+    moves: Plan,
+    tensors: Mapping[str, torch.Tensor],
+    group: TransferGroup,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> FileDigest | None:
+    """Receive this peer's targets of a plan and write them to a new file, which is not synced; every peer calls this.
+
+    A peer without targets has no path, and returns None. The file is whole only when this has returned: digests of
+    what was received are compared last.
+    """
+    if path is None:
+        exchange(moves, tensors, {}, group, bucket_bytes=bucket_bytes)
+        return None
+    specs = moves.target.by_rank[group.peer].tensors
+    share = _room_for_share(moves, tensors, group.peer)
+    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs.items()}
+    with closing(TensorFile(path, headers)) as file, ThreadPoolExecutor(1) as writer:
+        entries, written = {entry.name: entry for entry in file.entries}, dict[str, Future[None]]()
+
+        def write(name: str) -> None:
+            refuse_unfinite({name: share[name]})
+            file.write(entries[name], [bytes_of(share[name])])
+
+        def begin(name: str) -> None:
+            written[name] = writer.submit(write, name)
+
+        try:
+            exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes, filled=begin)
+            reach("tensors_received", step=step_in(path), rank=group.peer)
+            for name in share.keys() - written.keys():  # nothing is sent of an empty tensor
+                begin(name)
+            for future in written.values():
+                future.result()
+        finally:
+            writer.shutdown(cancel_futures=True)
+        return file.digest()
+
+
+def _room_for_share(moves: Plan, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Return this rank's whole tensors in host memory, to be filled; those that it has already are not copied."""
+    local = {
+        move.target_name: box
+        for move in moves.moves_to(rank)
+        if move.source_rank == rank
+        and (box := box_of(tensors[move.source_name], move.source_offsets, move.slice.shape)).device.type == "cpu"
+        and box.is_contiguous()
+    }
+    return {
+        name: local[name]
+        if name in local and (local[name].shape, local[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
+        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        for name, spec in moves.target.by_rank[rank].tensors.items()
+    }
+
+
+def refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
+    """Raise on NaN or infinite values: a checkpoint of broken weights would replace a good one."""
+    # Sums need no second tensor of the same size; because they may overflow, what has a bad one is checked again.
+    sums = [tensor.sum(dtype=torch.float32) for tensor in share.values()]
+    if not sums or torch.isfinite(torch.stack(sums)).all():
+        return
+    for name, tensor in share.items():
+        if not torch.isfinite(tensor).all():
+            num_broken = int((~torch.isfinite(tensor)).sum())
+            raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")

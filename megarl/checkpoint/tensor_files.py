@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 import xxhash
 
-from megarl.checkpoint.manifest import FileDigest, TensorDigest
-from megarl.checkpoint.tensor_header import TensorEntry, make_header, read_header
+from megarl.checkpoint.manifest import FileDigest, TensorDigest, TensorEntry, make_header, read_header
 from megarl.errors import CheckpointError
 from megarl.weights.executors.hf import INDEX_FILE, tensor_files
 

@@ -20,7 +20,7 @@ from megarl.env import NO_COLOR
 from megarl.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
-    from megarl.tools.check_sync.check import SyncCheck
+    from megarl.tools.check_sync import SyncCheck
 
 _WIDTH = 110
 
@@ -44,11 +44,11 @@ def check_sync(
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megarl.compare.small_recipe import describe_layout, small_layouts, tiny_shape
+    from megarl.cluster.local_ray import private_ray
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.deployment import find_shapes
-    from megarl.runtime.local_ray import private_ray
+    from megarl.tools.small_recipe import describe_layout, small_layouts, tiny_shape
 
     read = read_recipe(recipe, overrides or []).recipe
     shapes = find_shapes(read.model, read.roles, name=shape)
@@ -57,7 +57,7 @@ def check_sync(
         raise ConfigError(str(recipe), tuple(problems))
     checks: dict[str, SyncCheck] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-check-sync-") as folder, private_ray():
-        from megarl.tools.check_sync.check import check_processes, rehearse_layouts
+        from megarl.tools.check_sync import check_processes, rehearse_layouts
 
         small = small_layouts(read, folder=Path(folder), model_folder=Path(folder) / "model", max_engines=engines)
         checks["rehearsal"] = rehearse_layouts(read, shapes.policy)

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints, marked, plan_prune, prune
-from megarl.checkpoint.locate import find_checkpoints, parent_of
+from megarl.checkpoint.folder import (
+    BEST,
+    LATEST,
+    find_checkpoints,
+    list_checkpoints,
+    marked,
+    parent_of,
+    plan_prune,
+    prune,
+)
 from megarl.checkpoint.manifest import MANIFEST_FILE, check_sizes, read_manifest, verify
 from megarl.cli.display import count_bytes, format_seconds, make_console
 from megarl.errors import CheckpointError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Family
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.tools.prepare import DataSetName
 

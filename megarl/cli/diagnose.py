@@ -19,8 +19,8 @@ from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
-    from megarl.compare.small_recipe import SmallRecipe
-    from megarl.tools.diagnose.diagnosis import Diagnosis, HookPointError
+    from megarl.tools.diagnose import Diagnosis, HookPointError
+    from megarl.tools.small_recipe import SmallRecipe
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why trainer and engines differ.")
 
@@ -60,11 +60,11 @@ def mismatch(
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
-    from megarl.runtime.launch import ray_address_of, ray_environment
+    from megarl.run.launch import ray_address_of, ray_environment
 
     address = ray_address_of(checked.run)
     with ray_environment(address, checked.cluster):
-        from megarl.tools.diagnose.run import diagnose_recipe
+        from megarl.tools.diagnose import diagnose_recipe
 
         diagnosis = diagnose_recipe(
             checked,

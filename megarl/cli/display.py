@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import singledispatch
 from threading import Lock
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -315,3 +317,51 @@ def count_bytes(console: Console, text: str, *, total_bytes: int | None = None) 
     is_shown = console.is_terminal and not console.is_dumb_terminal
     with Bars(*columns, console=console, transient=True, disable=not is_shown) as bars:
         yield ByteCounter(bars, text, total_bytes=total_bytes)
+
+
+_MAX_LINES = 12
+"""Lines that stay visible above the progress."""
+
+
+class Output(Protocol):
+    """IPython's handle of an output that can be replaced."""
+
+    def update(self, shown: object) -> None: ...
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules and "IPython" in sys.modules
+
+
+class NotebookDisplay:
+    """The last lines and the numbers of the last step."""
+
+    def __init__(self, output: Output | None = None) -> None:
+        self._output = output or _open_output()
+        self._progress = Progress()
+        self._lines: list[str] = []
+
+    def record(self, record: Record) -> None:
+        self._progress = advance(self._progress, record)
+        line = describe(record)
+        if line is not None:
+            self._lines = [*self._lines, line][-_MAX_LINES:]
+        text = "\n".join([*self._lines, *progress_lines(self._progress)])
+        self._output.update({"text/plain": text})
+
+    def close(self) -> None:
+        """The output stays as it is."""
+
+
+def _open_output() -> Output:
+    from IPython.display import display
+
+    class Raw:
+        def __init__(self) -> None:
+            self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+        def update(self, shown: object) -> None:
+            self._handle.update(shown, raw=True)
+
+    return Raw()

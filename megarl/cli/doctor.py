@@ -93,7 +93,7 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
     if recipe is not None:
         checks += examine_recipe(recipe)
         if address is not None or tries_groups:
-            from megarl.runtime.launch import ray_environment
+            from megarl.run.launch import ray_environment
 
             with ray_environment(address, recipe.cluster):
                 from megarl.tools.doctor.cluster import check_cluster

@@ -11,7 +11,7 @@ import typer
 from pydantic import JsonValue
 from rich.table import Table
 
-from megarl.checkpoint.locate import find_model
+from megarl.checkpoint.folder import find_model
 from megarl.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megarl.cli.display import make_console, make_display
 from megarl.cli.train import ignore_warnings
@@ -60,7 +60,7 @@ def evaluate(
     if problems:
         raise ConfigError(str(recipe or checkpoint), tuple(problems))
 
-    from megarl.runtime import launch
+    from megarl.run import launch
 
     console = make_console()
     ignore_warnings()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
+from megarl.checkpoint.folder import CONFIG_FILE, ModelSource
 from megarl.cli.display import count_bytes, make_console
 from megarl.errors import CheckpointError, MachineError
 
@@ -69,7 +69,7 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder, and verify it. Runs on the CPU, in little memory."""
     from megarl.checkpoint.export import export_model, open_adapter, refuse_occupied
-    from megarl.checkpoint.locate import find_model
+    from megarl.checkpoint.folder import find_model
 
     console = make_console()
     wanted = _DTYPES[dtype] if dtype is not None else None
@@ -141,7 +141,7 @@ def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> tor
     """Return the log-probabilities of every token at every place of a fixed prompt, or the outputs of another head."""
     import torch
 
-    from megarl.rollout.cpu_kernels import declare_torchvision_ops
+    from megarl.engine.cpu_kernels import declare_torchvision_ops
     from megarl.weights.executors.tensors import torch_dtype
 
     declare_torchvision_ops()  # transformers needs them when it is imported

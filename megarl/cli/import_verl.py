@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
+from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.config.load import schema_problems
-from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.tools.import_verl.rules import KeyVerdict

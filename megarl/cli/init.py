@@ -14,8 +14,8 @@ from megarl.config.document import Document, Tree
 from megarl.config.load import validated
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
-from megarl.planner.run_plan import PlanAnswer, PlanQuestion, answer_for
 
 _REWARDS = ("exact", "gsm8k", "math", "dapo_math", "multiple_choice")
 _HEAD = "# Written by megarl init; `megarl schema --docs` explains every key.\n"

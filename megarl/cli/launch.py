@@ -14,7 +14,7 @@ from megarl.cli.recipe import Overrides, RecipePath, load_checked
 from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
-from megarl.planner.run_plan import PlanQuestion, answer
+from megarl.planner.fit import PlanQuestion, answer
 
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.config.advice import advise
+from megarl.config.checks.advice import advise
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.load import explain, load_recipe, read_recipe
@@ -46,7 +46,7 @@ def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = F
     recipe = load_recipe(path, overrides or (), checks=checks, downloads=downloads)
 
     from megarl.data.rows import advise_template
-    from megarl.runtime.preflight import check_columns
+    from megarl.run.preflight import check_columns
 
     check_columns(recipe.data, recipe.algorithm)
     for warning in (*advise(recipe, read_model_shape(recipe.model.path)), *advise_template(recipe.data)):
@@ -107,8 +107,8 @@ def validate(
         print_explanation(recipe, overrides or [])
     summary = ""
     if not is_quick:
-        from megarl.runtime.launch import ray_address_of
-        from megarl.runtime.preflight import check_start
+        from megarl.run.launch import ray_address_of
+        from megarl.run.preflight import check_start
 
         # A recipe of several nodes runs elsewhere: the GPUs of this machine say nothing about it.
         is_wide = any(pool.nodes > 1 for pool in checked.pools.values())

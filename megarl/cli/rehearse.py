@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
     from megarl.config.model import ModelShape
-    from megarl.tools.rehearse.rehearsal import RehearsalReport
+    from megarl.tools.rehearse import RehearsalReport
 
 _WIDTH = 120
 _REWARD = '''"""Right now and then, so that groups of a random model have something to learn from."""
@@ -59,11 +59,11 @@ def rehearse(
         warnings.simplefilter("ignore")
     import tempfile
 
-    from megarl.compare.small_recipe import RehearsalFiles, small_topology, tiny_shape
+    from megarl.cluster.local_ray import private_ray
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.deployment import find_shapes
-    from megarl.runtime.local_ray import private_ray
+    from megarl.tools.small_recipe import RehearsalFiles, small_topology, tiny_shape
 
     read = read_recipe(recipe, overrides or []).recipe
     shapes = find_shapes(read.model, read.roles, name=shape)
@@ -79,7 +79,7 @@ def rehearse(
         print(f"{time.monotonic() - began:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     with private_ray():
-        from megarl.tools.rehearse.rehearsal import rehearse as run_rehearsal
+        from megarl.tools.rehearse import rehearse as run_rehearsal
 
         files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
         small = small_topology(read, folder=folder, files=files, max_nodes=nodes)
@@ -96,7 +96,7 @@ def rehearse(
 
 def write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, kind: str) -> None:
     """Write prompts, their reward, and a random model of `shape` with the tokenizer of the quickstart."""
-    from megarl.tools.check_sync.check import write_random_model
+    from megarl.tools.check_sync import write_random_model
     from megarl.tools.quickstart.arithmetic import make_arithmetic
     from megarl.tools.quickstart.tiny_model import TinyShape
 

@@ -33,8 +33,7 @@ from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
 from megarl.observe.history import Progress, advance, fold_history
 from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, to_trace
-from megarl.turns import TurnKind
-from megarl.types import JsonValue
+from megarl.types import JsonValue, TurnKind
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
 
@@ -256,7 +255,7 @@ def fleet(
     `retire N` stops engine N; `add N` starts a retired or failed one again. `--node` does it with a whole node.
     `add --node` of a node without engines starts as many as its free devices hold, or `--count`.
     """
-    from megarl.runtime.engines.operator import OperatorRequest, ask
+    from megarl.serving.operator import OperatorRequest, ask
 
     table = Table(box=None, header_style="bold")
     for title in ("engine", "state", "version", "requests", "restarts", "address", "reason"):

@@ -47,7 +47,7 @@ def train(
 
     from megarl.cli.display import make_console, make_display, show_warnings
     from megarl.cli.run_folder import traced
-    from megarl.runtime import launch
+    from megarl.run import launch
 
     console = make_console()
     show_warnings(console)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megarl.errors import ConfigError, Problem
-from megarl.routes import RouteShape
+from megarl.tokens import RouteShape
 
 
 class Family(StrEnum):

@@ -24,8 +24,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError
 from megarl.tokens import ContentHandle
-from megarl.turns import Episode, Turn, TurnKind
-from megarl.types import DEMONSTRATION, FinishReason, FloatArray, Rollout, Score, ScoredGroup, TokenArray, TrainSample
+from megarl.types import (
+    DEMONSTRATION,
+    Episode,
+    FinishReason,
+    FloatArray,
+    Rollout,
+    Score,
+    ScoredGroup,
+    TokenArray,
+    TrainSample,
+    Turn,
+    TurnKind,
+)
 
 ROLLOUTS_FOLDER = "rollouts"
 

@@ -16,8 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.packing import Packing, plan_rows
-from megarl.routes import PackedRoutes, RouteArray
-from megarl.tokens import Content, ContentSource, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
+from megarl.tokens import (
+    Content,
+    ContentSource,
+    PackedRoutes,
+    PackedRows,
+    RouteArray,
+    SampleNumbers,
+    by_sample,
+    is_repeated,
+    num_true,
+)
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1

@@ -23,8 +23,8 @@ from megarl.config.environment import (
     ToolEnvironmentConfig,
 )
 from megarl.data.tokenizer import Tokenizer
-from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.built_in.search import ensure_index, index_path
+from megarl.episodes.chat_endpoint import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import open_openenv

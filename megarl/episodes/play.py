@@ -39,8 +39,7 @@ from megarl.episodes.protocol import (
 from megarl.episodes.session import Sampler, Session
 from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
 from megarl.stages import Scorer
-from megarl.turns import Ending
-from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
+from megarl.types import Ending, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 

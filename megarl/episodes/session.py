@@ -15,10 +15,20 @@ import numpy.typing as npt
 
 from megarl.episodes.protocol import SampledTurn
 from megarl.errors import RewardError
-from megarl.routes import RouteArray, joined
-from megarl.tokens import Content, shared_if_equal
-from megarl.turns import Ending, Episode, Turn, TurnKind
-from megarl.types import DEMONSTRATION, BoolArray, FinishReason, FloatArray, Rollout, Score, TokenArray
+from megarl.tokens import Content, RouteArray, joined, shared_if_equal
+from megarl.types import (
+    DEMONSTRATION,
+    BoolArray,
+    Ending,
+    Episode,
+    FinishReason,
+    FloatArray,
+    Rollout,
+    Score,
+    TokenArray,
+    Turn,
+    TurnKind,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,16 @@ import numpy.typing as npt
 
 from megarl.results import CriticStats, PreferenceStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
 from megarl.tokens import counted, is_repeated, num_true
-from megarl.turns import TurnKind
-from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
+from megarl.types import (
+    DEMONSTRATION,
+    FinishReason,
+    PolicyVersion,
+    Rollout,
+    ScoredGroup,
+    TokenArray,
+    TrainSample,
+    TurnKind,
+)
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
 """Phase of the loop; one at a time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.config.cluster import ClusterConfig
+from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import Scaling
 from megarl.config.section import GpuName
 from megarl.errors import ConfigError, Problem

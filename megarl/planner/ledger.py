@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Literal
 
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig
-from megarl.config.checkpoint import CheckpointConfig
+from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes

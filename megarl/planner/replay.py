@@ -17,10 +17,10 @@ from megarl.config.algorithm import AlgorithmConfig, KlRewardConfig
 from megarl.config.recipe import Recipe
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, RunStarted, StepFinished, read_events
+from megarl.planner.deployment import StepWorkload
 from megarl.planner.hardware import GpuModel, gpu_named
 from megarl.planner.ledger import kl_config
 from megarl.planner.timing import PhaseName, Timing
-from megarl.planner.workload import StepWorkload
 
 GENERATE, ASSIGN, UPDATE, PUBLISH, OTHER = "generate", "assign", "update", "publish", "other"
 PARTS = (GENERATE, ASSIGN, UPDATE, PUBLISH, OTHER)

@@ -7,7 +7,7 @@ from functools import cache
 
 from megarl.config.model import ModelShape
 from megarl.planner.activations import recomputed_share
-from megarl.planner.deployment import PlannedModel
+from megarl.planner.deployment import PlannedModel, StepWorkload
 from megarl.planner.hardware import (
     ALL_TO_ALL_EFFICIENCY,
     ATTENTION_EFFICIENCY,
@@ -21,7 +21,6 @@ from megarl.planner.hardware import (
     GpuModel,
 )
 from megarl.planner.ledger import offload_of
-from megarl.planner.workload import StepWorkload
 from megarl.weights.layouts.canonical import num_active_parameters
 
 _ITEM_BYTES = 2

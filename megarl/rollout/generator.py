@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -22,17 +23,17 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
+from megarl.engine.client import GenerateRequest
+from megarl.engine.dispatch import Pace
+from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
 from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
-from megarl.rollout.client import GenerateRequest
-from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.pace import Pace
-from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
-from megarl.routes import AskedRoutes, RouteShape
+from megarl.stages import Generator, Scorer
 from megarl.system.faults import reach
-from megarl.tokens import Content, repeated, shared_if_equal
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
+from megarl.tokens import AskedRoutes, Content, RouteShape, repeated, shared_if_equal
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -359,3 +360,46 @@ def evaluation_seed(run_seed: int) -> int:
 
 def _seed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+
+
+class WithGreedyRollout:
+    """A `stages.Generator` that adds a greedy rollout to every group as its baseline."""
+
+    def __init__(self, sampled: Generator, greedy: Generator) -> None:
+        self._sampled = sampled
+        self._greedy = greedy
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        group, greedy = await _both(self._sampled.generate(prompt), self._greedy.generate(prompt))
+        (baseline,) = greedy.rollouts
+        return replace(group, baseline=baseline)
+
+
+class WithGreedyScore:
+    """A `stages.Scorer` that also scores the baseline of every group."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        assert group.baseline is not None, f"prompt {group.prompt.uid} has no greedy rollout"
+        alone = RolloutGroup(prompt=group.prompt, rollouts=(group.baseline,))
+        scored, of_baseline = await _both(self._scorer.score(group), self._scorer.score(alone))
+        (baseline,) = of_baseline.scores
+        return replace(scored, baseline=baseline)
+
+
+async def _both(
+    first: Coroutine[object, object, _First], second: Coroutine[object, object, _Second]
+) -> tuple[_First, _Second]:
+    """Run both concurrently; the error of one cancels the other."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

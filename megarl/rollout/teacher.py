@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 from uuid import uuid4
@@ -17,41 +17,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
-from megarl.config.roles import RolesConfig
-from megarl.errors import DataError, EngineError, MegarlError, QuarantineError, ScoreError
-from megarl.rollout.client import EngineClient
+from megarl.config.teaching import Teaching, teacher_of
+from megarl.engine.client import EngineClient
+from megarl.errors import EngineError, MegarlError, QuarantineError, ScoreError
 from megarl.stages import Generator
 from megarl.types import FloatArray, JsonValue, Prompt, Rollout, RolloutGroup, TokenArray
 
 _MOST = 1e-3
 """A log-probability, or that of several tokens together, is at most 0, up to the rounding of a kernel."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
-    """The question that teachers are asked about every rollout."""
-
-    num_top: int
-    """K, the likeliest tokens at each place."""
-    vocab: int
-    """The size of the policy's vocabulary: the likeliest tokens are below it."""
-    sources: tuple[tuple[str, tuple[str, ...]], ...]
-    """The sources of each teacher, which is given by its key below `roles`."""
-
-    @property
-    def width(self) -> int:
-        """Numbers of a token: its log-probability, those of the K likeliest tokens, and their ids."""
-        return 1 + 2 * self.num_top
-
-
-def teaching_of(algorithm: AlgorithmConfig, roles: RolesConfig, vocab: int) -> Teaching | None:
-    """Return the question of a recipe; None if it has no teacher on engines. `vocab` is that of the policy."""
-    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
-    sources = tuple((role, each.sources) for role, each in roles.teachers.items() if each.kind == "engines")
-    if distillation is None or not sources:
-        return None
-    return Teaching(num_top=distillation.top_k, vocab=vocab, sources=sources)
 
 
 class TeacherModel(Protocol):
@@ -64,20 +37,6 @@ class TeacherModel(Protocol):
         model or no engine answers.
         """
         ...
-
-
-def teacher_of(source: str, sources: Mapping[str, Sequence[str]]) -> str:
-    """Return the teacher of a prompt's source: the one that names it, else the one that names none."""
-    for name, named in sources.items():
-        if source in named:
-            return name
-    for name, named in sources.items():
-        if not named:
-            return name
-    raise DataError(
-        f"no teacher for prompts of source {source}: name it in the sources of one of roles.teacher, "
-        "or leave the sources of one out"
-    )
 
 
 class TaughtGenerator:

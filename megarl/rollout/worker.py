@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
-from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.config.roles import InFlight
+from megarl.config.teaching import Teaching
+from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.engine.dispatch import Pace
+from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
 from megarl.episodes.play import EpisodeScorer, Player
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
-from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
-from megarl.rollout.pace import Pace
-from megarl.rollout.teacher import TaughtGenerator, TeacherModel, Teaching
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, WithGreedyRollout, WithGreedyScore
+from megarl.rollout.teacher import TaughtGenerator, TeacherModel
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
 from megarl.types import PolicyVersion, Prompt, ScoredGroup

@@ -13,9 +13,7 @@ from torch import Tensor
 from megarl.algo.loss import PolicyTokens
 from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
-from megarl.checkpoint.state import TrainerState
-from megarl.compare.hook_points import module_hooks
-from megarl.compare.recordings import Recorder, weight_digests, write_patches
+from megarl.checkpoint.resume import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, OfflineConfig, PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
@@ -30,6 +28,8 @@ from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.types import DEMONSTRATION, MiniBatch, PolicyVersion, TrainBatch
+from megarl.weights.hook_points import module_hooks
+from megarl.weights.recordings import Recorder, weight_digests, write_patches
 
 
 class ActorRank(TrainedRank):

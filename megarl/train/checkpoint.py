@@ -23,16 +23,17 @@ from megarl.checkpoint.save import (
     BoxView,
     Contribution,
     GatheringPlan,
+    UnfiniteError,
     boxes_on_host,
     contribution,
     copy_to_host,
     gather,
     plan_gathering,
+    refuse_unfinite,
     save_adapter,
     save_hf,
     save_tensors,
 )
-from megarl.checkpoint.share_file import UnfiniteError, refuse_unfinite
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError, WeightSyncError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megarl.checkpoint.manifest import Contents, FileDigest
-from megarl.checkpoint.state import TrainerState
+from megarl.checkpoint.resume import TrainerState
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
@@ -20,7 +20,7 @@ from megarl.tokens import SampleNumbers
 from megarl.types import FloatArray, TrainBatch
 
 if TYPE_CHECKING:
-    from megarl.compare.recordings import WeightDigests
+    from megarl.weights.recordings import WeightDigests
 
 RECORD_PREFIX = "trainer_"
 """Begins the names of the files that `ActorCalls.record` writes."""

@@ -19,15 +19,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megarl.compare.hook_points import ModuleHook
 from megarl.config.kernels import is_te_installed
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.errors import MachineError
-from megarl.train.attention.packed import PackedAttention
+from megarl.train.attention import PackedAttention
 from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import with_adapter
 from megarl.train.routing import EngineRouter, MixtureLayer
+from megarl.weights.hook_points import ModuleHook
 
 _EXPERTS = "local_experts"
 _FUSED_NORMS = ("input_layernorm", "pre_mlp_layernorm")

@@ -30,7 +30,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
-from megarl.train.attention.packed import PackedSequences, packed_sequences
+from megarl.train.attention import PackedSequences, packed_sequences
 from megarl.train.layer_spec import layer_spec, mixture_fields, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, at_places, candidate_logprobs

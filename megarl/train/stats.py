@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algo.correction import Mismatch, mismatch
 from megarl.algo.loss import PolicyTokens, kl, masked_sum
-from megarl.algo.objective import ActorLoss
+from megarl.algo.objective import ActorLoss, Mismatch, mismatch
 from megarl.results import UpdateStats
 from megarl.train.topology import Topology
 from megarl.types import MiniBatch

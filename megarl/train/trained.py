@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest, verify_tensors
+from megarl.checkpoint.resume import TrainerState
 from megarl.checkpoint.save import assign_tensors
-from megarl.checkpoint.state import TrainerState
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megarl.algo.correction import mismatch, weights
 from megarl.algo.loss import Segments
+from megarl.algo.objective import mismatch, weights
 from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
 
 LOG_RATIOS = [0.9, -0.2, 0.1]

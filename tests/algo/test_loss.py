@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, masked_sum, policy_loss, value_loss
-from megarl.config.algorithm import KlEstimate
-from megarl.config.losses import (
+from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
+    KlEstimate,
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,

@@ -18,30 +18,28 @@ from torch import Tensor
 from megarl.algo.loss import PolicyTokens
 from megarl.algo.objective import ValueTokens, actor_loss, critic_loss
 from megarl.config.algorithm import (
+    Aggregation,
     AlgorithmConfig,
+    CispoLossConfig,
     CorrectionConfig,
     DistillationConfig,
     ForwardTopkConfig,
     GaeConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
     GrpoConfig,
+    GspoLossConfig,
     IcepopConfig,
     KlEstimate,
     KlLossConfig,
-    MaskConfig,
-    ReverseKlConfig,
-    SftConfig,
-    TisConfig,
-)
-from megarl.config.losses import (
-    Aggregation,
-    CispoLossConfig,
-    GmpoLossConfig,
-    GpgLossConfig,
-    GspoLossConfig,
     LossConfig,
+    MaskConfig,
     PpoLossConfig,
+    ReverseKlConfig,
     SapoLossConfig,
+    SftConfig,
     SppoLossConfig,
+    TisConfig,
 )
 from tests.algo.packs import COLUMNS, Sequences, one_sequence, pack, random_sequences
 

@@ -10,7 +10,7 @@ from bench import worker_plane
 from bench.__main__ import run
 from bench.dataplane import Load, PlaneFigure, measure_dataplane, read_as_before
 from bench.instant_engine import reply_content
-from megarl.rollout.reply import Expectation, read_response
+from megarl.engine.reply import Expectation, read_response
 from megarl.types import PolicyVersion
 
 SMALL = Load(num_tokens=256, num_prompts=2, num_rollouts=4, num_engines=4, num_requests=32, num_open=4, delay_s=0.0)

@@ -17,17 +17,17 @@ from megarl.algo.algorithm import build_algorithm
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import Contents, FileDigest
+from megarl.checkpoint.resume import TrainerState
 from megarl.checkpoint.save import contribution, copy_to_host, save_hf, save_tensors
-from megarl.checkpoint.state import TrainerState
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.stream import PromptStream
 from megarl.env import FAULTS
 from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
-from megarl.runtime.buffer import Buffer
-from megarl.runtime.preemption import Preemption
-from megarl.runtime.saver import RunSaver, SavedModel
+from megarl.run.buffer import Buffer
+from megarl.run.preemption import Preemption
+from megarl.run.saver import RunSaver, SavedModel
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Index
 from megarl.weights.executors.group import StoreServer, TransferGroup
@@ -35,7 +35,7 @@ from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.observe.samples import ListSink, scored_group
-from tests.runtime.test_saver import PROMPT
+from tests.run.test_saver import PROMPT
 
 
 class LocalRank:

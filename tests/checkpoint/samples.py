@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
-from megarl.checkpoint.state import Best, Ledger, RunState, TrainerState, write_state
+from megarl.checkpoint.resume import Best, Ledger, RunState, TrainerState, write_state
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.recipe import Recipe
 

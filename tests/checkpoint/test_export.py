@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.export import export_model, split_shards
-from megarl.checkpoint.folder import begin, checkpoint_folder, commit
-from megarl.checkpoint.locate import find_model
-from megarl.checkpoint.manifest import FORMAT, Manifest, digest_file
-from megarl.checkpoint.tensor_header import TensorEntry
+from megarl.checkpoint.folder import begin, checkpoint_folder, commit, find_model
+from megarl.checkpoint.manifest import FORMAT, Manifest, TensorEntry, digest_file
 from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
 from megarl.weights.executors.group import StoreServer

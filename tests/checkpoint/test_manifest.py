@@ -13,13 +13,13 @@ from megarl.checkpoint.manifest import (
     MANIFEST_FILE,
     TensorDigest,
     check_sizes,
+    read_header,
     read_manifest,
     verify,
     verify_tensors,
     write_manifest,
 )
-from megarl.checkpoint.state import read_state
-from megarl.checkpoint.tensor_header import read_header
+from megarl.checkpoint.resume import read_state
 from megarl.errors import CheckpointError, DamagedError
 from tests.checkpoint.samples import run_state, write_checkpoint
 

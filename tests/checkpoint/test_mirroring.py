@@ -15,8 +15,7 @@ from megarl.checkpoint import mirroring
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.checkpoint.manifest import MANIFEST_FILE, verify
 from megarl.checkpoint.mirroring import MirroredRun, Mirroring, Transfer, refuse_occupied
-from megarl.config.checkpoint import MirrorConfig
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import MirrorConfig, Recipe
 from megarl.errors import CheckpointError, PreemptedError
 from megarl.observe.events import Noted, Warned
 from megarl.observe.observer import Observer

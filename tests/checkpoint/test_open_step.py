@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.checkpoint import open_step
-from megarl.checkpoint.carried import GROUPS_FILE, TOKENS_FILE
-from megarl.checkpoint.open_step import FOLDER, take_open_step, write_open_step
+from megarl.checkpoint import carried as open_step
+from megarl.checkpoint.carried import FOLDER, GROUPS_FILE, TOKENS_FILE, take_open_step, write_open_step
 from megarl.types import PolicyVersion, ScoredGroup
 from tests.checkpoint.test_carried import GROUPS, prompt_at, rollouts_of
 

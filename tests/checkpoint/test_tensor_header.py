@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoint.tensor_header import make_header, read_header
+from megarl.checkpoint.manifest import make_header, read_header
 from megarl.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.cli.main import run
-from megarl.tools.check_sync.comparison import ClassVerdict, rehearse
+from megarl.tools.check_sync import ClassVerdict, rehearse
 from megarl.weights.algebra.plan import Plan
 from tests.repository import ROOT
 
@@ -33,7 +33,7 @@ def test_a_difference_is_told_with_its_place_and_another_exit_code(
         wrong = ClassVerdict(name="router", num_differing=1, first_difference="target rank 0: here[1, 2] is 3")
         return [*rehearse(plan, model), wrong]
 
-    monkeypatch.setattr("megarl.tools.check_sync.check.rehearse", rehearse_wrongly)
+    monkeypatch.setattr("megarl.tools.check_sync.rehearse", rehearse_wrongly)
     assert run(["check-sync", str(RECIPES / "grpo_7b.yaml"), "--rehearse-only"]) == 76
     out = capsys.readouterr().out
     assert "1 elements differ: target rank 0: here[1, 2] is 3" in out

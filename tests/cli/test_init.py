@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.config.load import read_recipe
-from megarl.planner.run_plan import PlanQuestion, answer
+from megarl.planner.fit import PlanQuestion, answer
 
 WORDS = ["--model", "models/Qwen2.5-7B", "--shape", "qwen2.5-7b", "--train", "train.parquet", "--reward", "gsm8k"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import kernels
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.kernels import check_blocks, check_kernels, check_packages, check_widths, finds_deepep, uses_te
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import Problem
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.algorithm import GrpoConfig
+from megarl.config.algorithm import GrpoConfig, PpoLossConfig
 from megarl.config.load import FOREIGN_WORDS, keys_of, load_recipe
-from megarl.config.losses import PpoLossConfig
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from tests.config.conftest import write_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.public_models import PUBLIC_MODELS, public_model_name
+from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.weights.layouts.canonical import num_active_parameters, num_parameters
 
 PARAMETERS = {

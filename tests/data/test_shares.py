@@ -11,8 +11,7 @@ import numpy as np
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
 from megarl.tokens import Content
-from megarl.turns import Episode
-from megarl.types import TrainSample
+from megarl.types import Episode, TrainSample
 from tests.filled_shares import pack
 from tests.train.samples import make_samples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.episodes.calls import WrittenFormat, read_calls
+from megarl.episodes.dialogue import WrittenFormat, read_calls
 from megarl.episodes.protocol import Malformed
 
 

@@ -17,18 +17,17 @@ from megarl.config.environment import FunctionEnvironmentConfig
 from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS
 from megarl.data.tokenizer import Tokenizer
+from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.rollout.worker import RequestCounts, RolloutTask, RolloutWorker, cache_sizes
-from megarl.turns import Ending, TurnKind
-from megarl.types import PolicyVersion, Prompt, Rollout, RolloutGroup
+from megarl.serving.publisher import Pauses, PausingPublisher
+from megarl.types import Ending, PolicyVersion, Prompt, Rollout, RolloutGroup, TurnKind
+from tests.engine.engines import CONTEXT, EOS, ServedModel, prompt_of
 from tests.episodes.templates import family_tokenizer
-from tests.rollout.engines import CONTEXT, EOS, ServedModel, prompt_of
-from tests.rollout.test_in_flight import DiskPublisher
+from tests.serving.test_in_flight import DiskPublisher
 
 NUM_EPISODES = 16
 NUM_TURNS = 6

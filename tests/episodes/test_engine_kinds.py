@@ -18,20 +18,20 @@ from pydantic import TypeAdapter
 
 from megarl.config.environment import ClassEnvironmentConfig, EnvironmentConfig
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine.client import EngineClient
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineProcess
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.play import EpisodeSetup, Player, Tools, tools_of
 from megarl.episodes.protocol import Call, Malformed, Observation, Row, ToolSchema, Transcript
 from megarl.observe.observer import Observer
 from megarl.results import PublishResult
 from megarl.reward.scorer import ExactScorer
-from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.in_flight import Pauses, PausingPublisher
-from megarl.rollout.process import EngineProcess
 from megarl.rollout.worker import RequestCounts, RolloutTask, RolloutWorker, cache_sizes
-from megarl.turns import Ending, TurnKind
-from megarl.types import PolicyVersion, Prompt, Rollout, Score, ScoredGroup
+from megarl.serving.publisher import Pauses, PausingPublisher
+from megarl.types import Ending, PolicyVersion, Prompt, Rollout, Score, ScoredGroup, TurnKind
+from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec
 from tests.episodes.chain_model import (
     CALL_ADD,
     RIGHT_STEP,
@@ -42,7 +42,6 @@ from tests.episodes.chain_model import (
 )
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
-from tests.rollout.engines import REQUEST_TIMEOUT_S, engine_spec
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,7 @@ from megarl.episodes.play import MAX_LOST_IN_A_ROW, EpisodeSetup, Player, Tools,
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
-from megarl.turns import Ending, TurnKind
-from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, Score, TokenArray
+from megarl.types import DEMONSTRATION, Ending, FinishReason, Prompt, Rollout, Score, TokenArray, TurnKind
 from tests.episodes.conftest import CALCULATOR
 from tests.episodes.templates import ADD, family_tokenizer
 

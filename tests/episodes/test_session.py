@@ -14,14 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.environment import ClassEnvironmentConfig
+from megarl.engine.fleet import Fleet
 from megarl.episodes.play import Player, Tools
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import SampledTokens, Session
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.turns import Ending, TurnKind
-from megarl.types import PolicyVersion, Rollout, Score, TokenArray
-from tests.rollout.engines import CONTEXT, ServedModel, prompt_of, spell
+from megarl.types import Ending, PolicyVersion, Rollout, Score, TokenArray, TurnKind
+from tests.engine.engines import CONTEXT, ServedModel, prompt_of, spell
 
 ENDS = tuple(range(2, 22))
 """Many tokens end a response, so that the turns of a random model are short."""

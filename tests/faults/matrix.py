@@ -19,7 +19,10 @@ OPTION = "--fault-table"
 BEGIN, END = "<!-- faults: made by `make faults` -->", "<!-- end of faults -->"
 
 _SECTIONS = {
-    "tests/runtime/test_fleet": "engines",
+    "tests/run/test_fleet": "engines",
+    "tests/serving/test_fleet": "engines",
+    "tests/engine": "engines",
+    "tests/rollout/test_worker": "the run",
     "tests/rollout": "engines",
     "tests/weights": "publish",
     "tests/faults/test_trainers": "trainer ranks",
@@ -27,7 +30,10 @@ _SECTIONS = {
     "tests/reward": "rewards",
     "tests/episodes": "episodes",
     "tests/checkpoint": "saves",
-    "tests/runtime": "the run",
+    "tests/run": "the run",
+    "tests/serving": "the run",
+    "tests/cluster": "the run",
+    "tests/ranks": "the run",
     "tests/observe": "the run",
     "tests/system": "the run",
     "tests/tools": "the run",

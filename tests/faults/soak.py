@@ -29,7 +29,7 @@ from megarl.checkpoint.manifest import verify
 from megarl.observe.events import EVENTS_FILE, EventTail, Noted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import Driver, driver_of, started
+from tests.run.runs import Driver, driver_of, started
 
 _STALL_S = 1200.0
 """Without a step the run has failed to recover."""
@@ -91,7 +91,7 @@ class _Victims:
         return [driver_of(self._run_folder)]
 
     def engines(self) -> list[psutil.Process]:
-        return self._having(lambda _, words: "megarl.rollout.cpu" in words)
+        return self._having(lambda _, words: "megarl.engine.cpu" in words)
 
     def ranks(self) -> list[psutil.Process]:
         return self._having(lambda name, _: name.startswith("ray::ActorRank"))

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import finished, started
+from tests.run.runs import finished, started
 
 CANARY = "canary-5d41402abc4b2a76"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.checkpoint.state import read_state
+from megarl.checkpoint.resume import read_state
 from megarl.observe.events import (
     ALL_TRAINERS,
     EVENTS_FILE,
@@ -26,7 +26,7 @@ from megarl.observe.events import (
 )
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import Driver, Run, finished, run, started
+from tests.run.runs import Driver, Run, finished, run, started
 
 STEPS = 4
 SFT = (

@@ -21,7 +21,7 @@ from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.locality import Gpu, Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.executors.channel import Message
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -20,16 +20,16 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.algorithm import SftConfig
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
 from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
-from megarl.train.attention.packed import PackedAttention, packed_sequences
+from megarl.train.attention import PackedAttention, packed_sequences
 from megarl.train.interface import RankSpec
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, TrainBatch

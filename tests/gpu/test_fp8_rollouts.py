@@ -17,19 +17,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Experts, Family, ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
-from megarl.rollout.client import EngineClient, GenerateRequest
-from megarl.rollout.commands import Rendezvous
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.process import EngineProcess
-from megarl.rollout.tool_commands import _fingerprint
-from megarl.rollout.tool_control import ToolControl
+from megarl.engine.client import EngineClient, GenerateRequest
+from megarl.engine.commands import Rendezvous
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineProcess
+from megarl.engine.tool_commands import _fingerprint
+from megarl.engine.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import digest
-from megarl.weights.executors.digest_sums import DigestSums, Summand, check_digests
+from megarl.weights.executors.digest import DigestSums, Summand, check_digests, digest
 from megarl.weights.executors.fp8 import Fp8Tensors, quantise
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
@@ -37,7 +36,7 @@ from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.fp8 import SCALES, quantization_config
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
-from tests.rollout.engines import engine_spec
+from tests.engine.engines import engine_spec
 from tests.weights.transfer_peers import cut
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megarl.config.roles import FrozenRoleConfig
-from megarl.rollout.client import EngineClient
+from megarl.engine.client import EngineClient
+from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.rollout.frozen import classify
-from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.rollout.teacher import token_scores
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import FloatArray
-from tests.rollout.engines import engine_spec
+from tests.engine.engines import engine_spec
 from tests.tiny_models import as_classifier, classifier_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.train.attention import cudnn
-from megarl.train.attention.packed import PackedAttention, PackedSequences
+from megarl.train import cudnn
+from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import digest
-from megarl.weights.executors.digest_sums import DigestSums, Summand
+from megarl.weights.executors.digest import DigestSums, Summand, digest
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import ONE_CARD, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH
 from megarl.observe.events import EVENTS_FILE, EngineChanged, Evaluated, Restarted, StepFinished, read_events
-from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megarl.config.algorithm import SftConfig
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train import shards
 from megarl.train.actor import ActorRank
@@ -23,7 +23,7 @@ from megarl.train.interface import RankSpec
 from megarl.train.memory import Offload, free_cache
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender

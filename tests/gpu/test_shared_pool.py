@@ -18,16 +18,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine.client import EngineClient, GenerateRequest
+from megarl.engine.process import EngineProcess
 from megarl.observe.events import EVENTS_FILE, EngineChanged, StepFinished, Warned, read_events
-from megarl.rollout.client import EngineClient, GenerateRequest
-from megarl.rollout.process import EngineProcess
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.canonical import canonical_tensors
-from tests.rollout.engines import engine_spec
+from tests.engine.engines import engine_spec
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.checkpoint.state import TrainerState
+from megarl.checkpoint.resume import TrainerState
 from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig

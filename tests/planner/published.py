@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.document import Document, override
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
-from megarl.planner.deployment import RoleShapes, deploy
+from megarl.planner.deployment import RoleShapes, StepWorkload, deploy
 from megarl.planner.fit import size
 from megarl.planner.hardware import parse_gpu
 from megarl.planner.timing import Timing
-from megarl.planner.workload import StepWorkload
 from tests.planner.recipes import RECIPE_TREE, shapes_of
 
 _PROMPT_TOKENS = 150

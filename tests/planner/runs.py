@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.observe.events import EVENTS_FILE, Event, EventLog, StepFinished
-from megarl.planner.deployment import deploy
+from megarl.planner.deployment import StepWorkload, deploy
 from megarl.planner.fit import size
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import part_seconds
 from megarl.planner.reshard import reshard
-from megarl.planner.workload import StepWorkload
 from tests.observe.samples import records, run_started, step_summary
 from tests.planner.recipes import shapes_of
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ActorConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES

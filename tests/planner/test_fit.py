@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
-from megarl.planner.deployment import deploy
-from megarl.planner.fit import Proposal, Sizes, proposals, size
+from megarl.planner.deployment import StepWorkload, deploy
+from megarl.planner.fit import Proposal, Sizes, check_fit, proposals, size
 from megarl.planner.hardware import GPUS, GpuModel, reported_gpu
-from megarl.planner.run_plan import check_fit
-from megarl.planner.workload import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPES = shapes_of(PUBLIC_MODELS["qwen2.5-7b"])

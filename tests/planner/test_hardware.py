@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.cluster import ClusterConfig
+from megarl.config.recipe import ClusterConfig
 from megarl.errors import ConfigError
 from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_named, gpu_of, other_gpu, parse_gpu
 

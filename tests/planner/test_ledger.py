@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.hardware import GPUS

@@ -8,9 +8,9 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventLog
+from megarl.planner.fit import replay_run
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import GENERATE, OTHER, UPDATE, read_run
-from megarl.planner.run_plan import replay_run
 from tests.observe.samples import records, run_started
 from tests.planner.recipes import make_recipe
 from tests.planner.runs import MEANS, OTHER_S, modelled, recorded_workload, write_run

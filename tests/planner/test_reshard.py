@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Experts, ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Deployment, PublishWay, deploy
 from megarl.planner.hardware import GLOO_GB_PER_S, GPUS

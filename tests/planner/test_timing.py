@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
-from megarl.planner.deployment import deploy
+from megarl.planner.deployment import StepWorkload, deploy
 from megarl.planner.hardware import (
     ALL_TO_ALL_EFFICIENCY,
     DENSE_EFFICIENCY,
@@ -20,7 +20,6 @@ from megarl.planner.ledger import snapshot_bytes
 from megarl.planner.memory import bare_weights
 from megarl.planner.timing import PhaseName, Timing, estimate
 from megarl.planner.training_time import forward_work
-from megarl.planner.workload import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]

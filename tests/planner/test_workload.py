@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.planner.workload import StepWorkload
+from megarl.planner.deployment import StepWorkload
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(500, 1000), (900, 1000), (100, 4096)])

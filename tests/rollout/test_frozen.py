@@ -15,19 +15,19 @@ import pytest
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.reward import EngineJudgeRewardConfig, RewardModelRewardConfig
 from megarl.data.tokenizer import load_tokenizer
+from megarl.engine.client import EngineClient
+from megarl.engine.fleet import Fleet
+from megarl.engine.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
+from megarl.engine.process import EngineProcess
 from megarl.errors import EngineError, ScoreError
 from megarl.reward.build import build_scorer
 from megarl.reward.frozen import WrittenReply
 from megarl.reward.pool import MachineFaultError
-from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.frozen import FrozenEngines, classify, label_logprobs
-from megarl.rollout.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
-from megarl.rollout.process import EngineProcess
 from megarl.tokens import Content
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
-from tests.rollout.engines import ServedModel, engine_spec, scripted_client, scripted_fleet
+from tests.engine.engines import ServedModel, engine_spec, scripted_client, scripted_fleet
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
 
 CHAT = ({"role": "user", "content": "12+30="},)

@@ -18,15 +18,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM
 
+from megarl.engine.client import EngineClient
+from megarl.engine.fleet import Fleet
+from megarl.engine.lifecycle import EngineState, Retired
 from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, FleetError
-from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import evaluation_seed, sampling_seed
-from megarl.rollout.lifecycle import EngineState, Retired
 from megarl.rollout.worker import RequestCounts
 from megarl.types import FinishReason, Prompt, RolloutGroup
-from tests.rollout.engines import (
+from tests.engine.engines import (
     EOS,
     ServedModel,
     generator_of,

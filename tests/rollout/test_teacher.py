@@ -16,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.model import TRAITS
+from megarl.config.teaching import Teaching
+from megarl.engine.client import EngineClient
+from megarl.engine.process import EngineProcess
 from megarl.errors import DataError, EngineError, QuarantineError, ScoreError
-from megarl.rollout.client import EngineClient
 from megarl.rollout.frozen import FrozenEngines
-from megarl.rollout.process import EngineProcess
-from megarl.rollout.teacher import TaughtGenerator, Teaching, token_scores
+from megarl.rollout.teacher import TaughtGenerator, token_scores
 from megarl.tokens import Content
-from megarl.turns import Episode
-from megarl.types import FinishReason, FloatArray, Prompt, Rollout, RolloutGroup, TokenArray
+from megarl.types import Episode, FinishReason, FloatArray, Prompt, Rollout, RolloutGroup, TokenArray
+from tests.engine.engines import ServedModel, engine_spec, prompt_of, scripted_client
 from tests.repository import ROOT
-from tests.rollout.engines import ServedModel, engine_spec, prompt_of, scripted_client
 from tests.tiny_models import write_tiny_model
 
 TOKENS = np.array([5, 6, 7, 8, 40, 12, 2], np.int32)
@@ -103,7 +103,7 @@ def test_a_teacher_at_another_temperature_answers_as_transformers_does(
 
 def test_every_family_can_be_a_teacher_at_another_temperature() -> None:
     """A class that is missing there is SGLang's own, which does not know the temperature and says nothing."""
-    source = (ROOT / "megarl/rollout/model_classes/heads.py").read_text()
+    source = (ROOT / "megarl/engine/model_classes/heads.py").read_text()
     assert [each.architecture for each in TRAITS.values() if f".{each.architecture})" not in source] == []
 
 

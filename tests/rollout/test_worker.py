@@ -9,13 +9,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.engine.dispatch import Pace, divide_engines, lent_engines
+from megarl.engine.fleet import Fleet
+from megarl.engine.lifecycle import Doubted, EngineState, Life
 from megarl.errors import EngineLostError
 from megarl.observe.observer import Observer
-from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.dispatch import divide_engines, lent_engines
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.lifecycle import Doubted, EngineState, Life
-from megarl.rollout.pace import Pace
 from megarl.rollout.worker import (
     EngineProbe,
     EngineView,
@@ -23,7 +22,7 @@ from megarl.rollout.worker import (
     apply_report,
 )
 from megarl.types import PolicyVersion
-from tests.rollout.engines import scripted_client
+from tests.engine.engines import scripted_client
 
 ENDPOINTS = [scripted_client(lambda _: httpx.Response(200), index=index).endpoint for index in range(3)]
 

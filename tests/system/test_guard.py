@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.system.guard import GuardLease, segments_of, start_guarded, stop_guarded
-from tests.rollout.test_process import group_members, wait_until_gone
+from tests.engine.test_process import group_members, wait_until_gone
 
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('ready', flush=True); time.sleep(600)"
 

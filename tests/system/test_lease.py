@@ -16,7 +16,7 @@ from megarl.system import lease as lease_module
 from megarl.system.guard import start_guarded
 from megarl.system.lease import PrivateLease, digest_program, find_kept, record_path
 from megarl.system.run_lock import run_lock
-from tests.rollout.test_process import group_members, wait_until_gone
+from tests.engine.test_process import group_members, wait_until_gone
 
 PROGRAM = "import time; print('ready', flush=True); time.sleep(600)"
 

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megarl.engine.client import EngineKeys
 from megarl.observe.events import EVENTS_FILE, EventLog
 from megarl.observe.observer import Observer
 from megarl.observe.observing import logging_to
 from megarl.reward.judge import read_key
-from megarl.rollout.client import EngineKeys
 from megarl.system.secret import Secret, masked
 
 CANARY = "canary-0c57f1b2"

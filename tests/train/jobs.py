@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.checkpoint.manifest import FileDigest
-from megarl.checkpoint.state import TrainerState
+from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig
 from megarl.config.lora import LoraConfig

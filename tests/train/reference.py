@@ -12,8 +12,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, SftConfig
-from megarl.config.losses import PpoLossConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import OptimizerConfig
 from megarl.types import TrainSample

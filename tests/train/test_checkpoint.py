@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.checkpoint.manifest import FORMAT, Manifest, write_manifest
-from megarl.checkpoint.state import TrainerState
-from megarl.checkpoint.tensor_header import read_header
+from megarl.checkpoint.manifest import FORMAT, Manifest, read_header, write_manifest
+from megarl.checkpoint.resume import TrainerState
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.checkpoint import has_own_master

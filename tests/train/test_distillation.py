@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config.algorithm import DistillationConfig, DistillConfig, ForwardTopkConfig, GrpoConfig, ReverseKlConfig
-from megarl.config.losses import PpoLossConfig
+from megarl.config.algorithm import (
+    DistillationConfig,
+    DistillConfig,
+    ForwardTopkConfig,
+    GrpoConfig,
+    PpoLossConfig,
+    ReverseKlConfig,
+)
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.shares import with_numbers
 from megarl.tokens import SampleNumbers

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from megarl.runtime.trainers.actor import PublishingCalls
-from megarl.runtime.trainers.publishing import PublishingActor
+from megarl.ranks.publishing import PublishingActor, PublishingCalls
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.interface import (
     ActorCalls,
@@ -36,7 +35,7 @@ MADE_OF: dict[type, type] = {
 
 def test_a_driver_does_not_load_megatron() -> None:
     """Ranks do. It was six of the ten seconds that a driver took to load, which a killed command waits for."""
-    code = "import sys, megarl.runtime.run; sys.exit('megatron' in sys.modules)"
+    code = "import sys, megarl.run.run; sys.exit('megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -16,9 +16,13 @@ from megarl.algo.loss import PolicyTokens, Segments
 from megarl.algo.objective import actor_loss
 from megarl.config.algorithm import (
     AlgorithmConfig,
+    CispoLossConfig,
     DpoConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
     GroupConfig,
     GrpoConfig,
+    GspoLossConfig,
     IcepopConfig,
     KlLossConfig,
     KlRewardConfig,
@@ -26,11 +30,11 @@ from megarl.config.algorithm import (
     MismatchConfig,
     OnlineDpoConfig,
     RewardModelConfig,
+    SapoLossConfig,
     SpinConfig,
     SppoConfig,
     TisConfig,
 )
-from megarl.config.losses import CispoLossConfig, GmpoLossConfig, GpgLossConfig, GspoLossConfig, SapoLossConfig
 from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 from tests.algo.groups import scored_group
 from tests.train import jobs

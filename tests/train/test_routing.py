@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.roles import ActorConfig
-from megarl.routes import RouteArray
-from megarl.tokens import Content
+from megarl.tokens import Content, RouteArray
 from megarl.train.routing import EngineChoice, EngineRouter, chosen_map
 from megarl.types import TrainSample
 from tests.tiny_models import NUM_EXPERTS

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.checkpoint import MirrorConfig
-from megarl.config.recipe import DataConfig, ObserveConfig
+from megarl.config.recipe import DataConfig, MirrorConfig, ObserveConfig
 from megarl.config.roles import EngineRoleConfig
 from megarl.errors import Problem
 

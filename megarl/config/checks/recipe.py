@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
-from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
@@ -34,7 +33,7 @@ from megarl.config.kernels import check_engine_precision, check_kernels, check_p
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
-from megarl.config.recipe import DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
+from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
 from megarl.config.roles import CriticConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, Problem
 

@@ -19,12 +19,12 @@ from typing import cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.cluster import Place, open_cluster, own_address
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import MachineError, MegarlError
-from megarl.runtime.cluster import Place, open_cluster, own_address
-from megarl.runtime.trainers.worker_group import WorkerGroup
 from megarl.system.network import interface_of
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.packages import local_versions

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError

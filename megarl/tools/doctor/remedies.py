@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
-from megarl.config.losses import PpoLossConfig
+from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, PpoLossConfig
 from megarl.tools.doctor.run_history import RunHistory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megarl.config.public_models import PUBLIC_MODELS, public_model_name
+from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.tools.import_verl.rules import KeyVerdict
 from megarl.tools.import_verl.translation import ACTOR, Translation, whole
 

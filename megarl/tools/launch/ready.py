@@ -11,7 +11,7 @@ import sys
 import time
 
 from megarl.env import RAY_ADDRESS
-from megarl.runtime.launch import joined_ray
+from megarl.run.launch import joined_ray
 
 _POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0

@@ -19,7 +19,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Index
-from megarl.weights.executors.digest_sums import DigestSums
+from megarl.weights.executors.digest import DigestSums
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.checkpoint import MirrorConfig
 from megarl.config.checks import files as module
 from megarl.config.checks.files import check_loggers, check_mirror
-from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
+from megarl.config.recipe import MirrorConfig, MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
 
 
 def test_what_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.local_ray import private_ray
 from megarl.config.load import read_recipe
-from megarl.runtime.local_ray import private_ray
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.cluster import (
     GroupReport,

@@ -13,8 +13,8 @@ import pytest
 from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, GrpoConfig, KlLossConfig, KlRewardConfig
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.native.options import check_native
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import ObserveConfig, Recipe
 from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.checks.recipe import check_without_files
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from megarl.tools.import_verl.shell import Script

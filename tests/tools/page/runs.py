@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
 from megarl.observe.events import EVENTS_FILE, Event, EventLog, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
 from megarl.observe.summary import Phase
-from megarl.turns import Ending, Episode, Turn, TurnKind
+from megarl.types import Ending, Episode, Turn, TurnKind
 from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import BEGAN, evaluated, run_started, step_finished
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.model import Family, read_model_shape
-from megarl.rollout.cpu_kernels import declare_torchvision_ops
+from megarl.engine.cpu_kernels import declare_torchvision_ops
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(num_layers=2, hidden=32, ffn_hidden=48, num_heads=4, num_kv_heads=2)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.weights.algebra.bundles import Box, atoms, bundles
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

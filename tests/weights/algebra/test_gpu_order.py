@@ -7,8 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from megarl.weights.algebra.gpu_order import _best_tp_ranks, nearest_order
-from megarl.weights.algebra.locality import Gpu, Link, on_gpus
+from megarl.weights.algebra.locality import Gpu, Link, _best_tp_ranks, nearest_order, on_gpus
 from megarl.weights.algebra.plan import plan
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

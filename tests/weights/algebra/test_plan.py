@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Family, ModelShape
-from megarl.config.public_models import PUBLIC_MODELS
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.locality import Link, on_gpus, same_processes
 from megarl.weights.algebra.plan import plan

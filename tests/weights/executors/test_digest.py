@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors import digest as digest_module
-from megarl.weights.executors.digest import MODULUS, digest, digest_bytes
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import MODULUS, check_digests, digest, digest_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPE = (12, 10)

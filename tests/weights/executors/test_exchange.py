@@ -9,7 +9,7 @@ import torch
 from megarl.checkpoint.save import assign_tensors
 from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import plan
-from megarl.weights.executors.exchange import exchange
+from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.weights.executors.test_rounds import join_all, tensors_of
 from tests.weights.reference import fill_from_canonical, make_shape, numbered

@@ -16,8 +16,7 @@ from megarl.errors import WeightSyncError
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
-from megarl.weights.executors.digest import digest_bytes
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests, digest_bytes
 from megarl.weights.executors.fp8 import Fp8Tensors, probe_products, quantise, restored
 from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.transfer import Receiver, Sender

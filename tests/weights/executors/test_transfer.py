@@ -10,7 +10,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
 from megarl.weights.executors.channel import Message
-from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup, abandon_group
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

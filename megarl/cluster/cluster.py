@@ -1,0 +1,365 @@
+"""The Ray of a run, joined or started, and its pools as placement groups. It places devices, not roles."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.adoption import KeptActors
+from megarl.cluster.lease_keeper import leased
+from megarl.cluster.local_ray import LocalRay, adopted_ray, local_ray
+from megarl.cluster.node_faults import NodeFaults
+from megarl.config.recipe import RunConfig
+from megarl.config.roles import PoolConfig
+from megarl.config.section import CPU_SLOT
+from megarl.env import visible_gpus
+from megarl.errors import MachineError
+from megarl.system.lease import JoinedLease, Lease, PrivateLease
+from megarl.system.network import address_in
+from megarl.weights.algebra.locality import Gpu
+
+PLACEMENT_TIMEOUT_S = 120.0
+_LOCATE_TIMEOUT_S = 120.0
+_POLL_S = 1.0
+GROUP_PREFIX = "megarl-"
+RAY_FAILURES = (ray.exceptions.RayError, RuntimeError, ConnectionError)
+"""Raised by Ray's functions when its head or a node does not answer."""
+_NAMESPACE = "megarl"
+
+
+class NodeBundle:
+    """The devices of one node that a pool holds. Ray moves them to another node when their node is lost."""
+
+    def __init__(self, group: PlacementGroup, index: int, *, resource: str, size: int) -> None:
+        self.group = group
+        self.index = index
+        self.resource = resource
+        self.size = size
+        self.node = ""
+        """Ray's id of the node."""
+        self.gpus: tuple[int, ...] = ()
+        """Their numbers on the node; empty for CPU slots."""
+        self.is_lost = False
+        """Its node is gone, and Ray has no other one for it yet."""
+        self.is_bound = False
+        """It was moved to a node of our choice: Ray moves it nowhere else."""
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self.group, self.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One GPU (or CPU slot) of a pool."""
+
+    bundle: NodeBundle
+    slot: int
+    """Its number among the devices of the bundle."""
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the node."""
+        return self.bundle.node
+
+    @property
+    def gpu(self) -> int | None:
+        """Its number on its node; None for a CPU slot."""
+        return self.bundle.gpus[self.slot] if self.bundle.gpus else None
+
+    def options(self, environment: Mapping[str, str], *, share: float) -> dict[str, object]:
+        """Return Ray's options for an actor that takes `share` of this device.
+
+        Ray would choose any GPU of the bundle, so the GPU is named in the environment unless `environment` names some.
+        """
+        visible = {} if self.gpu is None else visible_gpus([str(self.gpu)])
+        options: dict[str, object] = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": self.bundle.strategy,
+            "runtime_env": {"env_vars": {**visible, **environment}},
+        }
+        if self.bundle.resource == "GPU":
+            return options | {"num_gpus": share}
+        return options | {"num_gpus": 0, "resources": {self.bundle.resource: share}}
+
+
+class Pool:
+    """The places of a pool, divided equally between the roles that use it."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        num_roles: int,
+        actors: KeptActors | None = None,
+        faults: NodeFaults | None = None,
+        *,
+        has_ranks: bool = False,
+    ) -> None:
+        self.places = places
+        self.has_ranks = has_ranks
+        self.faults = faults or NodeFaults()
+        self.actors = actors or KeptActors(keeps=False)
+        self.is_shared = num_roles > 1
+        # Ray counts in ten-thousandths of a device.
+        self.share = math.floor(10_000 / num_roles) / 10_000
+        self.turn = asyncio.Lock()
+
+    @property
+    def bundles(self) -> list[NodeBundle]:
+        return list(dict.fromkeys(place.bundle for place in self.places))
+
+
+class Cluster:
+    """The Ray a run uses and the pools it holds there."""
+
+    def __init__(self, device: str, lease: Lease | None = None) -> None:
+        self._resource = "GPU" if device == "cuda" else CPU_SLOT
+        self._groups: list[PlacementGroup] = []
+        self._gpus: dict[str, list[tuple[int, ...]]] = {}
+        """The numbers of the GPUs by pool and bundle."""
+        self._lease = lease if lease is not None and lease.keeps else None
+        finds = self._lease is not None and self._lease.adopted is not None
+        self.actors = KeptActors(keeps=self._lease is not None, finds=finds)
+        self.faults = NodeFaults()
+
+    def outlive_driver(self) -> None:
+        """Leave everything to the next driver if this one dies from now on."""
+        if self._lease is not None:
+            self._lease.take()
+
+    def reserve(self, pools: Mapping[str, PoolConfig]) -> dict[str, list[Place]]:
+        """Reserve the devices of every pool, one bundle per node; the places of a node are neighbours in the list.
+
+        Raise MachineError where the cluster has no such nodes.
+        """
+        refuse_missing(pools, [devices_of(node, self._resource) for node in live_nodes()], resource=self._resource)
+        groups = {}
+        # The largest bundles first: small ones fit into what is left.
+        for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
+            bundles = [{self._resource: float(pool.gpus_per_node)}] * pool.nodes
+            groups[name] = self._group(f"{GROUP_PREFIX}{name}", bundles)
+            self._groups.append(groups[name])
+        deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+        located = {
+            name: self._located(name, pool, groups[name], timeout_s=max(0.0, deadline - time.monotonic()))
+            for name, pool in pools.items()
+        }
+        if self._lease is not None:
+            self._lease.placed(self._gpus)
+        return located
+
+    def _group(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+        """Return a new placement group, or the one that an earlier driver left."""
+        if self._lease is not None and self._lease.adopted is not None:
+            with suppress(ValueError):
+                return get_placement_group(name)
+        lifetime = None if self._lease is None else "detached"
+        return placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime=lifetime)
+
+    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[Place]:
+        size = pool.gpus_per_node
+        if not group.wait(timeout_s):
+            free = ray.available_resources().get(self._resource, 0.0)
+            raise MachineError(
+                f"pools.{name}: {name_nodes(pool.nodes, size)} not free within {PLACEMENT_TIMEOUT_S:.0f} s; {free:g} "
+                "device(s) of the Ray cluster are free, the others are in use; end other jobs or add nodes"
+            )
+        bundles = [NodeBundle(group, index, resource=self._resource, size=size) for index in range(pool.nodes)]
+        places = placement_group_table(group)["bundles_to_node_id"]
+        for bundle in bundles:
+            bundle.node = places[bundle.index]
+        adopted = None if self._lease is None else self._lease.adopted
+        if self._resource == "GPU" and adopted is not None:
+            for bundle, gpus in zip(bundles, adopted.gpus[name], strict=True):
+                bundle.gpus = tuple(gpus)
+        elif self._resource == "GPU":
+            find_gpus(bundles)
+        self._gpus[name] = [bundle.gpus for bundle in bundles]
+        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in live_nodes()}
+        bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
+        return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
+
+    def release(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+
+
+def nodes_of(pools: Iterable[Pool]) -> list[str]:
+    """Return Ray's id of every node that the pools use, each once, in the order of the places."""
+    return list(dict.fromkeys(place.node for pool in pools for place in pool.places))
+
+
+def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
+    """Return each place as (node number, GPU or slot number); equal pairs are the same place."""
+    nodes: dict[str, int] = {}
+    slots: dict[tuple[object, int, int], int] = {}
+
+    def number(place: Place) -> Gpu:
+        node = nodes.setdefault(place.node, len(nodes))
+        if place.gpu is not None:
+            return node, place.gpu
+        bundle = place.bundle
+        return node, slots.setdefault((bundle.group.id, bundle.index, place.slot), len(slots))
+
+    return [tuple(number(place) for place in places) for places in pools]
+
+
+def refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, resource: str) -> None:
+    """Raise MachineError for pools that no set of nodes with these numbers of devices can hold."""
+    kind = "GPU" if resource == "GPU" else "slot"
+    there = _described(devices, kind)
+    for name, pool in pools.items():
+        if sum(count >= pool.gpus_per_node for count in devices) < pool.nodes:
+            wanted = name_nodes(pool.nodes, pool.gpus_per_node, kind)
+            raise MachineError(
+                f"pools.{name}: needs {wanted}, and the Ray cluster has {there}; add such nodes, or set "
+                f"pools.{name}.nodes and gpus_per_node to what a node has"
+            )
+    total = sum(pool.gpus for pool in pools.values())
+    if total > sum(devices):
+        raise MachineError(
+            f"pools: need {total} {kind}s together, and the Ray cluster has {there}; make a pool smaller or add nodes"
+        )
+
+
+def _described(devices: Sequence[int], kind: str) -> str:
+    """Return how many nodes have how many devices, such as "2 nodes with 8 GPUs, 1 node with 4 GPUs"."""
+    counts = Counter(count for count in devices if count)
+    if not counts:
+        return f"no node with a {kind}" + (
+            f" (ray start --resources '{{\"{CPU_SLOT}\": N}}')" if kind == "slot" else ""
+        )
+    return ", ".join(name_nodes(number, count, kind) for count, number in sorted(counts.items(), reverse=True))
+
+
+def name_nodes(number: int, size: int, kind: str = "device") -> str:
+    return f"{number} node{'s' * (number > 1)} with {size} {kind}{'s' * (size > 1)}"
+
+
+def live_nodes() -> list[Mapping[str, object]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def address_of(node: str) -> str:
+    """Return the address of a node, from Ray's id of it."""
+    return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), node)
+
+
+def devices_of(node: Mapping[str, object], resource: str) -> int:
+    resources = node["Resources"]
+    assert isinstance(resources, Mapping), resources
+    return int(resources.get(resource, 0))
+
+
+def _order(address: str) -> tuple[int, ...]:
+    """Sort addresses by their numbers: neighbours in the network are often neighbours in the machine room."""
+    return tuple(int(part) for part in address.split(".") if part.isdecimal())
+
+
+def find_gpus(bundles: Sequence[NodeBundle]) -> None:
+    """Ask each node which of its GPUs Ray has reserved for the bundle."""
+    ask = ray.remote(_own_gpus)
+    numbers = ray.get(
+        [
+            ask.options(num_cpus=0, num_gpus=bundle.size, max_retries=0, scheduling_strategy=bundle.strategy).remote()
+            for bundle in bundles
+        ],
+        timeout=_LOCATE_TIMEOUT_S,
+    )
+    for bundle, gpus in zip(bundles, numbers, strict=True):
+        bundle.gpus = tuple(sorted(gpus))
+
+
+def _own_gpus() -> list[int]:
+    return [int(number) for number in ray.get_gpu_ids()]
+
+
+def accelerators() -> list[str]:
+    """Return the kinds of GPUs that Ray reports, such as `H100`."""
+    prefix = "accelerator_type:"
+    return [name.removeprefix(prefix) for name in ray.cluster_resources() if name.startswith(prefix)]
+
+
+def own_address(bind: str | None) -> str:
+    """Return this machine's address in the network `bind`; without one, the address Ray has for this machine."""
+    if bind is not None:
+        return address_in(bind)
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+@contextmanager
+def joined(address: str, *, log_hint: str = "", namespace: str | None = None) -> Iterator[None]:
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MachineError(f"cannot join Ray at {address}: {reason}{log_hint}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def open_cluster(
+    run: RunConfig,
+    pools: Mapping[str, PoolConfig],
+    *,
+    address: str | None,
+    lease: Lease | None = None,
+    tasks_file: Path | None = None,
+) -> Iterator[Cluster]:
+    """Yield the Ray of one run, joined at `address` or started here; everything placed on it ends with the block.
+
+    With a `lease`, what runs there outlives a driver that is killed, and what was left so is adopted. At the end a
+    trace of Ray's tasks is written to `tasks_file`, in Chrome's format.
+    """
+    with ExitStack() as stack:
+        if address is None:
+            assert lease is None or isinstance(lease, PrivateLease)
+            stack.enter_context(_private(run, pools, lease))
+        elif isinstance(lease, JoinedLease) and lease.keeps:
+            stack.enter_context(joined(address, namespace=lease.namespace))
+            stack.enter_context(leased(lease))
+        else:
+            stack.enter_context(joined(address))
+        cluster = Cluster(run.device, lease)
+        stack.callback(cluster.release)
+        if tasks_file is not None:
+            stack.callback(ray.timeline, str(tasks_file))
+        yield cluster
+
+
+@contextmanager
+def _private(run: RunConfig, pools: Mapping[str, PoolConfig], lease: PrivateLease | None) -> Iterator[None]:
+    """Join a Ray that is started here, or that an earlier driver left."""
+    with ExitStack() as stack:
+        if lease is not None and lease.adopted is not None:
+            assert lease.adopted.guard is not None, "it is private"
+            stack.enter_context(adopted_ray(lease, lease.adopted.guard))
+            stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
+        else:
+            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name, lease=lease)
+            stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
+            log_hint = f"; log: {nodes.log_of(0)}"
+            stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))
+        yield

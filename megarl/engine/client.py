@@ -1,0 +1,496 @@
+"""HTTP calls to one SGLang server, each with a deadline. Knows no fleet and no policy.
+
+Every failure on the way is an EngineError that names the engine and the operation. A bad token id or tensor ends the
+whole server, so callers check what they send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeAlias
+
+import aiohttp
+import msgspec
+
+from megarl.config.section import Device
+from megarl.errors import EngineError
+from megarl.system.secret import Secret
+from megarl.tokens import AskedRoutes
+from megarl.types import JsonValue, PolicyVersion
+
+_CONTROL_TIMEOUT_S = 60.0
+_HEALTH_TIMEOUT_S = 5.0
+_CUT_GRACE_S = 30.0
+"""Time for an engine to return the tokens of a late request."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKeys:
+    """One key to generate, one to control: a caller that can send weights can run code in the engine."""
+
+    api: str = field(repr=False)
+    admin: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for value in (self.api, self.admin):
+            Secret(value)  # masked in all output from now on
+
+    def __reduce__(self) -> tuple[Callable[[], EngineKeys], tuple[()]]:
+        # Made anew in the receiving process, so that its logs mask the keys as well.
+        return partial(EngineKeys, api=self.api, admin=self.admin), ()
+
+    @classmethod
+    def fresh(cls) -> EngineKeys:
+        return cls(api=token_hex(24), admin=token_hex(24))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEndpoint:
+    """The address of one engine, and what a caller needs to know about it."""
+
+    index: int
+    """Position in the fleet."""
+    host: str
+    port: int
+    tensor: int
+    """Number of tensor-parallel ranks; each gets its own weight payload."""
+    device: Device
+    keys: EngineKeys
+    scheme: str = "http"
+    node_hosts: tuple[str, ...] = ()
+    """The address of each node of an engine that has several; `host` is the first."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
+
+    def host_of(self, tp_rank: int) -> str:
+        """Return the address of the node that a TP rank is on; nodes have equal shares of the ranks, in order."""
+        return self.node_hosts[tp_rank * len(self.node_hosts) // self.tensor] if self.node_hosts else self.host
+
+    def __str__(self) -> str:
+        return f"engine {self.index} ({self.host}:{self.port})"
+
+
+class PauseMode(StrEnum):
+    """The treatment of running requests when an engine is paused."""
+
+    ABORT = "abort"
+    """They end and return their tokens so far."""
+    IN_PLACE = "in_place"
+    """They wait and continue with their KV cache."""
+    RETRACT = "retract"
+    """They wait and continue with a recomputed KV cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A request for one response. SGLang's own `n` is not used: it drops the request id."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int | None = None
+    cache_key: str | None = None
+    """Only requests with the same key share cached prefixes."""
+    session_id: str | None = None
+    """Names the episode; SGLang reads it with `enable_session_radix_cache` only."""
+    adapter: str | None = None
+    """Name of the loaded adapter to compute with; None is the base."""
+    returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw
+    routes: AskedRoutes | None = None
+
+    def to_json(self) -> dict[str, JsonValue]:
+        sampling: dict[str, JsonValue] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": -1 if self.top_k is None else self.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+        if self.sampling_seed is not None:
+            sampling["sampling_seed"] = self.sampling_seed
+        request: dict[str, JsonValue] = {
+            "rid": self.rid,
+            "input_ids": list(self.input_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            # Of output tokens too, where `server` runs.
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
+        if self.returns_prompt:
+            request["return_prompt_token_ids"] = True
+        if self.routes is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": self.routes.first}
+        if self.cache_key is not None:
+            request["extra_key"] = self.cache_key
+        if self.session_id is not None:
+            request["session_id"] = self.session_id
+        if self.adapter is not None:
+            request["lora_path"] = self.adapter
+        return request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A reply to `generate` as it came; `reply` decodes and checks it."""
+
+    content: bytes
+    is_cut: bool
+    """The request was late and was aborted: the reply has its tokens until then, or all of them."""
+
+
+class EngineClient:
+    """A client of one engine. It holds connections until `close`."""
+
+    def __init__(self, endpoint: EngineEndpoint, *, request_timeout_s: float, send: Send | None = None) -> None:
+        """`send` replaces the network."""
+        self.endpoint = endpoint
+        self.request_timeout_s = request_timeout_s
+        self._has_sessions: bool | None = None
+        self._is_asleep = False
+        self._cuts: set[asyncio.Task[None]] = set()
+        self._released: list[str] = []
+        """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
+        self._http = EngineHttp(endpoint.url, send=send)
+
+    async def close(self) -> None:
+        for cut in self._cuts:
+            cut.cancel()
+        await self._http.close()
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
+        cut_after_s = self.request_timeout_s
+        cuts: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(cut_after_s, self._begin_cut, request.rid, cuts)
+        try:
+            reply = await self._call(
+                "generate",
+                "/generate",
+                request.to_json(),
+                key=self.endpoint.keys.api,
+                timeout_s=cut_after_s + min(_CUT_GRACE_S, cut_after_s),
+            )
+        finally:
+            timer.cancel()
+        return Generated(content=reply.content, is_cut=bool(cuts))
+
+    def _begin_cut(self, rid: str, cuts: list[asyncio.Task[None]]) -> None:
+        cut = asyncio.get_running_loop().create_task(self._cut(rid))
+        cuts.append(cut)
+        self._cuts.add(cut)
+        cut.add_done_callback(self._cuts.discard)
+
+    async def _cut(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except EngineError as error:
+            logger.info("late request cannot be cut: %s", error)
+
+    async def ask(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
+        """Return the reply to a request that is answered at once, without tokens that could be cut."""
+        key, timeout_s = self.endpoint.keys.api, self.request_timeout_s
+        return (await self._call(operation, path, body, key=key, timeout_s=timeout_s)).content
+
+    async def abort(self, rid: str) -> None:
+        """End one request; its `generate` returns the tokens so far, with finish reason abort."""
+        assert rid, "SGLang takes an empty rid for all requests"
+        await self._control("abort", "/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        await self._control("abort all", "/abort_request", {"abort_all": True})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._control("pause", "/pause_generation", {"mode": mode.value})
+
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+        await self._control("resume", "/continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self) -> None:
+        """Discard cached prefixes. The engine refuses while requests are running."""
+        await self._control("flush cache", "/flush_cache", {})
+
+    async def sleep(self, *, releases_weights: bool = False) -> None:
+        """Stop computing and, on a GPU, release the memory of the KV cache and, if so asked, of the weights.
+
+        Weights that stay can be published to; those that were released are lost. The engine must be idle: SGLang ends
+        itself when memory is released during a request. Requests that arrive meanwhile wait until `wake`.
+        """
+        if not self._is_asleep:
+            await self.pause(PauseMode.RETRACT)
+            self._is_asleep = True
+        await self._release("kv_cache", *(["weights"] if releases_weights else []))
+
+    async def take_weights(self) -> None:
+        """Take the memory of the weights again, without their values: a publish must follow."""
+        await self._take("weights")
+
+    async def wake(self) -> None:
+        """Compute again. Weights that were released have been published by now."""
+        if not self._is_asleep:
+            return
+        assert "weights" not in self._released, f"{self.endpoint}: take_weights and a publish come before wake"
+        await self._take("kv_cache")
+        await self.resume()
+        self._is_asleep = False
+
+    async def _release(self, *tags: str) -> None:
+        new: list[JsonValue] = [tag for tag in tags if tag not in self._released]
+        if new and self.endpoint.device == "cuda":
+            await self._control("release memory", "/release_memory_occupation", {"tags": new})
+        self._released += [tag for tag in tags if tag not in self._released]
+
+    async def _take(self, tag: str) -> None:
+        if tag not in self._released:
+            return
+        if self.endpoint.device == "cuda":
+            await self._control("take memory", "/resume_memory_occupation", {"tags": [tag]})
+        self._released.remove(tag)
+
+    async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
+        """Return whether the server answers; a paused or sleeping engine does."""
+        try:
+            response = await self._http.exchange("GET", "/health", None, None, timeout_s)
+        except HttpError:
+            return False
+        return response.status_code == HTTPStatus.OK
+
+    async def probe(self, *, timeout_s: float) -> str:
+        """Return the weight version that the engine reports, after an answer of its scheduler.
+
+        SGLang's own health check generates greedily, and a greedy request in a batch changes what the seeds of the
+        sampled ones mean. The scheduler is asked for its state instead.
+        """
+        await self._ask("probe", "/server_info", timeout_s=timeout_s)
+        info = await self._get("probe", "/model_info", timeout_s=timeout_s)
+        return str(info.get("weight_version"))
+
+    async def num_cached_tokens(self) -> int | None:
+        """Return how many tokens the KV cache holds; None where the engine does not answer that."""
+        with suppress(EngineError):
+            info = await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
+            size = info.get("max_total_num_tokens")
+            return size if isinstance(size, int) else None
+        return None
+
+    async def model_info(self) -> Mapping[str, JsonValue]:
+        return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def load_weights(
+        self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
+    ) -> None:
+        """Pass one payload to the loader of each TP rank; the engine reports `version` afterwards.
+
+        Waits until no request is running, unless the engine is paused.
+        """
+        assert len(payloads) == self.endpoint.tensor, f"{len(payloads)} payloads, {self.endpoint.tensor} TP ranks"
+        body: dict[str, JsonValue] = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": load_format,
+            # Flushing here ends the server if a request is running; `flush_cache` only refuses.
+            "flush_cache": False,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        async with self._weight_session():
+            await self._control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+    async def load_weights_from_disk(self, folder: Path, *, version: PolicyVersion, timeout_s: float) -> None:
+        """Let SGLang load a Hugging Face folder."""
+        body: dict[str, JsonValue] = {
+            "model_path": str(folder),
+            # Without it SGLang takes the format of its start, and an engine may have started with random weights.
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        await self._control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def load_adapter(self, name: str, folder: Path, *, timeout_s: float) -> None:
+        """Let SGLang load a folder of PEFT under a new name, beside running requests."""
+        body: dict[str, JsonValue] = {"lora_name": name, "lora_path": str(folder), "pinned": False}
+        await self._control("load adapter", "/load_lora_adapter", body, timeout_s=timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """Forget an adapter. SGLang waits for its requests, and holds back all loads meanwhile."""
+        await self._control("unload adapter", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def _weight_session(self) -> AsyncIterator[None]:
+        """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
+        if self._has_sessions is not False:
+            response = await self._send(
+                "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, _CONTROL_TIMEOUT_S
+            )
+            # An unknown path is guarded by the other key.
+            self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
+            if self._has_sessions:
+                self._checked("begin weight update", response)
+        try:
+            yield
+        except EngineError:
+            with suppress(EngineError):  # the first failure is raised
+                await self._end_weight_session()
+            raise
+        await self._end_weight_session()
+
+    async def _end_weight_session(self) -> None:
+        if self._has_sessions:
+            await self._control("end weight update", "/end_weight_update", {})
+
+    async def _ask(self, operation: str, path: str, *, timeout_s: float) -> HttpReply:
+        try:
+            response = await self._http.exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
+        except HttpError as error:
+            raise self._error(operation, str(error)) from error
+        return self._checked(operation, response)
+
+    async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
+        info = (await self._ask(operation, path, timeout_s=timeout_s)).json()
+        if not isinstance(info, dict):
+            raise self._error(operation, f"{path} returned a {type(info).__name__}")
+        return info
+
+    async def _control(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = _CONTROL_TIMEOUT_S
+    ) -> HttpReply:
+        return await self._call(operation, path, body, key=self.endpoint.keys.admin, timeout_s=timeout_s)
+
+    async def _call(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], *, key: str, timeout_s: float
+    ) -> HttpReply:
+        return self._checked(operation, await self._send(operation, path, body, key, timeout_s))
+
+    async def _send(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], key: str, timeout_s: float
+    ) -> HttpReply:
+        try:
+            return await self._http.exchange("POST", path, body, key, timeout_s)
+        except HttpError as error:
+            raise self._error(operation, str(error)) from error
+
+    def _checked(self, operation: str, response: HttpReply) -> HttpReply:
+        if response.status_code != HTTPStatus.OK:
+            raise self._error(
+                operation,
+                f"status {response.status_code}: {response.content[:1200].decode(errors='replace').strip()[:300]}",
+            )
+        return response
+
+    def _error(self, operation: str, reason: str) -> EngineError:
+        return EngineError(f"{self.endpoint}: {operation}: {reason}")
+
+
+MAX_REPLY_BYTES = 256 << 20
+"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
+_CONNECT_TIMEOUT_S = 60.0
+"""Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
+
+KEPT_S = 4.0
+"""Idle connections are kept so long; engines keep them much longer, so that none ends as a request is written to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpReply:
+    status_code: int
+    content: bytes
+
+    def json(self) -> JsonValue:
+        """Return the decoded content; None if it is not JSON."""
+        try:
+            value: JsonValue = msgspec.json.decode(self.content)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        return value
+
+
+class HttpError(Exception):
+    """No usable reply came; the text says why."""
+
+
+Send: TypeAlias = Callable[[str, str, Mapping[str, str], bytes | None], Awaitable[HttpReply]]
+"""Sends a request of a method, a URL, headers and a content."""
+
+
+class EngineHttp:
+    def __init__(self, url: str, *, send: Send | None = None) -> None:
+        self._url = url
+        self._session: aiohttp.ClientSession | None = None
+        self._send = send or self._over_network
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def exchange(
+        self, method: str, path: str, body: Mapping[str, JsonValue] | None, key: str | None, timeout_s: float
+    ) -> HttpReply:
+        """Return the whole reply, whatever its status; raise HttpError if it is not there within `timeout_s`."""
+        headers = {"Accept-Encoding": "identity"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            # One limit for all: a server that sends a byte now and then would never be late.
+            async with asyncio.timeout(timeout_s):
+                return await self._send(method, f"{self._url}{path}", headers, content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise HttpError(f"no connection within {_CONNECT_TIMEOUT_S:.0f} s") from error
+        except TimeoutError as error:
+            raise HttpError(f"no answer within {timeout_s:.0f} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            # A ValueError: an answer that is not HTTP, as from a port that is another's.
+            raise HttpError(f"{type(error).__name__}: {str(error)[:200]}".removesuffix(": ")) from error
+
+    async def _over_network(
+        self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
+    ) -> HttpReply:
+        if self._session is None:
+            self._session = _open_session()
+        request = self._session.request(method, url, headers=headers, data=content, allow_redirects=False)
+        async with request as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                # Nobody asked for it, and its size after decompression is unknown.
+                raise HttpError(f"the reply is compressed ({encoding[:40]})")
+            chunks, num_bytes = [], 0
+            async for chunk in response.content.iter_any():
+                chunks.append(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_REPLY_BYTES:
+                    raise HttpError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
+        return HttpReply(status_code=response.status, content=b"".join(chunks))
+
+
+def _open_session() -> aiohttp.ClientSession:
+    """Return a session without a limit of requests.
+
+    Connections are kept for the next turn of an episode: to open one costs a fifth of a turn.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

@@ -1,0 +1,168 @@
+"""Released SGLang on a machine without a GPU: `python -m megarl.engine.cpu <arguments of sglang.launch_server>`.
+
+SGLang's wheel has no compiled kernels for CPUs; this module installs stand-ins before SGLang starts. It is never loaded
+on a machine with a GPU. SGLang's workers are forked, with the stand-ins in place.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from multiprocessing.context import ForkContext
+from typing import Protocol
+
+import torch
+
+from megarl.engine.cpu_kernels import (
+    add_gated,
+    add_product_in_blocks,
+    addmm_in_blocks,
+    assign_req_to_token_pool,
+    declare_torchvision_ops,
+    mm_in_blocks,
+    murmur_hash32,
+    own_experts,
+)
+from megarl.engine.server import run
+
+
+def _install() -> None:
+    """Install everything that SGLang lacks on a CPU, once per process."""
+    declare_torchvision_ops()
+    sys.modules["sgl_kernel"] = _kernel_module()
+    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
+    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", murmur_hash32)
+    _use_gloo_on_arm()
+    _allow_deterministic_inference()
+    _divide_experts()
+    _gate_shared_experts()
+    _unpin_memory()
+    _fork_workers()
+
+
+class _KernelModule(types.ModuleType):
+    """Replaces the compiled `sgl_kernel`: importing a name succeeds, calling it fails."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_arguments: object, **_options: object) -> object:
+            raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
+
+        return missing
+
+
+def _kernel_module() -> types.ModuleType:
+    module = _KernelModule("sgl_kernel")
+    module.__dict__.update(
+        __path__=[],
+        __spec__=importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True),
+        __version__="0.0.0+cpu",
+        assign_req_to_token_pool_cpu=assign_req_to_token_pool,
+    )
+    return module
+
+
+def _use_gloo_on_arm() -> None:
+    """Make SGLang believe that this is not ARM, where it binds threads and reduces through compiled kernels.
+
+    SGLang asks its own function for the architecture, after it has determined (and cached) that this is a CPU.
+    """
+    from sglang.srt import utils  # noqa: PLC0415 - needs the stand-ins
+    from sglang.srt.utils import common  # noqa: PLC0415 - needs the stand-ins
+
+    assert common.is_cpu(), "SGLANG_USE_CPU_ENGINE=1 is not set, or this is neither x86 nor ARM"
+    for module in (utils, common):
+        module.is_host_cpu_arm64 = lambda: False
+
+
+def _allow_deterministic_inference() -> None:
+    from sglang.srt import batch_invariant_ops  # noqa: PLC0415 - needs the stand-ins
+    from sglang.srt.arg_groups import choices  # noqa: PLC0415 - needs the stand-ins
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
+
+
+class _Experts(Protocol):
+    """The fields of SGLang's layer that are used here."""
+
+    moe_ep_size: int
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+
+
+class _Routing(Protocol):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def _divide_experts() -> None:
+    """Let a rank hold a part of the experts: SGLang's CPU version assumes all, unlike its compiled kernels."""
+    from sglang.srt.layers.moe import fused_moe_native  # noqa: PLC0415 - needs the stand-ins
+
+    undivided = fused_moe_native.moe_forward_native
+
+    def forward(layer: _Experts, tokens: torch.Tensor, routing: _Routing, config: object) -> torch.Tensor:
+        if layer.moe_ep_size == 1:
+            output: torch.Tensor = undivided(layer, tokens, routing, config)
+            return output
+        return own_experts(tokens, routing.topk_weights, routing.topk_ids, layer.w13_weight, layer.w2_weight)
+
+    fused_moe_native.moe_forward_native = forward
+
+
+def _gate_shared_experts() -> None:
+    """Replace the Triton kernel that adds a shared expert's output, before the models that import it."""
+    from sglang.kernels.ops.elementwise import elementwise  # noqa: PLC0415 - needs the stand-ins
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
+def _unpin_memory() -> None:
+    """Ignore the wish for pinned memory, which adapters and recorded experts have and only CUDA can fulfil."""
+    from sglang.srt.mem_cache.pool_host import common  # noqa: PLC0415 - needs the stand-ins
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)  # noqa: ARG005 - on purpose
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
+    common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
+
+
+class _ForkOnly(ForkContext):
+    """A multiprocessing context that ignores SGLang's choice of another one."""
+
+    def set_start_method(self, method: str | None, force: bool = False) -> None:
+        pass
+
+
+def _fork_workers() -> None:
+    """Fork the workers. SGLang spawns them for CUDA; each would import SGLang again, which triples the start's time."""
+    from sglang.srt.entrypoints import engine  # noqa: PLC0415 - needs the stand-ins
+
+    engine.mp = _ForkOnly()
+
+
+def _enable_batch_invariant_mode() -> None:
+    """Replace SGLang's Triton version: the logits of a request do not depend on the rest of its batch.
+
+    The other operators of a decoder (norms, softmax, attention request by request) treat rows alike already.
+    """
+    torch.library.impl("aten::mm", "CPU", mm_in_blocks)
+    torch.library.impl("aten::addmm", "CPU", addmm_in_blocks)
+    # The products of adapters.
+    torch.library.impl("aten::addmm_", "CPU", add_product_in_blocks)
+
+
+if torch.cuda.is_available():
+    raise RuntimeError("megarl.engine.cpu is for machines without a GPU; on this one start megarl.engine.server")
+_install()
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,399 @@
+"""All engines of a run: their states and versions, and the choice of the engine for the next request.
+
+Knows no tokens, no weights and no processes: the generator leases engines, the publisher reports what each one serves,
+the supervisor reports what happened to each. It outlives the trainer ranks and their publisher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from megarl.engine.client import EngineClient
+from megarl.engine.dispatch import Dispatcher, Pace, RequestListener, Uncounted
+from megarl.engine.lifecycle import (
+    Answered,
+    Confirmed,
+    Doubted,
+    Ended,
+    EngineState,
+    Event,
+    FellBehind,
+    Life,
+    RestartPolicy,
+    advance,
+)
+from megarl.errors import EngineError, EngineLostError, FleetError
+from megarl.types import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 10.0
+_NOTED_EVERY_S = 0.25
+_MAX_REASONS = 8  # engines that an error names
+UNFILLED = "has no weights before the first publish"
+RELEASED = "gave up its weights while trainers use its devices"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Engine:
+    """The fleet's record of one engine. Only the fleet changes it."""
+
+    index: int
+    """Stays the same when the engine is restarted."""
+    client: EngineClient
+    version: PolicyVersion
+    """The version of the weights it serves."""
+    life: Life
+    num_outstanding: int = 0
+    num_elsewhere: int = 0  # requests of rollout workers in other processes
+    pace: Pace = field(default_factory=Pace)  # of the requests that it answered since somebody asked
+    num_pauses: int = 0  # and resumes; a changed number means that a publish may have happened
+    is_watched: bool = False  # a rollout worker of its node probes it
+    is_syncing: bool = False  # its scheduler waits for weights and answers nothing else
+    leases: set[asyncio.Timeout] = field(default_factory=set)
+    adapter: str | None = None  # name of the one that new requests compute with; None: the weights are published
+    adapters: Counter[str | None] = field(default_factory=Counter)  # requests that hold each one that is loaded
+    adapters_elsewhere: dict[int, frozenset[str]] = field(default_factory=dict)  # those of rollout workers, by worker
+
+    @property
+    def weights_version(self) -> PolicyVersion:
+        """The version that the engine itself reports: under adapters the base stays what it was at the start."""
+        return self.version if self.adapter is None else PolicyVersion(0)
+
+    @property
+    def held_adapters(self) -> set[str]:
+        here = {name for name, count in self.adapters.items() if name is not None and count}
+        return here.union(*self.adapters_elsewhere.values())
+
+    @property
+    def state(self) -> EngineState:
+        return self.life.state
+
+    @property
+    def reason(self) -> str:
+        """Why it is not live; empty if it is."""
+        return self.life.reason
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is EngineState.HEALTHY
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_outstanding + self.num_elsewhere
+
+    def __str__(self) -> str:
+        return str(self.client.endpoint)
+
+
+StateListener = Callable[[Engine, Life], None]  # called with an engine whose state changed, and its life before that
+JoinListener = Callable[[Sequence[Engine]], None]  # called with engines of one node that were added
+
+
+class Fleet:
+    """The engines by index. All start at version 0; those that have no weights yet are reported as stale."""
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        max_outstanding: int,
+        publish_timeout_s: float,
+        policy: RestartPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        lent: Set[int] = frozenset(),
+    ) -> None:
+        """At most `max_outstanding` requests per engine are sent; others wait here. For `lent` see `Dispatcher`.
+
+        `publish_timeout_s` is the deadline for any change while no engine is live. Without a `policy` the engines are
+        not supervised: one that is lost stays lost.
+        """
+        assert clients, "a fleet needs an engine"
+        self.committed_version = PolicyVersion(0)
+        self.is_awake = True  # not while trainers use the engines' devices
+        self.policy = policy or RestartPolicy(max_restarts=0)
+        self.engines = tuple(
+            Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), life=Life.begin(clock()))
+            for each in clients
+        )
+        self.requests: RequestListener = Uncounted()
+        self.num_changes = 0  # of states, versions, addresses and pauses
+        self._is_supervised = policy is not None
+        self._clock = clock
+        self.publish_timeout_s = publish_timeout_s
+        self._listeners: list[StateListener] = []
+        self.join_listeners: list[JoinListener] = []
+        self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding, lent=lent)
+        self._deadline: asyncio.TimerHandle | None = None  # while requests wait and no engine is live
+        self._changed = asyncio.Condition()
+        self._notifying: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+
+    def listen(self, listener: StateListener) -> None:
+        self._listeners.append(listener)
+
+    def add(self, clients: Sequence[EngineClient], reason: str) -> None:
+        """Add engines of one node that are still to be started; their indices follow those of the others."""
+        life, version = Life.starting(self._clock(), reason), PolicyVersion(0)
+        added = [Engine(index=each.endpoint.index, client=each, version=version, life=life) for each in clients]
+        self.engines, self.num_changes = (*self.engines, *added), self.num_changes + 1
+        for engine in added:
+            self._dispatcher.add(engine)
+        for listener in self.join_listeners:
+            listener(added)
+
+    @asynccontextmanager
+    async def lease(self, avoid: Set[int] = frozenset(), *, prefixes: Sequence[str] = ()) -> AsyncIterator[Engine]:
+        """Lease the live engine with the fewest outstanding requests; one in `avoid` only if there is no other.
+
+        Requests that have a prefix in common share an engine, within a bound. EngineLostError ends the block.
+        """
+        engine = await self._acquire(avoid, prefixes)
+        scope = asyncio.timeout(None)
+        engine.leases.add(scope)
+        # Kept here: a restarted engine has others.
+        adapter, adapters = engine.adapter, engine.adapters
+        adapters[adapter] += 1
+        try:
+            async with scope:
+                yield engine
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise EngineLostError(f"{engine}: lost: {engine.reason}") from None
+        finally:
+            engine.leases.discard(scope)
+            adapters[adapter] -= 1
+            self._dispatcher.release(engine)
+
+    async def _acquire(self, avoid: Set[int], prefixes: Sequence[str]) -> Engine:
+        while True:
+            engine = self._dispatcher.take(avoid, prefixes)
+            if engine is None:
+                self.check()
+                waiting = self._dispatcher.wait(avoid, prefixes)
+                if self._deadline is None:
+                    asyncio.get_running_loop().call_soon(self._restart_deadline)
+                engine = await waiting
+            if engine.is_live:
+                return engine
+            self._dispatcher.release(engine)
+
+    def _restart_deadline(self) -> None:
+        """Begin to wait for any change, if requests wait and no engine is live."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
+        if self._dispatcher.has_waiting and not self._dispatcher.has_live:
+            self._deadline = asyncio.get_running_loop().call_later(self.publish_timeout_s, self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        self._deadline = None
+        self._dispatcher.refuse(self._none_came)
+
+    def _none_came(self) -> FleetError:
+        return FleetError(
+            f"no engine has served version {self.committed_version} for {self.publish_timeout_s:.0f} s: "
+            f"{self._reasons()}"
+        )
+
+    async def _wait_for_change(self) -> None:
+        """Wait for a change, holding the condition. Raises FleetError if no engine came in time or can come."""
+        self.check()
+        try:
+            async with asyncio.timeout(self.publish_timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            raise self._none_came() from None
+
+    def check(self) -> None:
+        """Raise if no engine will ever be live again."""
+        if self._is_hopeless:
+            raise self._end_reason()
+
+    @property
+    def _is_hopeless(self) -> bool:
+        if self._failure is not None:
+            return True
+        return not self._dispatcher.has_live and all(engine.life.is_over for engine in self.engines)
+
+    def _end_reason(self) -> BaseException:
+        if self._failure is not None:
+            return self._failure
+        spent = f" and {self.policy.max_restarts} restarts each are spent" if self.policy.max_restarts else ""
+        return FleetError(f"no engine is left{spent}: {self._reasons()}")
+
+    @property
+    def reachable(self) -> list[Engine]:
+        """The engines that weights can be sent to, whatever they serve now."""
+        return [engine for engine in self.engines if engine.life.is_reachable]
+
+    async def any_reachable(self) -> list[Engine]:
+        """Return `reachable` as soon as it has an engine; raises FleetError if none will come."""
+        async with self._changed:
+            while not self.reachable:
+                await self._wait_for_change()
+            return self.reachable
+
+    @contextmanager
+    def syncing(self, engines: Iterable[Engine]) -> Iterator[None]:
+        """Mark `engines` as receiving weights."""
+        busy = list(engines)
+        for engine in busy:
+            engine.is_syncing = True
+        try:
+            yield
+        finally:
+            for engine in busy:
+                engine.is_syncing = False
+
+    async def committed(self, version: PolicyVersion, engines: Iterable[Engine], *, adapter: str | None = None) -> None:
+        """Record that `version` is committed and that `engines` serve it, as `adapter`; all others are stale."""
+        current = set(engines)
+        assert current, f"version {version} is committed, but no engine serves it"
+        self.committed_version = version
+        self.num_changes += 1
+        for engine in self.engines:
+            if engine in current:
+                engine.version, engine.adapter = version, adapter
+                self.report(engine, Confirmed())
+            else:
+                self.report(engine, FellBehind(reason=f"serves version {engine.version}"))
+
+    async def joined(self, engine: Engine, *, adapter: str | None = None) -> None:
+        """Record that `engine` has caught up with the committed version, and serves it as `adapter`."""
+        engine.version, engine.adapter = self.committed_version, adapter
+        self.num_changes += 1
+        self.report(engine, Confirmed())
+
+    async def mark_stale(self, engine: Engine, reason: str) -> None:
+        """Record that an engine serves other weights than those of its version."""
+        self.report(engine, FellBehind(reason=reason))
+
+    async def doubt(self, engine: Engine, reason: str) -> None:
+        """Record that a request failed on the way. The engine gets no other one before it has answered a probe."""
+        if not engine.is_live:
+            return
+        self.report(engine, Doubted(reason=reason))
+        if not self._is_supervised:
+            await self.examine(engine, reason)
+
+    async def examine(self, engine: Engine, reason: str) -> bool:
+        """Probe an engine that failed; return whether it answers. If not, it is dead from now on."""
+        client = engine.client
+        is_there = await client.is_healthy(timeout_s=_PROBE_TIMEOUT_S)
+        if engine.client is client:
+            self.report(engine, Answered() if is_there else Ended(reason=reason))
+        return is_there
+
+    def answered(self, engine: Engine, pace: Pace) -> None:
+        """Record that requests were answered with tokens of the engine's version; it need not be probed."""
+        engine.pace += pace
+        if engine.is_live and self.quiet_s(engine) > _NOTED_EVERY_S:
+            self.report(engine, Answered())
+
+    def quiet_s(self, engine: Engine) -> float:
+        """Return the time since the engine's last answer."""
+        return self._clock() - engine.life.last_answer
+
+    def report(self, engine: Engine, event: Event) -> None:
+        """Advance the life of an engine. If it is dead, its leases end."""
+        before = engine.life
+        after = advance(before, event, now=self._clock(), policy=self.policy)
+        self.adopt(engine, after)
+        if after.state is before.state:
+            return
+        logger.info("engine=%d state=%s reason=%s", engine.index, after.state, after.reason)
+        for listener in self._listeners:
+            listener(engine, before)
+
+    def adopt(self, engine: Engine, life: Life) -> None:
+        """Set the life of an engine, without a word to the listeners."""
+        before, engine.life = engine.life, life
+        if life.state is before.state:
+            return
+        self.num_changes += 1
+        self._dispatcher.changed(engine)
+        if life.state is EngineState.DEAD:
+            for scope in engine.leases:
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
+        self._notify()
+
+    def count_pause(self, engines: Iterable[Engine]) -> None:
+        """Record that these engines are about to be paused or resumed."""
+        for engine in engines:
+            engine.num_pauses += 1
+        self.num_changes += 1
+
+    def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
+        """Set the client of a restarted engine, which has a new address; return the old client."""
+        before, engine.client = engine.client, client
+        engine.version, engine.adapter, engine.adapters, engine.pace = PolicyVersion(0), None, Counter(), Pace()
+        self.num_changes += 1
+        return before
+
+    def fail(self, error: BaseException) -> None:
+        """Record that the supervisor failed: those who wait for an engine get this error."""
+        self._failure = error
+        self._notify()
+
+    async def sleep(self, *, releases_weights: bool = False) -> None:
+        """Release the devices. Waits for engines that are starting, which would take the devices back.
+
+        An engine that releases its weights is stale until a publish has confirmed others.
+        """
+        self.is_awake = False
+        async with self._changed:
+            while any(engine.state is EngineState.RESTARTING for engine in self.engines):
+                await self._wait_for_change()
+        if releases_weights:
+            for engine in self.reachable:
+                self.report(engine, FellBehind(reason=RELEASED))
+        calls = (self._ask(each, each.client.sleep(releases_weights=releases_weights)) for each in self.reachable)
+        await asyncio.gather(*calls)
+
+    async def take_weights(self) -> None:
+        """Take the memory of the weights again, for a publish."""
+        await asyncio.gather(*(self._ask(engine, engine.client.take_weights()) for engine in self.reachable))
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(self._ask(engine, engine.client.wake()) for engine in self.reachable))
+        self.is_awake = True
+        self._notify()
+
+    async def _ask(self, engine: Engine, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except EngineError as error:
+            # An engine that does not release its memory or does not wake is useless.
+            self.report(engine, Ended(reason=str(error)))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.client.close() for engine in self.engines))
+
+    def _reasons(self) -> str:
+        reasons = [f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason]
+        more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+        return "; ".join([*reasons[:_MAX_REASONS], *more])
+
+    def _notify(self) -> None:
+        """Wake all waiters from a task: states change in functions that are not async, often many at once."""
+        if self._notifying is None:
+            self._notifying = asyncio.get_running_loop().create_task(self._notify_all())
+
+    async def _notify_all(self) -> None:
+        self._notifying = None
+        self._dispatcher.serve()
+        if self._is_hopeless:
+            self._dispatcher.refuse(self._end_reason)
+        self._restart_deadline()
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,142 @@
+"""Handles commands inside each SGLang TP process: the engine's end of a publish. SGLang calls `load` with each payload.
+
+An exception here would end the whole engine, so every outcome, good or bad, is a `Reply` in the driver's mailbox. Only
+`Receive` changes parameters: the driver lets the engine serve them once it has compared the digests.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import assert_never
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.engine.commands import (
+    CommandMessage,
+    Inspect,
+    Join,
+    PublishCommand,
+    Receive,
+    Reply,
+    read_message,
+    to_bytes,
+)
+from megarl.engine.tool_commands import ToolCommand, ToolCommandHandler
+from megarl.errors import WeightSyncError
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.fp8 import probe_products
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.tensors import check_holding, specs_of
+from megarl.weights.executors.transfer import Receiver
+
+logger = logging.getLogger(__name__)
+
+_MAILBOX_TIMEOUT_S = 30.0
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Handle the one command in `named_tensors`. Never raises."""
+    try:
+        message = read_message(named_tensors)
+    except ValueError as error:
+        logger.error("not a command: %s", error)
+        return
+    try:
+        reply = _handle(message, model)
+    except Exception as error:  # any exception must reach the driver and not the scheduler
+        logger.exception("command failed op=%s", message.command.op)
+        reply = Reply(error=_one_line(error))
+    try:
+        # Refused at once where the driver is gone; the store itself would try for its whole timeout.
+        socket.create_connection((message.mailbox.host, message.mailbox.port), timeout=_MAILBOX_TIMEOUT_S).close()
+        mailbox = TCPStore(message.mailbox.host, message.mailbox.port, timeout=timedelta(seconds=_MAILBOX_TIMEOUT_S))
+        mailbox.set(message.reply_key, to_bytes(reply))  # type: ignore[arg-type]  # takes bytes as well
+    except (OSError, RuntimeError) as error:
+        # The driver reports the missing reply.
+        logger.error("mailbox %s is out of reach: %s", message.mailbox, _one_line(error))
+
+
+def _handle(message: CommandMessage, model: torch.nn.Module) -> Reply:
+    command = message.command
+    if isinstance(command, ToolCommand):
+        return Reply(digests=_TOOLS.handle(command, model, engine=message.engine, tp_rank=message.tp_rank))
+    return _MEMBER.handle(command, message, model)
+
+
+class _Member:
+    """This process as a member of a transfer group, from one `Join` to the next."""
+
+    def __init__(self) -> None:
+        self._group: TransferGroup | None = None
+        self._receiver: Receiver | None = None
+        self._is_probed = False
+
+    def handle(self, command: PublishCommand, message: CommandMessage, model: torch.nn.Module) -> Reply:
+        match command:
+            case Inspect():
+                return Reply(parameters=specs_of(model.named_parameters()))
+            case Join():
+                self._join(command, message, model)
+            case Receive(version=version):
+                return Reply(digests=self._receive(version, model))
+            case _:
+                assert_never(command)
+        return Reply()
+
+    def _join(self, command: Join, message: CommandMessage, model: torch.nn.Module) -> None:
+        earlier, self._group, self._receiver = self._group, None, None
+        if earlier is not None:
+            earlier.close()
+        transfer, rendezvous = command.transfer, command.rendezvous
+        plan = transfer.plan()
+        if plan.hash != command.plan_hash:
+            raise WeightSyncError(f"plan hash is {plan.hash} here and {command.plan_hash} at the driver")
+        rank = transfer.target_rank(engine=message.engine, tp_rank=message.tp_rank)
+        parameters = dict(model.named_parameters())
+        check_holding(plan.target.by_rank[rank], specs_of(parameters.items()), holder=f"TP rank {message.tp_rank}")
+        self._group = TransferGroup.join(
+            rendezvous.address,
+            name=rendezvous.name,
+            peer=transfer.peer(rank),
+            num_peers=transfer.num_peers,
+            timeout_s=rendezvous.timeout_s,
+            join_timeout_s=rendezvous.join_timeout_s,
+            backend=rendezvous.backend,
+            host=message.host,
+        )
+        self._receiver = Receiver(
+            plan,
+            rank,
+            parameters,
+            self._group,
+            bucket_bytes=rendezvous.bucket_bytes,
+            digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
+            direct=transfer.direct,
+            keeps_open=transfer.keeps_open,
+        )
+
+    def _receive(self, version: int, model: torch.nn.Module) -> dict[str, int]:
+        if self._receiver is None:
+            raise WeightSyncError("not in a transfer group; join comes first")
+        digests = self._receiver.receive(version)
+        if not self._is_probed:
+            probe_products(model)
+        self._is_probed = True
+        if torch.cuda.is_available():
+            # The next forward pass runs on a stream of its own.
+            torch.cuda.synchronize()
+        return digests
+
+
+_MEMBER = _Member()
+_TOOLS = ToolCommandHandler()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    message = lines[0] if lines else ""
+    return message if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {message}"

@@ -1,0 +1,437 @@
+"""One SGLang server as a child of this process: its command line, log, readiness and end.
+
+Knows the server's options, not its requests. The engine has its own process group and dies with its parent. It reads
+its keys from a file, which is removed once the engine is ready; its log never shows them. An engine of several nodes is
+one such process on each of them, and only the first one answers requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megarl.config.lora import SERVED_AS
+from megarl.config.model import ModelShape
+from megarl.config.native.options import JSON, read_library
+from megarl.config.roles import EngineRoleConfig
+from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
+from megarl.engine.lifecycle import RestartPolicy
+from megarl.env import engine_environment
+from megarl.errors import EngineError, MachineError
+from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
+from megarl.system.network import LOOPBACK, interface_of, reserve_port
+from megarl.system.proc import ProcessStat, all_processes, read_stat
+from megarl.system.secret import masked
+from megarl.weights.algebra.slices import ITEM_BYTES
+from megarl.weights.layouts.canonical import num_parameters
+
+LOADER = "megarl.engine.loader.load"
+"""The function that SGLang calls with every weight payload."""
+
+_POLL_S = 0.25
+_LOG_TIMEOUT_S = 5.0
+_NUM_TAIL_LINES = 400
+_MOST_MEMORY = 0.95
+"""Share of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAdapters:
+    """The limits of the adapters that an engine reserves memory for."""
+
+    rank: int
+    modules: tuple[str, ...]
+    num_loaded: int
+    """Versions that are loaded at the same time."""
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return not set(SERVED_AS.values()).isdisjoint(self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """The start parameters of one server."""
+
+    index: int
+    model_folder: Path
+    config: EngineRoleConfig
+    device: Device
+    seed: int
+    run_folder: Path
+    """The log is `engines/engine_<index>.log` in it; a frozen model's begins with its role."""
+    keys: EngineKeys
+    start_timeout_s: float = 600.0
+    loads_weights: bool = True
+    """False: it starts with random weights and reads no file; a publish must come before the first request."""
+    shares_devices: bool = False
+    """Whether the engine shares its pool and must be able to release memory."""
+    cached_tokens: int | None = None  # size of the KV cache if the recipe has none; None: what is left
+    num_nodes: int = 1  # with equal shares of the TP ranks
+    node: int = 0  # that of this process, among those of the engine
+    rendezvous: str | None = None  # address and port on the first node where the processes of several nodes meet
+    adapters: EngineAdapters | None = None  # served beside its base; None: it serves the weights that are published
+    has_float32_head: bool = False  # logits stay in float32
+    quantization: str | None = None  # fields of config.json for FP8 weights, as JSON
+    temperature: float = 1.0  # that of its log-probabilities of given tokens
+    returns_routes: bool = False  # replies can have the experts of tokens
+    bind: str | None = None  # `network.bind` of the recipe, from which the starting process derives `host`
+    host: str = LOOPBACK
+    port: int | None = None  # None: any free port
+    role: str = "rollout"  # its key below `roles`
+    is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
+    has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
+
+    @property
+    def dtype(self) -> str:
+        return dtype_on(self.device)
+
+    @property
+    def log_path(self) -> Path:
+        name, part = self.role.replace("rollout", "engine"), f"_node_{self.node}" if self.node else ""
+        return self.run_folder / "engines" / f"{name}_{self.index}{part}.log"
+
+    @property
+    def has_own_classes(self) -> bool:
+        """Whether SGLang takes our model classes."""
+        has_shared_expert = self.adapters is not None and self.adapters.has_shared_expert
+        return self.is_classifier or self.temperature != 1 or self.returns_routes or has_shared_expert
+
+    def __str__(self) -> str:
+        part = f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else ""
+        return f"{self.role.replace('rollout', 'engine')} {self.index}{part}"
+
+
+class PortTakenError(MachineError):
+    """Another process took a port after SGLang chose it and before SGLang listened on it."""
+
+
+class EngineProcess:
+    """A server from `start` to `stop`. It listens at `endpoint` once `wait_ready` has returned."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._reservation = reserve_port(spec.host, spec.port)
+        self.endpoint = EngineEndpoint(
+            index=spec.index,
+            host=spec.host,
+            port=self._reservation.getsockname()[1],
+            tensor=spec.config.tensor,
+            device=spec.device,
+            keys=spec.keys,
+        )
+        self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+        self._workers: frozenset[int] = frozenset()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._segments: set[Path] = set()
+        self._log_writer = threading.Thread(target=self._write_log, daemon=True)
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` waits until it generates."""
+        keys = self.spec.keys
+        self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        _write_private(self._keys_path, f"api-key: {keys.api}\nadmin-api-key: {keys.admin}\n")
+        server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
+        self._process = start_guarded(
+            server,
+            environment=engine_environment(
+                device=self.spec.device,
+                tensor=self.spec.config.tensor,
+                interface=interface_of(self.spec.host),
+                shares_devices=self.spec.shares_devices,
+                has_own_classes=self.spec.has_own_classes,
+            ),
+            output=subprocess.PIPE,
+        )
+        self._log_writer.start()
+
+    async def wait_ready(self) -> None:
+        """Wait until it generates. A server that ends or is late is stopped; the error quotes its log."""
+        timeout_s = self.spec.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_generating()
+        except TimeoutError:
+            await self._give_up(f"not ready within {timeout_s:g} s (roles.{self.spec.role}.start_timeout_s)")
+        except EngineError as error:
+            await self._give_up(str(error))
+        finally:
+            self._forget_secrets()
+        self._workers = frozenset(_workers_in_group(self.pid))
+        # After a kill it could no longer be found out which segments are its own.
+        self._segments = segments_of(self.pid)
+
+    async def wait_end(self) -> str:
+        """Wait until the server or one of its workers is gone; return the reason that the log gives."""
+        lost: frozenset[int] = frozenset()
+        while self.exit_code is None:
+            if lost:
+                return f"its worker process {min(lost)} is gone; {self._log_hint()}"
+            lost = frozenset(pid for pid in self._workers if not _is_worker_of(self.pid, pid))
+            # A kill of the whole group may end a worker first: the server gets one more poll to end as well.
+            await asyncio.sleep(_POLL_S)
+        return self.describe_end()
+
+    async def _until_generating(self) -> None:
+        client = EngineClient(self.endpoint, request_timeout_s=self.spec.start_timeout_s)
+        try:
+            while not await client.is_healthy():
+                if self.exit_code is not None:
+                    raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
+                await asyncio.sleep(_POLL_S)
+            if self.spec.node == 0 and self.spec.is_classifier:
+                await client.ask("ready", "/classify", {"rid": "ready", "input_ids": [0]})
+            elif self.spec.node == 0:
+                # The first tokens may wait for kernels to be compiled; that is part of the start.
+                await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
+        finally:
+            await client.close()
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        await asyncio.to_thread(self.stop)
+        kind = PortTakenError if _PORT_TAKEN.search("\n".join(self._tail)) else MachineError
+        raise kind(f"{self.spec}: {reason}; {self._log_hint()}")
+
+    def stop(self) -> None:
+        """Kill the server and everything it started. Does nothing if it has ended or was never started."""
+        self._forget_secrets()
+        if self._process is None:
+            return
+        # At once: it has nothing to save, and SGLang checks only every 5 s whether it was told to end.
+        stop_guarded(self._process, grace_s=0)
+        remove(self._segments)
+        self._log_writer.join(timeout=_LOG_TIMEOUT_S)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it is running."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        """The id of the guard and of the process group."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    def describe_end(self) -> str:
+        """Return why the server ended, as far as its log shows."""
+        how, hint = f"exited with {_describe_exit(self.exit_code)}", self._log_hint()
+        is_killed = how.endswith(signal.SIGKILL.name)
+        return f"{how}, by hand or for lack of memory; log: {self.spec.log_path}" if is_killed else f"{how}; {hint}"
+
+    @property
+    def _keys_path(self) -> Path:
+        return self.spec.log_path.with_suffix(".keys.yaml")
+
+    def _write_log(self) -> None:
+        """Append the output to the log, which outlives restarts, until the last writing process is gone.
+
+        Lines that a full disk does not take are lost: unread, they would block the server.
+        """
+        assert self._process is not None and self._process.stdout is not None, "start() comes first"  # noqa: PT018
+        with self._process.stdout as output, self.spec.log_path.open("ab", buffering=0) as log:
+            for raw in output:
+                # SGLang prints all its options, including its keys, when it starts.
+                line = masked(raw.decode("utf-8", errors="replace"))
+                with suppress(OSError):
+                    log.write(line.encode())
+                self._tail.append(line.rstrip())
+
+    def _log_hint(self) -> str:
+        return f"last message: {last_message(self._tail)!r}; log: {self.spec.log_path}"
+
+    def _forget_secrets(self) -> None:
+        self._keys_path.unlink(missing_ok=True)
+        self._reservation.close()
+
+
+def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
+    """Return the server's command line. Its keys are in a file: every user can read a command line."""
+    config = spec.config
+    options: dict[str, str | int | float | Path] = {
+        "--model-path": spec.model_folder,
+        "--config": keys_path,
+        "--host": spec.host,
+        "--port": port,
+        "--device": spec.device,
+        "--dtype": spec.dtype,
+        "--tp-size": config.tensor,
+        "--ep-size": config.expert,
+        "--max-running-requests": config.max_running_requests,
+        "--random-seed": spec.seed % (1 << 31),
+        # An answer that no publish preceded is refused by its version.
+        "--weight-version": "0" if spec.loads_weights else "none",
+        "--load-format": "auto" if spec.loads_weights else "dummy",
+        "--custom-weight-loader": LOADER,
+        "--log-level-http": "warning",
+        **_memory_options(spec),
+        **_node_options(spec),
+        **({"--quantization": "fp8", "--json-model-override-args": spec.quantization} if spec.quantization else {}),
+    }
+    if spec.device == "cpu":
+        options["--attention-backend"] = "torch_native"
+        # A prompt that is split would be computed in another order. SGLang records the experts of as many tokens.
+        options["--chunked-prefill-size"] = options["--max-total-tokens"] if spec.returns_routes else -1
+    else:
+        # Other kernels store the experts in an order of their own, which a publish does not know.
+        options["--moe-runner-backend"] = "triton"
+    # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
+    # Its own metrics are under /metrics, which needs no key.
+    flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
+    flags += ["--constrained-json-disable-any-whitespace"] if spec.has_grammars else ["--skip-tokenizer-init"]
+    flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
+    flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
+    flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
+    scale = json.dumps({"logit_scale": 1 / spec.temperature})
+    flags += ["--json-model-override-args", scale] if spec.temperature != 1 else []
+    if spec.shares_devices and spec.device == "cuda":
+        # Frozen models give up their weights as well, and nobody publishes these.
+        flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
+    flags += ["--is-embedding"] if spec.is_classifier else []
+    words = [str(word) for option in options.items() for word in option]
+    adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
+    module = "cpu" if spec.device == "cpu" else "server"
+    return [sys.executable, "-m", f"megarl.rollout.{module}", *words, *flags, *adapters, *_native_words(config.sglang)]
+
+
+def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
+    """Return the options by which SGLang never unloads an adapter of its own accord: that blocks all loads."""
+    options: dict[str, str | int] = {
+        "--max-lora-rank": adapters.rank,
+        # One slot more: requests without an adapter take one as well.
+        "--max-loras-per-batch": adapters.num_loaded + 1,
+        "--max-loaded-loras": adapters.num_loaded + 1,
+        "--lora-backend": "torch_native" if device == "cpu" else "triton",
+    }
+    words = [str(word) for option in options.items() for word in option]
+    if adapters.has_shared_expert:
+        words += ["--json-model-override-args", json.dumps({"has_adapted_shared_expert": True})]
+    return ["--enable-lora", "--lora-strict-loading", *words, "--lora-target-modules", *adapters.modules]
+
+
+def _memory_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:
+    config, is_shared_gpu = spec.config, spec.shares_devices and spec.device == "cuda"
+    tokens = config.max_cached_tokens or spec.cached_tokens or (CPU_CACHED_TOKENS if spec.device == "cpu" else None)
+    # In a shared pool SGLang's fraction would be one of what the trainers have left at this moment.
+    fraction = _MOST_MEMORY if is_shared_gpu and tokens is not None else config.memory_fraction
+    return {"--mem-fraction-static": fraction, **({} if tokens is None else {"--max-total-tokens": tokens})}
+
+
+def _node_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:
+    if spec.num_nodes == 1:
+        return {}
+    assert spec.rendezvous is not None, f"{spec}: no rendezvous"
+    return {"--nnodes": spec.num_nodes, "--node-rank": spec.node, "--dist-init-addr": spec.rendezvous}
+
+
+def _native_words(options: Mapping[str, object]) -> list[str]:
+    """Return checked options of SGLang as words of its command line, in the recipe's order."""
+    fields = read_library("sglang").fields
+    words: list[str] = []
+    for name, value in options.items():
+        field = fields[name]
+        flag = field.flag or f"--{name.replace('_', '-')}"
+        match value:
+            case True:
+                words.append(flag)
+            case False:
+                words += [field.negation] if field.negation else []
+            case list() if JSON not in field.types:
+                words += [flag, *(str(item) for item in value)]
+            case list() | dict():
+                words += [flag, json.dumps(value)]
+            case _:
+                words += [flag, str(value)]
+    return words
+
+
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
+_PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
+_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
+_NUM_LAST_LINES = 60
+"""The server survived an exception before these."""
+
+
+def last_message(lines: Iterable[str]) -> str:
+    """Return the line of a log that gives the reason: the last exception, else the last meaningful line."""
+    meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
+    exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
+    chosen = exceptions or meaningful
+    return chosen[-1][:500] if chosen else "(nothing)"
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def _describe_exit(code: int | None) -> str:
+    number = None if code is None else -code if code < 0 else code - SIGNAL_EXIT
+    return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"
+
+
+def _workers_in_group(group: int) -> set[int]:
+    """Return the ids of the server's own processes, without those that ended but were not reaped."""
+    return {process.pid for process in all_processes() if _is_worker(process, group)}
+
+
+def _is_worker_of(group: int, pid: int) -> bool:
+    """Whether a process still is a worker of the server: the cost does not grow with all processes of the machine."""
+    try:
+        return _is_worker(read_stat(pid), group)
+    except OSError:
+        return False
+
+
+def _is_worker(process: ProcessStat, group: int) -> bool:
+    return process.group == group and process.state not in "ZX" and process.name.startswith("sglang::")
+
+
+_BASE_S = 600.0
+"""Imports, compiled kernels and captured graphs at a start; the queue and the prompt of a request."""
+_START_S_PER_GB = 1.0
+_TOKEN_S = 0.05
+_TOKEN_S_PER_GB = 0.004
+"""Per GB of weights on one GPU, which every step of decoding reads: 250 GB/s, a tenth of what GPUs reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDeadlines:
+    start_s: float
+    request_s: float
+
+
+def deadlines_of(
+    rollout: EngineRoleConfig, shape: ModelShape, *, device: Device, max_response_tokens: int
+) -> EngineDeadlines:
+    """Return the recipe's deadlines, and derived ones where it has none; see `EngineRoleConfig`."""
+    weights_gb = num_parameters(shape) * ITEM_BYTES[dtype_on(device)] / 1e9
+    token_s = _TOKEN_S + _TOKEN_S_PER_GB * weights_gb / rollout.tensor
+    return EngineDeadlines(
+        start_s=rollout.start_timeout_s or _BASE_S + _START_S_PER_GB * weights_gb,
+        request_s=rollout.request_timeout_s or _BASE_S + token_s * max_response_tokens,
+    )
+
+
+def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:
+    return RestartPolicy(
+        max_restarts=config.max_restarts,
+        back_off_s=config.restart_back_off_s,
+        silence_timeout_s=config.silence_timeout_s,
+        start_timeout_s=start_timeout_s,
+    )

@@ -1,0 +1,182 @@
+"""Released SGLang whose replies have log-probabilities as arrays: `python -m megarl.engine.server <its arguments>`.
+
+SGLang returns a JSON list of three items per output token, half of the cost of a reply on both sides. A hook of its
+plugin registry replaces it by two arrays in base64 where a request asks for flat log-probabilities. A server without
+the hook ignores the wish for output tokens, and the client reads both.
+
+A second hook lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then, and takes a core of the
+machine that trains for each rank of an engine. (On a GPU the workers are spawned, without the hooks.)
+
+Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
+interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
+`/server_info` would tell the admin key to holders of the API key: both are masked in all replies to GET.
+"""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import yaml
+
+from megarl.env import ONE_CARD, agent_store, own_host, update_environment
+from megarl.system.network import LOOPBACK
+
+if ONE_CARD.read():
+    # SGLang imports the main module in each process that it spawns.
+    update_environment(own_host())
+
+_PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+"""Called in each turn of the loop of a paused scheduler."""
+_PAUSED_POLL_S = 0.005
+_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info"
+
+
+class _Request(Protocol):
+    stream: bool
+
+
+class _State(Protocol):
+    """The fields of SGLang's request state that are used."""
+
+    obj: _Request
+    input_token_logprobs_val: list[float | None]
+    input_token_logprobs_idx: list[int]
+    output_token_logprobs_val: list[float]
+    output_token_logprobs_idx: list[int]
+
+
+def register() -> None:
+    """Register the hook; the server applies it when it loads its plugins, before it starts."""
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in the server
+    except ImportError:
+        return  # an older release, whose replies have lists
+    HookRegistry.register(_TARGET, add_flat_logprobs, HookType.AROUND)
+    HookRegistry.register(_PAUSED_LOOP, wait_while_paused, HookType.AROUND)
+
+
+def wait_while_paused(record: Callable[[object], None], scheduler: object) -> None:
+    """Give the core away for a moment."""
+    record(scheduler)
+    time.sleep(_PAUSED_POLL_S)
+
+
+def add_flat_logprobs(
+    add: Callable[..., None],
+    manager: object,
+    meta_info: dict[str, object],
+    state: _State,
+    top_logprobs_num: int,
+    token_ids_logprob: list[int] | None,
+    return_text_in_logprobs: bool,
+) -> None:
+    """Write the log-probabilities of the output into `meta_info`, once, when the response is complete."""
+    request = state.obj
+    is_plain = not top_logprobs_num and token_ids_logprob is None and not return_text_in_logprobs
+    is_asked = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
+    is_flat = is_asked and not request.stream
+    if is_flat and state.input_token_logprobs_val and token_ids_logprob is None and not return_text_in_logprobs:
+        _add_flat_input(add, manager, meta_info, state, top_logprobs_num)
+    elif not is_plain or not is_flat or state.input_token_logprobs_val:
+        add(manager, meta_info, state, top_logprobs_num, token_ids_logprob, return_text_in_logprobs)
+    elif meta_info["finish_reason"] is not None:
+        meta_info["output_token_logprobs"] = {
+            "logprobs": _encode(np.array(state.output_token_logprobs_val, dtype="<f4")),
+            "token_ids": _encode(np.array(state.output_token_logprobs_idx, dtype="<i4")),
+        }
+
+
+def _add_flat_input(
+    add: Callable[..., None], manager: object, meta_info: dict[str, object], state: _State, top_logprobs_num: int
+) -> None:
+    """Write the log-probabilities of given tokens as arrays, and leave the likeliest tokens to SGLang."""
+    given, state.input_token_logprobs_val = state.input_token_logprobs_val, []
+    try:
+        add(manager, meta_info, state, top_logprobs_num, None, False)
+    finally:
+        state.input_token_logprobs_val = given
+    if meta_info["finish_reason"] is not None:
+        meta_info["input_token_logprobs"] = {
+            "logprobs": _encode(np.array(given, dtype="<f4")),  # None becomes a NaN
+            "token_ids": _encode(np.array(state.input_token_logprobs_idx, dtype="<i4")),
+        }
+
+
+def _encode(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> str:
+    return b64encode(array.tobytes()).decode()
+
+
+def host_store(arguments: Sequence[str]) -> object:
+    """Host the store of this engine's ranks and direct them to it; the store lives as long as what is returned."""
+    # torch takes seconds to import, and only the server needs it.
+    from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415
+
+    named = _value_of("--dist-init-addr", arguments)
+    if named is not None and _value_of("--node-rank", arguments) not in (None, "0"):
+        update_environment(agent_store(named))
+        return None
+    host, _, port = (named or f"{LOOPBACK}:0").rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    port_number = listener.getsockname()[1]
+    update_environment(agent_store(f"{host}:{port_number}"))
+    return TCPStore(host, port_number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    return arguments[arguments.index(option) + 1] if option in arguments else None
+
+
+_Message: TypeAlias = MutableMapping[str, Any]
+_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
+_App: TypeAlias = Callable[[_Message, Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+
+
+class MaskedReplies:
+    """ASGI middleware: replies to GET have stars in place of secrets."""
+
+    def __init__(self, app: _App, *, secrets: Sequence[bytes]) -> None:
+        self._app = app
+        self._secrets = secrets
+
+    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+        async def send_masked(message: _Message) -> None:
+            body = message.get("body", b"")
+            for secret in self._secrets:
+                # As long as the secret: the length of the reply has been sent.
+                body = body.replace(secret, b"*" * len(secret))
+            await send({**message, "body": body} if body else message)
+
+        await self._app(scope, receive, send_masked if scope.get("method") == "GET" else send)
+
+
+def mask_keys(arguments: Sequence[str]) -> None:
+    """Mask the keys of the file that the arguments name; it is gone once the server is ready."""
+    path = _value_of("--config", arguments)
+    if path is not None:
+        from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415 - only in the server
+
+        keys = yaml.safe_load(Path(path).read_text())
+        secrets = [str(keys[name]).encode() for name in ("api-key", "admin-api-key") if keys.get(name)]
+        app.add_middleware(MaskedReplies, secrets=secrets)
+
+
+def run() -> None:
+    """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
+    register()
+    store = host_store(sys.argv)
+    mask_keys(sys.argv)
+    sys.argv[0] = "sglang.launch_server"
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+    del store
+
+
+if __name__ == "__main__":
+    run()

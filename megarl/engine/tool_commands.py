@@ -1,0 +1,161 @@
+"""The commands that only tools and tests send to the TP ranks of an engine, and their handling there.
+
+No publish uses them; `commands` has those of a publish.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, assert_never
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.slices import Layout
+from megarl.weights.executors.tensors import bytes_of
+from megarl.weights.hook_points import LM_HEAD, module_hooks
+from megarl.weights.layouts.transfer_spec import TransferSpec
+from megarl.weights.recordings import (
+    ActivationPatch,
+    PatchPlace,
+    Recorder,
+    WeightDigests,
+    weight_digests,
+    write_patches,
+)
+
+FILE_PREFIX = "engine_"
+"""Names of the files that hold recordings begin with it."""
+_LOGITS = "logits_processor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Reply with a hash of the bytes of every parameter."""
+
+    op: Literal["fingerprint"] = "fingerprint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """Write every parameter into a file of `folder`; see `dump_file`."""
+
+    folder: str
+    op: Literal["dump"] = "dump"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecording:
+    """Keep the outputs of the modules from now on."""
+
+    transfer: TransferSpec
+    op: Literal["start_recording"] = "start_recording"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRecording:
+    """Stop recording, write the recording into a file of `folder`, and reply with a digest per canonical box."""
+
+    folder: str
+    op: Literal["write_recording"] = "write_recording"
+
+
+ToolCommand: TypeAlias = Fingerprint | Dump | StartRecording | WriteRecording
+
+
+def dump_file(*, engine: int, tp_rank: int) -> str:
+    """Return the name of the file into which a TP rank dumps its parameters."""
+    return f"engine_{engine}_rank_{tp_rank}.safetensors"
+
+
+class ToolCommandHandler:
+    """Handles tool commands inside one TP process. It holds the recording that is under way."""
+
+    def __init__(self) -> None:
+        self._recorder: EngineRecorder | None = None
+
+    def handle(self, command: ToolCommand, model: torch.nn.Module, *, engine: int, tp_rank: int) -> Mapping[str, int]:
+        """Return the digests that the command asks for."""
+        match command:
+            case Fingerprint():
+                return {name: _fingerprint(tensor) for name, tensor in model.named_parameters()}
+            case Dump(folder=folder):
+                _dump(model, Path(folder) / dump_file(engine=engine, tp_rank=tp_rank))
+            case StartRecording(transfer=transfer):
+                if self._recorder is not None:
+                    self._recorder.close()
+                rank = transfer.target_rank(engine=engine, tp_rank=tp_rank)
+                self._recorder = EngineRecorder(model, transfer.engine_layout(), rank)
+            case WriteRecording(folder=folder):
+                return self._write_recording(Path(folder))
+            case _:
+                assert_never(command)
+        return {}
+
+    def _write_recording(self, folder: Path) -> WeightDigests:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise WeightSyncError("nothing was recorded; start_recording comes first")
+        recorder.close()
+        recorder.write(folder)
+        return recorder.weight_digests()
+
+
+class EngineRecorder:
+    """Records the modules of an SGLang model with torch hooks.
+
+    For one request at a time: the first pass is that of the prompt, and one pass per token follows.
+    """
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, rank: int) -> None:
+        self._model = model
+        self._layout = layout
+        self._rank = rank
+        modules = dict(model.named_modules())
+        self._recorder = Recorder(modules, module_hooks(layout.by_rank[rank]))
+        self._logits: list[tuple[int, Tensor]] = []
+        self._num_tokens = 0
+        self._handle = modules[_LOGITS].register_forward_hook(self._keep_logits, with_kwargs=True)
+
+    def close(self) -> None:
+        self._recorder.close()
+        self._handle.remove()
+
+    def write(self, folder: Path) -> None:
+        write_patches(folder / f"{FILE_PREFIX}{self._rank}.safetensors", self._patches())
+
+    def weight_digests(self) -> WeightDigests:
+        tensors = dict(self._model.named_parameters())
+        return weight_digests(self._layout.by_rank[self._rank], self._layout.canonical, tensors)
+
+    def _patches(self) -> Iterator[ActivationPatch]:
+        yield from self._recorder.patches()
+        for token, values in self._logits:
+            yield ActivationPatch(place=PatchPlace(hook_point=LM_HEAD, token=token, column=0), values=values)
+
+    def _keep_logits(
+        self, _: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, object], output: object
+    ) -> None:
+        """Keep the logits, which exist for the last position of a pass; every rank has all their columns."""
+        logits = getattr(output, "next_token_logits", None)
+        input_ids = arguments[0] if arguments else named["input_ids"]
+        assert isinstance(input_ids, Tensor), f"input_ids is a {type(input_ids).__name__}"
+        self._num_tokens += len(input_ids)
+        if isinstance(logits, Tensor):
+            # A copy: sampling divides the logits by the temperature in place.
+            self._logits.append((self._num_tokens - 1, logits.detach().to("cpu", torch.float32, copy=True)))
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    raw = bytes_of(tensor.detach().cpu().contiguous())
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=16).digest(), "big")
+
+
+def _dump(model: torch.nn.Module, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}, path)

@@ -1,0 +1,253 @@
+"""The explanation of a call that did not end in time: which ranks are missing, where the others wait, all stacks.
+
+A rank captures its stacks in a thread of its own, so that this works while training hangs. A wait inside C++ shows as
+the Python function that called it; for every collective that is a function of one of a few modules. `explain_hang` is
+pure; `write_report` writes the file that a person reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+import ray
+import torch.distributed as dist
+from ray.actor import ActorHandle
+
+from megarl.cluster.remote_process import RemoteProcess, describe
+
+_STACKS_S = 2.0
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_WAITS = (
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.tensor_parallel.layers",
+    "megarl.weights.executors.group",
+)
+"""Modules that wait for a transfer under way: a running function of theirs is such a wait."""
+_CALLERS = ("megatron.", "megarl.")
+_PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
+_OWN_CALLS = ("watch", "stacks", "process")
+_DISPATCHERS = ("run", "run_share")
+"""The functions of the host that run the method of a rank named by their argument `method`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A collective or a transfer that a rank waits in for other ranks."""
+
+    operation: str
+    """The name of the function, such as all_reduce."""
+    caller: str
+    """The nearest function of Megatron or megarl that called it."""
+    ranks: tuple[int, ...]
+    """The members; empty where they cannot be seen."""
+
+    def __str__(self) -> str:
+        among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.operation}{among} ({self.caller})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    name: str
+    lines: tuple[str, ...]
+    """In the format of a traceback, the newest last."""
+    place: str
+    """Function, file and line of the newest frame."""
+    method: str
+    """The method of the rank that the thread runs; empty for a thread with another purpose."""
+    wait: Wait | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStacks:
+    threads: tuple[ThreadStack, ...]
+
+    def running(self, method: str) -> ThreadStack | None:
+        """Return the thread that runs the method; None before it has begun and after it is done."""
+        return next((thread for thread in self.threads if thread.method == method), None)
+
+    def wait_in(self, method: str) -> Wait | None:
+        """Return the wait of the method; autograd may run backward passes and their collectives in other threads."""
+        thread = self.running(method)
+        if thread is None or thread.wait is not None:
+            return None if thread is None else thread.wait
+        waits = (thread.wait for thread in self.threads if not thread.method)
+        return next((wait for wait in waits if wait is not None), None)
+
+
+def capture(home: str) -> RankStacks:
+    """Return the stacks of all threads but those that answer the driver. `home` is the module of the rank's host."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = (
+        _stack(names.get(ident) or f"thread {ident}", frame, home) for ident, frame in sys._current_frames().items()
+    )
+    return RankStacks(threads=tuple(stack for stack in stacks if stack.method not in _OWN_CALLS))
+
+
+def _stack(name: str, frame: FrameType, home: str) -> ThreadStack:
+    frames = list(_outwards(frame))
+    calls = [each for each in frames if _module(each) == home]
+    return ThreadStack(
+        name=name,
+        lines=tuple(traceback.format_stack(frame)),
+        place=_place(frame),
+        method=_called(calls[-1]) if calls else "",
+        wait=_wait(frames),
+    )
+
+
+def _called(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    return str(frame.f_locals["method"]) if name in _DISPATCHERS else name
+
+
+def _wait(frames: list[FrameType]) -> Wait | None:
+    for depth, frame in enumerate(frames):
+        module = _module(frame)
+        is_collective = module == _COLLECTIVES and not frame.f_code.co_name.startswith("_")
+        if is_collective or (depth == 0 and module in _WAITS) or module == _WAITS[-1]:
+            outer = frames[depth + 1 :]
+            caller = next((each for each in outer if _is_caller(_module(each))), frame)
+            return Wait(operation=_operation(frame), caller=_place(caller), ranks=_ranks(frame))
+    return None
+
+
+def _is_caller(module: str) -> bool:
+    return module.startswith(_CALLERS) and module not in _PASSED_THROUGH
+
+
+def _operation(frame: FrameType) -> str:
+    """Return the description that a transfer between peers carries, or the name of the collective's function."""
+    variables = frame.f_locals
+    what = variables.get("what") or getattr(variables.get("self"), "_what", None)
+    return str(what) if _module(frame) == _WAITS[-1] and what else frame.f_code.co_name
+
+
+def _ranks(frame: FrameType) -> tuple[int, ...]:
+    if _module(frame) != _COLLECTIVES or not dist.is_initialized():
+        return ()
+    group = frame.f_locals.get("group")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return ()
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {'/'.join(path.parts[-2:])}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """A rank that did not report its stacks."""
+
+    reason: str
+    """Why, as the end of a sentence."""
+
+
+Answer: TypeAlias = RankStacks | Silence
+
+
+async def ask_stacks(worker: ActorHandle, process: RemoteProcess | None) -> Answer:
+    """Ask a rank for its stacks; `process` is None before its process has started."""
+    try:
+        async with asyncio.timeout(_STACKS_S):
+            stacks: RankStacks = await worker.stacks.remote()
+            return stacks
+    except TimeoutError:
+        if process is None:
+            return Silence(reason="its process has not started")
+        return Silence(reason=f"it does not answer; {await describe(process)} (pid {process.pid})")
+    except ray.exceptions.RayActorError:
+        return Silence(reason="it is dead")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangReport:
+    missing: Mapping[int, str]
+    """By rank: where it is instead of in the call."""
+    waiting: Mapping[int, Wait]
+    silent: frozenset[int] = frozenset()
+    """The missing ranks that did not report their stacks."""
+
+    @property
+    def at_fault(self) -> tuple[int, ...]:
+        """The ranks that hang alone; empty where all are merely slow, or wait for each other."""
+        return tuple(sorted(self.silent)) or (tuple(self.missing) if self.waiting else ())
+
+    def __str__(self) -> str:
+        parts = [f"rank {rank} is missing: {doing}" for rank, doing in self.missing.items()]
+        by_wait: dict[str, list[int]] = {}
+        for rank, wait in self.waiting.items():
+            by_wait.setdefault(str(wait), []).append(rank)
+        parts += [f"{_named(ranks)} in {wait}" for wait, ranks in by_wait.items()]
+        return "; ".join(parts)
+
+
+def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> HangReport:
+    """Divide the late ranks into those that wait for others and those that the others wait for."""
+    missing: dict[int, str] = {}
+    waiting: dict[int, Wait] = {}
+    for rank in late:
+        answer = answers[rank]
+        if isinstance(answer, Silence):
+            missing[rank] = answer.reason
+            continue
+        wait = answer.wait_in(method)
+        if wait is not None:
+            waiting[rank] = wait
+            continue
+        thread = answer.running(method)
+        missing[rank] = f"it is in {thread.place}" if thread else f"it has not begun with {method}"
+    silent = frozenset(rank for rank in late if isinstance(answers[rank], Silence))
+    return HangReport(missing=missing, waiting=waiting, silent=silent)
+
+
+def write_report(folder: Path, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:
+    """Write the stacks of all ranks; return where they are, or why they could not be written."""
+    now = datetime.now(UTC)
+    path = folder / f"hang_{now:%Y%m%dT%H%M%S}_{role}_{method}.txt"
+    lines = [headline, f"written {now:%Y-%m-%d %H:%M:%S} UTC", ""]
+    for rank, answer in enumerate(answers):
+        lines += [f"==== {role} rank {rank} ====", *_describe(answer, method), ""]
+    try:
+        path.write_text("\n".join(lines))
+    except OSError as error:
+        return f"its stacks are lost: {path} cannot be written: {error.strerror}"
+    return f"all stacks are in {path}"
+
+
+def _describe(answer: Answer, method: str) -> list[str]:
+    if isinstance(answer, Silence):
+        return [f"no answer: {answer.reason}"]
+    lines = []
+    # The method's own thread comes first.
+    for thread in sorted(answer.threads, key=lambda thread: (thread.method != method, not thread.method)):
+        state = f"waits in {thread.wait}" if thread.wait else f"is in {thread.place}"
+        lines += [f"-- thread {thread.name}{f' ({thread.method})' if thread.method else ''} {state}"]
+        lines += "".join(thread.lines).splitlines()
+    return lines
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"

@@ -1,0 +1,153 @@
+"""An actor rank that sends its share of the weights to the engines."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+from megarl.checkpoint.manifest import FileDigest
+from megarl.cluster.cluster import own_address
+from megarl.cluster.stored_adapter import StoredAdapter
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.lora import served_name
+from megarl.config.recipe import TrainConfig
+from megarl.engine.commands import Rendezvous
+from megarl.errors import WeightSyncError
+from megarl.ranks.adapters import store_adapter
+from megarl.ranks.ranks import RankGroup
+from megarl.train.actor import ActorRank
+from megarl.train.interface import ActorCalls, RankSpec
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.fp8 import Fp8Tensors
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.transfer_spec import TransferSpec
+
+
+class PublishingActor(ActorRank):
+    def __init__(
+        self, spec: RankSpec, *, algorithm: AlgorithmConfig, train: TrainConfig, total_steps: int, bind: str | None
+    ) -> None:
+        """`bind` is `network.bind` of the recipe: the address at which engines reach this rank."""
+        super().__init__(
+            spec, algorithm=algorithm, optimizer=train.optimizer, total_steps=total_steps, epochs=train.epochs
+        )
+        self._bind = bind
+        self._group: TransferGroup | None = None
+        self._sender: Sender | None = None
+        self._fp8: Fp8Tensors | None = None
+
+    def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        """Form a transfer group with the engine ranks, which join at the same time."""
+        earlier, self._group, self._sender, self._fp8 = self._group, None, None, None
+        if earlier is not None:
+            earlier.close()
+        plan, tensors = transfer.plan(), self.tensors()
+        if transfer.fp8_keep is not None:
+            self._fp8 = Fp8Tensors(plan, self._spec.rank, self._holding, tensors)
+            tensors = self._fp8.tensors
+        self._group = TransferGroup.join(
+            rendezvous.address,
+            name=rendezvous.name,
+            peer=self._spec.rank,
+            num_peers=transfer.num_peers,
+            timeout_s=rendezvous.timeout_s,
+            join_timeout_s=rendezvous.join_timeout_s,
+            backend=rendezvous.backend,
+            host=own_address(self._bind),
+        )
+        self._sender = Sender(
+            plan,
+            self._spec.rank,
+            tensors,
+            self._group,
+            bucket_bytes=rendezvous.bucket_bytes,
+            digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
+            direct=transfer.direct,
+            keeps_open=transfer.keeps_open,
+        )
+
+    def send(self, version: int) -> dict[tuple[int, str], int]:
+        """Send this rank's share; return a digest of it per (engine rank, tensor)."""
+        if not self.has_weights:
+            raise WeightSyncError(
+                "the weights are in host memory until the next step (roles.actor.offload: everything)"
+            )
+        assert self._sender is not None, "join comes first"
+        self._refuse_other(version)
+        if self._fp8 is not None:
+            self._fp8.fill()
+        return self._sender.send(version)
+
+    def release(self) -> None:
+        if self._fp8 is not None:
+            self._fp8.free()
+        super().release()
+
+    def _refuse_other(self, version: int) -> None:
+        held = self.version()
+        if held != version:
+            raise WeightSyncError(
+                f"actor rank {self._spec.rank} holds version {held}: it cannot send version {version}"
+            )
+
+    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None:
+        """Put this version of the adapter into the object store; return it on rank 0, None elsewhere."""
+        self._refuse_other(version)
+        lora = self._spec.lora
+        assert lora is not None, "a model without an adapter"
+        tensors = self.gather()
+        if not tensors:
+            return None
+        fields = lora.peft_fields(base=source_folder, modules=lora.served_modules(self._spec.shape))
+        return store_adapter({served_name(name): tensors[name] for name in tensors}, fields, version=version)
+
+    def version(self) -> int:
+        """Return the version of the weights that this rank holds."""
+        return self.state.num_updates
+
+
+class PublishingCalls(ActorCalls, Protocol):
+    """Calls to an actor rank that can send its weights (`publishing.PublishingActor`)."""
+
+    def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None: ...
+
+    def version(self) -> int: ...
+
+    def send(self, version: int) -> dict[tuple[int, str], int]: ...
+
+    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None: ...
+
+
+class ActorWeights:
+    """The weights of all actor ranks, as a publisher needs them."""
+
+    def __init__(self, ranks: RankGroup[PublishingCalls]) -> None:
+        self._ranks = ranks
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no rank computes, so that weights do not change."""
+        return self._ranks.turn
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        await self._ranks.call(PublishingCalls.join, transfer, rendezvous)
+
+    async def version(self) -> int:
+        return (await self._ranks.call(PublishingCalls.version))[0]
+
+    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
+        return await self._ranks.call(PublishingCalls.send, version)
+
+    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+        """Put the adapter of the version that the ranks hold into the object store."""
+        async with self._ranks.turn:
+            stored = await self._ranks.call_to_end(PublishingCalls.store_adapter, version, source_folder)
+        (adapter,) = (each for each in stored if each is not None)
+        return adapter
+
+    async def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
+        async with self._ranks.turn:
+            written = await self._ranks.call_to_end(PublishingCalls.export, folder, source_folder)
+        return {name: digest for files in written for name, digest in files.items()}

@@ -1,0 +1,400 @@
+"""All trainer ranks of a run: actor, critic, reference and teachers start, run and end together.
+
+They cannot lose a member: a rank that died or hangs ends them all, and the next set starts from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import ray
+
+from megarl.checkpoint.manifest import CRITIC_FOLDER
+from megarl.checkpoint.resume import ResumePoint, TrainerState
+from megarl.cluster.adoption import adopt_ranks
+from megarl.cluster.cluster import Pool
+from megarl.cluster.tasks import task_group
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import Recipe, TrainConfig
+from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
+from megarl.config.teaching import teacher_of
+from megarl.data.shares import Share
+from megarl.env import trainer_environment
+from megarl.ranks.publishing import PublishingCalls
+from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, RankGroup, RankHost
+from megarl.train.interface import (
+    CriticCalls,
+    ImplicitRewardCalls,
+    ModelCalls,
+    RankSpec,
+    ReferenceCalls,
+    TeacherCalls,
+    TrainedCalls,
+)
+from megarl.types import TrainSample
+
+Rank = TypeVar("Rank", bound=ModelCalls)
+
+_HANG_REPORT_S = 60.0
+"""How much longer than the driver a collective waits: only the driver's report names the rank that is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainers:
+    actor: RankGroup[PublishingCalls]
+    critic: RankGroup[CriticCalls] | None
+    """For `prime` a group with `ImplicitRewardCalls`."""
+    reference: RankGroup[ReferenceCalls] | None
+    """None without a reference, and where the actor's ranks hold it."""
+    teachers: Mapping[str, RankGroup[TeacherCalls]] = field(default_factory=dict)
+    """By their key below `roles`."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be dead."""
+        return any(ranks.is_lost for ranks in self.all)
+
+    @property
+    def by_role(self) -> dict[str, RankGroup[ModelCalls]]:
+        """The models with ranks of their own, by their key below `roles`."""
+        named: dict[str, RankGroup[ModelCalls] | None] = {"actor": self.actor, "critic": self.critic}
+        named |= {"reference": self.reference, **self.teachers}
+        return {role: ranks for role, ranks in named.items() if ranks is not None}
+
+    @property
+    def all(self) -> tuple[RankGroup[ModelCalls], ...]:
+        return tuple(self.by_role.values())
+
+
+@asynccontextmanager
+async def running_trainers(
+    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], *, resume: ResumePoint | None
+) -> AsyncIterator[Trainers]:
+    """Start all ranks and end them after the block; a rank that dies ends the block at once."""
+    async with AsyncExitStack() as stack:
+        trainers = await start_trainers(recipe, shape, pools, stack, resume=resume)
+        async with task_group() as tasks:
+            watches = [tasks.create_task(ranks.watch()) for ranks in trainers.all]
+            yield trainers
+            for watch in watches:
+                watch.cancel()
+
+
+async def start_trainers(
+    recipe: Recipe,
+    shape: ModelShape,
+    pools: Mapping[str, Pool],
+    stack: AsyncExitStack,
+    *,
+    resume: ResumePoint | None,
+) -> Trainers:
+    """Start all models side by side; `stack` ends them."""
+    starter = _Starter(recipe=recipe, shape=shape, pools=pools, stack=stack, resume=resume)
+    async with task_group() as tasks:
+        actor = tasks.create_task(starter.actor())
+        critic = tasks.create_task(starter.critic())
+        reference = tasks.create_task(starter.reference())
+        teachers = {
+            role: tasks.create_task(starter.teacher(role, each)) for role, each in recipe.roles.teacher_ranks.items()
+        }
+    return Trainers(
+        actor=actor.result(),
+        critic=critic.result(),
+        reference=reference.result(),
+        teachers={role: starting.result() for role, starting in teachers.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOrigin:
+    """Where the first weights of a model come from."""
+
+    folder: Path
+    """In Hugging Face format, or a checkpoint."""
+    resumed: TrainerState | None = None
+    """The trainer's state, if `folder` is a checkpoint."""
+    inner: str = ""
+    """The model's folder in the checkpoint."""
+    base: Path | None = None
+    """The folder of the model whose adapter is in the checkpoint."""
+
+    def fill(self, model: TrainedCalls) -> None:
+        if self.base is not None:
+            model.load(self.base)
+        if self.resumed is None:
+            model.load(self.folder)
+        else:
+            model.verify(self.folder, self.inner)
+            model.resume(self.folder / self.inner, self.resumed)
+
+    def refill(self, model: TrainedCalls) -> bool:
+        """Bring the model of an earlier driver of this run to its origin; return whether it was there already.
+
+        Its weights and its optimizer are then those that the checkpoint was written from.
+        """
+        if self.resumed is not None and model.state == self.resumed:
+            return True
+        self.fill(model)
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Starter:
+    recipe: Recipe
+    shape: ModelShape
+    pools: Mapping[str, Pool]
+    stack: AsyncExitStack
+    resume: ResumePoint | None
+
+    async def actor(self) -> RankGroup[PublishingCalls]:
+        recipe, resume = self.recipe, self.resume
+        config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
+        origin = WeightOrigin(folder=recipe.model.path.absolute())
+        if resume is not None:
+            base = origin.folder if recipe.model.lora else None
+            origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer, base=base)
+        held = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
+        build = partial(
+            _build_actor,
+            origin=origin,
+            algorithm=recipe.algorithm,
+            train=recipe.train,
+            total_steps=recipe.run.total_steps - (critic.warmup_steps if critic else 0),
+            reference_folder=held,
+            bind=recipe.network.bind,
+        )
+        is_self_play = isinstance(recipe.algorithm, SpinConfig)
+        refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
+        return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
+
+    async def critic(self) -> RankGroup[CriticCalls] | None:
+        recipe, config = self.recipe, self.recipe.roles.critic
+        if config is None:
+            return None
+        origin = WeightOrigin(folder=critic_folder(config, recipe.model.path).absolute())
+        if self.resume is not None:
+            state = self.resume.state.critic
+            assert state is not None, f"{self.resume.folder} has no critic"
+            base = origin.folder if recipe.model.lora else None
+            origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
+        algorithm = recipe.algorithm
+        assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
+        shape = critic_shape(config, self.shape, algorithm)
+        if isinstance(algorithm, PrimeConfig):
+            start = partial(
+                _build_implicit_reward,
+                origin=origin,
+                algorithm=algorithm,
+                critic=config,
+                total_steps=recipe.run.total_steps,
+                folder=critic_folder(config, recipe.model.path).absolute(),
+            )
+            models = await self._start("critic", start, config, shape, pool=config.pool, refill=origin.refill)
+            return cast("RankGroup[CriticCalls]", models)
+        build = partial(
+            _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
+        )
+        return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
+
+    async def reference(self) -> RankGroup[ReferenceCalls] | None:
+        config = self.recipe.roles.reference
+        if config is None or config.pool is None:
+            return None
+        build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
+        return await self._start("reference", build, config, self.shape, pool=config.pool)
+
+    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherCalls]:
+        build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
+        return await self._start(role, build, config, read_model_shape(config.model), pool=config.pool)
+
+    async def _start(
+        self,
+        role: str,
+        build: Callable[[RankSpec], Rank],
+        split: ModelParallelConfig,
+        shape: ModelShape,
+        *,
+        pool: str,
+        refill: Callable[[Rank], bool] = lambda _: True,  # frozen models stay as they are
+    ) -> RankGroup[Rank]:
+        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
+        recipe, places = self.recipe, self.pools[pool]
+        grouped = partial(
+            RankGroup[Rank],
+            role,
+            split=split,
+            timeout_s=recipe.train.operation_timeout_s,
+            report_folder=recipe.run_folder.absolute(),
+            turn=places.turn,
+        )
+        left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
+        workers = [worker for worker in left if worker is not None]
+        if workers:
+            adopted = grouped(workers)
+            if len(workers) == len(left) and await adopt_ranks(adopted, refill, is_shared=places.is_shared):
+                self.stack.push_async_callback(adopted.end)
+                return adopted
+            await adopted.end()
+        spec_of = partial(
+            RankSpec,
+            device=recipe.run.device,
+            split=split,
+            shape=shape,
+            seed=recipe.run.seed,
+            lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
+            has_float32_head=recipe.model.has_float32_head,
+            timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
+        )
+        # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
+        named = type(f"{role.capitalize().replace('.', '_')}Rank", (RankHost,), {})
+        remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
+        environment = trainer_environment(recipe.run.device)
+        options = [
+            place.options(environment, share=places.share) | places.actors.options(f"{role}-{rank}")
+            for rank, place in enumerate(places.places)
+        ]
+        group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])
+        self.stack.push_async_callback(group.end)
+        await group.start(build, spec_of)
+        return group
+
+
+def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:
+    """Return the adapter of a role; that of a critic with a base of its own does not start from the policy's."""
+    if lora is None or role not in ("actor", "critic"):
+        return None
+    has_own_base = role == "critic" and critic is not None and critic.path is not None
+    return lora.model_copy(update={"path": None}) if has_own_base else lora
+
+
+def _build_actor(
+    spec: RankSpec,
+    *,
+    origin: WeightOrigin,
+    algorithm: AlgorithmConfig,
+    train: TrainConfig,
+    total_steps: int,
+    reference_folder: Path | None,
+    bind: str | None,
+) -> PublishingCalls:
+    from megarl.ranks.publishing import PublishingActor  # noqa: PLC0415 - Megatron, which only a rank loads
+
+    rank = PublishingActor(spec, algorithm=algorithm, train=train, total_steps=total_steps, bind=bind)
+    origin.fill(rank)
+    if reference_folder is not None:
+        rank.keep_reference(reference_folder)
+    if isinstance(algorithm, SpinConfig):
+        # A resumed run begins an iteration.
+        rank.refresh_reference()
+    return rank
+
+
+def _refill_self_play(model: PublishingCalls, origin: WeightOrigin) -> bool:
+    """Refill an actor of `spin`: one that goes back to a checkpoint begins an iteration, like a resumed run."""
+    is_there = origin.refill(model)
+    if not is_there:
+        model.refresh_reference()
+    return is_there
+
+
+def _build_critic(
+    spec: RankSpec, *, origin: WeightOrigin, algorithm: PolicyGradientConfig, critic: CriticConfig, total_steps: int
+) -> CriticCalls:
+    from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
+
+    rank = CriticRank(
+        spec,
+        algorithm=algorithm,
+        optimizer=critic.optimizer,
+        total_steps=total_steps,
+        epochs=critic.epochs,
+        clip=critic.clip,
+    )
+    origin.fill(rank)
+    return rank
+
+
+def _build_implicit_reward(
+    spec: RankSpec,
+    *,
+    origin: WeightOrigin,
+    algorithm: PrimeConfig,
+    critic: CriticConfig,
+    total_steps: int,
+    folder: Path,
+) -> ImplicitRewardCalls:
+    """`folder` has the first weights, which its rewards are relative to."""
+    from megarl.train.critic import ImplicitRewardRank  # noqa: PLC0415 - as above
+
+    rank = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
+    origin.fill(rank)
+    rank.keep_reference(folder)
+    return rank
+
+
+def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceCalls:
+    from megarl.train.rank import ReferenceRank  # noqa: PLC0415 - as above
+
+    rank = ReferenceRank(spec)
+    rank.load(folder)
+    return rank
+
+
+def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
+    """Return the folder with the critic's first weights, its configuration and its tokenizer."""
+    return critic.path or model_folder
+
+
+def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
+    body = policy if critic.path is None else read_model_shape(critic.path)
+    return body if isinstance(algorithm, PrimeConfig) else body.as_critic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    ask: Callable[[Iterator[Share]], Awaitable[HeldNumbers]]
+    pack: Callable[[Sequence[TrainSample], Sequence[int]], Iterator[Share]]
+    """Takes the samples of a step, and the indices of those to ask about."""
+    sources: tuple[str, ...]
+    """Empty: all that no other teacher has."""
+
+
+class Teachers:
+    """Asks the teacher of each sample's source about it."""
+
+    def __init__(self, teachers: Mapping[str, Teacher]) -> None:
+        self._teachers = teachers
+        self._sources = {name: teacher.sources for name, teacher in teachers.items()}
+
+    async def hold(self, samples: Sequence[TrainSample], sources: Sequence[str]) -> HeldNumbers:
+        """Return the numbers of all samples, which stay where ranks computed them."""
+        asked: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            asked.setdefault(teacher_of(source, self._sources), []).append(index)
+        answers = await asyncio.gather(
+            *(self._teachers[name].ask(self._teachers[name].pack(samples, indices)) for name, indices in asked.items())
+        )
+        return replace(answers[0], parts=tuple(part for answer in answers for part in answer.parts))
+
+
+def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherCalls]:
+    """Return the function that builds a rank; `vocab` is the size of the policy's vocabulary."""
+    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    assert distillation is not None, "a teacher without algorithm.distillation"
+    return partial(_build, folder=folder, num_top=distillation.top_k, vocab=vocab)
+
+
+def _build(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherCalls:
+    from megarl.train.rank import TeacherRank  # noqa: PLC0415 - Megatron, which only a rank loads
+
+    rank = TeacherRank(spec, num_top=num_top, vocab=vocab)
+    rank.load(folder)
+    return rank

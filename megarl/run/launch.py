@@ -1,0 +1,212 @@
+"""The entry of a run: settles what Ray reads when it is imported. The command line calls nothing deeper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from megarl.checkpoint.mirroring import refuse_occupied
+from megarl.checkpoint.resume import ResumePoint
+from megarl.cluster.local_ray import private_ray, run_lease
+from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
+from megarl.config.roles import PoolConfig
+from megarl.env import (
+    LOCAL_RAY_ENVIRONMENT,
+    NO_TOKEN_ENVIRONMENT,
+    RAY_ADDRESS,
+    RAY_AUTH_TOKEN,
+    RAY_AUTH_TOKEN_PATH,
+    RAY_ENVIRONMENT,
+    update_environment,
+)
+from megarl.errors import ConfigError, MachineError, Problem
+from megarl.observe.events import Noted, Record, Sink
+from megarl.observe.observing import observing
+from megarl.planner.fit import check_fit
+from megarl.planner.hardware import gpu_of
+from megarl.run.driver_process import drive_again
+from megarl.run.exit_notice import exit_notice
+from megarl.run.preflight import Inputs, check_start
+from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
+from megarl.system.lease import JoinedLease, Lease, digest_program
+from megarl.system.run_lock import refuse_locked, run_lock
+
+
+def train(
+    recipe: Recipe,
+    *,
+    display: Sink,
+    resume: ResumeChoice = "auto",
+    allows_data_change: bool = False,
+    overrides_fit: bool = False,
+    tasks_file: Path | None = None,
+    told: Callable[[str], None] | None = None,
+) -> None:
+    """Run a recipe to its end; everything it started has ended when this returns or raises.
+
+    A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
+    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With `told`, the driver is a
+    forked process, and another one takes over if it is killed; `told` gets a sentence then.
+    """
+    if recipe.run.device != "cpu" and recipe.cluster.gpu is not None and not overrides_fit:
+        check_fit(recipe, gpu_of(recipe.cluster))
+    address = ray_address_of(recipe.run)
+    refuse_nodes_without_cluster(recipe.pools, address)
+    ray_environment(address, recipe.cluster)  # a missing token is refused first
+    refuse_locked(recipe.run_folder)
+    # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+    inputs = check_start(recipe, address=address)
+    recipe = recipe.with_steps(len(inputs.train.prompts))
+    driver = _Driver(
+        recipe=recipe,
+        inputs=inputs,
+        program=digest_program(recipe.model_dump_json()),
+        display=display,
+        address=address,
+        allows_data_change=allows_data_change,
+        asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
+        tasks_file=tasks_file,
+    )
+    with exit_notice(recipe.run_folder):
+        if told is None or not recipe.cluster.lease_s:
+            driver.drive(resume)
+            return
+        with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
+            import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
+
+            drive_again(driver.drive, recipe.run_folder, resume, auto="auto", told=told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Driver:
+    recipe: Recipe
+    inputs: Inputs
+    program: str
+    """`digest_program` of the run when its code was loaded."""
+    display: Sink
+    address: str | None
+    allows_data_change: bool
+    asks_ray_for_gpu: bool
+    tasks_file: Path | None
+
+    def drive(self, resume: ResumeChoice) -> None:
+        """Take the steps of the run that are left."""
+        recipe, inputs = self.recipe, self.inputs
+        with run_lock(recipe.run_folder):
+            told = _tell_on(self.display)
+            decision, tools = choose(recipe, resume, told=told), inputs.tools_digest
+            allows = self.allows_data_change
+            check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows)
+            notes = [*decision.notes]
+            point = decision.point and check(decision.point, warn=notes.append)
+            is_continued = point is not None and is_of_run(point, recipe.run_folder)
+            if not is_continued and recipe.checkpoint.mirror is not None:
+                refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
+            lease, environment = self._lease(is_continued=is_continued)
+            resumed_step = 0 if point is None else point.step
+            started = observing(
+                recipe, display=self.display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
+            )
+            with started as observer, environment:
+                for note in notes:
+                    observer.warned(note)
+
+                def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
+                    earlier = choose(recipe, resume, damaged=damaged, told=told).point
+                    return earlier and check(earlier, warn=observer.warned)
+
+                from megarl.run.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment
+
+                run_recipe(
+                    recipe,
+                    inputs,
+                    observer,
+                    ray_address=self.address,
+                    lease=lease,
+                    resume=point,
+                    choose_earlier=choose_earlier,
+                    asks_ray_for_gpu=self.asks_ray_for_gpu,
+                    tasks_file=self.tasks_file,
+                )
+
+    def _lease(self, *, is_continued: bool) -> tuple[Lease, AbstractContextManager[None]]:
+        """Return the lease of the run, and the settings of its Ray."""
+        folder, cluster, program = self.recipe.run_folder, self.recipe.cluster, self.program
+        if self.address is None:
+            private = run_lease(folder, program, cluster, is_continued=is_continued)
+            return private, private_ray(private)
+        lease = JoinedLease(folder, self.address, program=program, seconds=cluster.lease_s, is_continued=is_continued)
+        return lease, ray_environment(self.address, cluster)
+
+
+def _tell_on(display: Sink) -> Callable[[str], None]:
+    """Return what shows a line before the run has an observer: fetching a checkpoint takes long."""
+    return lambda text: display.record(Record(sequence=0, time=datetime.now(UTC), event=Noted(text=text)))
+
+
+def ray_address_of(run: RunConfig) -> str | None:
+    """The Ray cluster to join; None starts a private one."""
+    return run.ray_address or RAY_ADDRESS.read() or None
+
+
+def refuse_nodes_without_cluster(pools: Mapping[str, PoolConfig], address: str | None) -> None:
+    """Raise ConfigError for pools of several nodes where there is no Ray cluster to join."""
+    wide = [f"pools.{name}" for name, pool in pools.items() if pool.nodes > 1]
+    if address is None and wide:
+        message = (
+            "several nodes need a Ray cluster, and a private Ray is this machine alone: "
+            "name a cluster (RAY_ADDRESS or run.ray_address), or try the recipe here with `megarl rehearse`"
+        )
+        raise ConfigError("recipe", tuple(Problem(key=f"{key}.nodes", message=message) for key in wide))
+
+
+def ray_environment(address: str | None, cluster: ClusterConfig) -> AbstractContextManager[None]:
+    """Return the settings for the Ray at `address`, or for a private one; a missing token is refused here.
+
+    Ray reads them when it is first imported.
+    """
+    if address is None:
+        return private_ray()
+    return joined_ray(has_token=find_token(allows_none=cluster.allows_no_token))
+
+
+def find_token(*, allows_none: bool) -> bool:
+    """Return whether there is a token for a running cluster; raise MachineError where one is needed and missing."""
+    named = RAY_AUTH_TOKEN_PATH.read()
+    path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    if not named and RAY_AUTH_TOKEN.read():
+        return True
+    try:
+        if path.read_text().strip():
+            return True
+        reason = "is empty"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    if named:
+        raise MachineError(
+            f"RAY_AUTH_TOKEN_PATH: {path} {reason}; copy the token file of the cluster's head there, mode 600"
+        )
+    if not allows_none:
+        raise MachineError(
+            "no token for the Ray cluster: name the file with it in RAY_AUTH_TOKEN_PATH, or set "
+            "cluster.allows_no_token: true for a cluster that was started without one"
+        )
+    return False
+
+
+@contextmanager
+def joined_ray(*, has_token: bool = True) -> Iterator[None]:
+    """Set the environment for a running Ray cluster."""
+    update_environment({**RAY_ENVIRONMENT, **({} if has_token else NO_TOKEN_ENVIRONMENT)})
+    yield
+
+
+@contextmanager
+def _no_ray_yet() -> Iterator[None]:
+    """Set what every private Ray has in common: each driver starts its own."""
+    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
+    yield

@@ -1,0 +1,100 @@
+"""The loop. One for every mode: modes differ in the objects it is given.
+
+Producers consume prompts, wait for a place in the buffer, and produce scored groups.
+The step consumes scored groups, waits for a step's worth of them, and produces a version, which unblocks producers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.cluster.tasks import task_group
+from megarl.observe.observer import Observer
+from megarl.run.buffer import Buffer, Quarantine
+from megarl.run.evaluate import Evaluation
+from megarl.run.saver import Saver
+from megarl.stages import Stages
+from megarl.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where the trainer stands when the loop begins."""
+
+    step: int
+    """The last step taken; 0 is none."""
+    version: PolicyVersion
+
+
+class Loop:
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        buffer: Buffer,
+        evaluation: Evaluation,
+        saver: Saver,
+        observer: Observer,
+        start: Start,
+        num_steps: int,
+    ) -> None:
+        self._stages, self._buffer, self._evaluation = stages, buffer, evaluation
+        self._saver, self._observer = saver, observer
+        self._start, self._num_steps = start, num_steps
+        self._published: PolicyVersion | None = None
+        self._quarantine = Quarantine(observer)
+
+    async def run(self) -> None:
+        """Take every step that is left; return when the last one is trained, published, evaluated and saved."""
+        await self._publish(self._start.version)
+        if self._start.step == 0:
+            await self._evaluation.before_training(self._start.version)
+        if self._start.step >= self._num_steps:  # producers would wait for a step for ever
+            return
+        async with self._saver, task_group() as tasks:
+            producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
+            for step in range(self._start.step + 1, self._num_steps + 1):
+                is_last = step == self._num_steps
+                self._observer.step_started()
+                version = await self._step(step)
+                self._saver.mark(step)
+                for producer in producers if is_last else ():
+                    producer.cancel()
+                await self._evaluation.after_step(step, version, tasks, is_last=is_last)
+                await self._saver.after_step(step, is_last=is_last)
+                if not is_last:
+                    await self._buffer.release_step(version)
+
+    async def _produce(self) -> None:
+        stages = self._stages
+        while True:
+            ticket = await self._buffer.reserve()
+            prompt = stages.prompts.next()
+            scored = await self._quarantine.scored_group(prompt, stages.groups)
+            if scored is not None and stages.algorithm.keeps(scored):
+                await self._buffer.put(ticket, scored)
+            else:
+                await self._buffer.give_up(ticket)
+
+    async def _step(self, step: int) -> PolicyVersion:
+        stages, observer = self._stages, self._observer
+        async with stages.phases.generating():
+            with observer.phase("generate"):
+                groups = await self._saver.unless_leaving(self._buffer.take_step())
+        async with stages.phases.training():
+            with observer.phase("assign"):
+                estimates = await stages.trainer.estimate(groups)
+                samples = stages.algorithm.assign(groups, estimates)
+            with observer.phase("update"):
+                update = await stages.trainer.update(samples)
+        if update.version != self._published:
+            await self._publish(update.version)
+        dropped, kl_coef = self._quarantine.add_to(stages.algorithm.take_dropped()), stages.algorithm.kl_coef
+        observer.step_finished(step, groups, samples, update, dropped=dropped, kl_coef=kl_coef, flow=self._buffer.flow)
+        return update.version
+
+    async def _publish(self, version: PolicyVersion) -> None:
+        with self._observer.phase("publish"):
+            published = await self._stages.publisher.publish(version)
+        self._published = version
+        self._observer.published(published)

@@ -1,0 +1,173 @@
+"""Publishes by files to engines that megarl did not start: they load one Hugging Face folder per version.
+
+The trainer ranks write the folder as they write a checkpoint. An engine can fail in the middle of loading, so one that
+does not confirm the version is stale; so is one that reports another version afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
+from megarl.config.model import read_model_shape
+from megarl.config.roles import EndpointConfig, FrozenRoleConfig
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine.fleet import Engine, Fleet
+from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
+from megarl.results import PublishResult
+from megarl.types import JsonValue, PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_FOLDER = "published"
+"""Name of the folder in the run's folder."""
+_PREFIX = "version_"
+_CHECK_TIMEOUT_S = 30.0
+
+
+class ExportingRanks(Protocol):
+    """The trainer ranks, as publishing by files needs them."""
+
+    async def export(self, folder: Path, source_folder: Path, /) -> Mapping[str, FileDigest]:
+        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
+        ...
+
+
+class FilePublisher:
+    def __init__(
+        self, *, ranks: ExportingRanks, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
+    ) -> None:
+        """Engines load from `folder`; `source_folder` has the configuration and tokenizer."""
+        self._ranks = ranks
+        self._fleet = fleet
+        self._folder = folder
+        self._source_folder = source_folder
+        self._timeout_s = timeout_s
+
+    async def connect(self) -> None:
+        """Check that every engine generates with the trainer's architecture; the error names each that does not."""
+        expected = json.loads((self._source_folder / "config.json").read_text())["architectures"]
+        problems = await asyncio.gather(*(_problem(engine, expected) for engine in self._fleet.engines))
+        if any(problems):
+            raise MachineError("; ".join(filter(None, problems)))
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        started = time.monotonic()
+        folder = self._folder / f"{_PREFIX}{version:08d}"
+        files = await self._write(folder)
+        engines = self._fleet.reachable
+        with self._fleet.syncing(engines):
+            reasons = await asyncio.gather(*(self._load(engine, folder / MODEL_FOLDER, version) for engine in engines))
+        succeeded = [engine for engine, reason in zip(engines, reasons, strict=True) if reason is None]
+        for engine, reason in zip(engines, reasons, strict=True):
+            if reason is not None:
+                await self._fleet.mark_stale(engine, reason)
+        if not succeeded:
+            all_reasons = "; ".join(filter(None, reasons)) or "no engine can be reached"
+            raise WeightSyncError(f"version {version} was loaded nowhere: {all_reasons}")
+        await self._fleet.committed(version, succeeded)
+        await asyncio.to_thread(_prune, self._folder, folder)
+        num_bytes = len(succeeded) * sum(file.num_bytes for file in files.values())
+        seconds = time.monotonic() - started
+        logger.info("published version=%d folder=%s engines=%d seconds=%.3f", version, folder, len(succeeded), seconds)
+        return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=len(succeeded))
+
+    async def _write(self, folder: Path) -> Mapping[str, FileDigest]:
+        # A run that was stopped while it published may have left it.
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return await self._ranks.export(folder, self._source_folder)
+        except CheckpointError as error:
+            raise WeightSyncError(f"{folder} was not written; engines keep what they have: {error}") from error
+
+    async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
+        """Return None if the engine serves `version` now, else the reason."""
+        try:
+            await engine.client.load_weights_from_disk(folder, version=version, timeout_s=self._timeout_s)
+            # Cached prefixes were computed with the old weights.
+            await engine.client.flush_cache()
+            info = await engine.client.model_info()
+        except EngineError as error:
+            return str(error)
+        served = str(info.get("weight_version")), str(info.get("model_path"))
+        if served != (str(version), str(folder)):
+            return f"{engine}: reports version {served[0]} of {served[1]} after {folder} was loaded"
+        return None
+
+
+def endpoints_of(configs: Sequence[EndpointConfig], *, device: str) -> list[EngineEndpoint]:
+    """Return the endpoints of the engines, with their keys."""
+    assert device in ("cpu", "cuda"), device
+    endpoints = []
+    for index, config in enumerate(configs):
+        parts = urlsplit(config.url)
+        assert parts.hostname is not None, f"{config.url} has no host"
+        assert parts.port is not None, f"{config.url} has no port"
+        api = _read_key(config.api_key_file)
+        admin = api if config.admin_key_file is None else _read_key(config.admin_key_file)
+        endpoints.append(
+            EngineEndpoint(
+                index=index,
+                host=parts.hostname,
+                port=parts.port,
+                # Weights go to the whole engine; its number of ranks does not matter.
+                tensor=1,
+                device="cuda" if device == "cuda" else "cpu",
+                keys=EngineKeys(api=api, admin=admin),
+                scheme=parts.scheme,
+            )
+        )
+    return endpoints
+
+
+async def check_running(roles: Mapping[str, FrozenRoleConfig], *, device: str) -> None:
+    """Raise an EngineError unless every endpoint of frozen models runs and serves a model of the right kind."""
+    for role, config in roles.items():
+        endpoints = endpoints_of(config.endpoints, device=device)
+        await asyncio.gather(*(_check_frozen(role, config.model, endpoint) for endpoint in endpoints))
+
+
+async def _check_frozen(role: str, model: Path, endpoint: EngineEndpoint) -> None:
+    client = EngineClient(endpoint, request_timeout_s=_CHECK_TIMEOUT_S)
+    try:
+        info = await client.model_info()
+    except EngineError as error:
+        raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
+    finally:
+        await client.close()
+    is_classifier = read_model_shape(model).has_value_head
+    if bool(info.get("is_generation")) is is_classifier:
+        wanted = "a sequence classifier" if is_classifier else "a language model"
+        raise EngineError(f"{endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})")
+
+
+def _read_key(path: Path | None) -> str:
+    return "" if path is None else path.read_text().strip()
+
+
+async def _problem(engine: Engine, architectures: Sequence[JsonValue]) -> str | None:
+    client: EngineClient = engine.client
+    try:
+        info = await client.model_info()
+    except EngineError as error:
+        return f"{error}; the engines of roles.rollout.endpoints must be running"
+    if not info.get("is_generation"):
+        return f"{engine} does not generate: it serves {info.get('model_path')}"
+    if info.get("architectures") != list(architectures):
+        return f"{engine} serves {info.get('architectures')}, model.path is {list(architectures)}"
+    return None
+
+
+def _prune(folder: Path, kept: Path) -> None:
+    for path in folder.glob(f"{_PREFIX}*"):
+        if path != kept:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,375 @@
+"""A publish as a transaction: receive everywhere, compare digests, then serve the version everywhere or nowhere.
+
+This module decides and sequences; the bytes go from trainer ranks to engine ranks directly and in place: an engine has
+no room for two versions. A publish goes to the reachable engines. If it fails after its first byte, they are stale: the
+fleet gives them no request until the version was sent again, in a new transfer group, without the engines that were
+lost. The trainer ranks keep the version until then, so nothing is lost but time.
+
+A publisher belongs to one set of trainer ranks; the fleet outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+from megarl.config.roles import InFlight
+from megarl.engine.client import PauseMode
+from megarl.engine.commands import Rendezvous
+from megarl.engine.control import ignore_outcome
+from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.lifecycle import EngineState, FellBehind
+from megarl.errors import EngineError, WeightSyncError, WorkerError
+from megarl.results import PublishResult
+from megarl.stages import Publisher
+from megarl.types import PolicyVersion
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
+from megarl.weights.algebra.locality import Link
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.group import Backend, StoreServer, abandon_group
+from megarl.weights.layouts.transfer_spec import TransferSpec
+
+logger = logging.getLogger(__name__)
+
+Sent = TypeVar("Sent")
+Arrived = TypeVar("Arrived")
+
+_GROUP = "publish"
+_MAX_UNEXPLAINED = 2
+"""Failures after which every engine still answers; then each is tried alone, to find the one at fault."""
+_GIVE_UP_S = 10.0
+"""Time for engines to notice that the group was abandoned."""
+
+
+class SendingRanks(Protocol):
+    """The trainer ranks, as a publish needs them."""
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no rank computes, so that weights do not change."""
+        ...
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous, /) -> None: ...
+
+    async def version(self) -> int: ...
+
+    async def send(self, version: int, /) -> Sequence[Mapping[tuple[int, str], int]]:
+        """Return per rank the digests of what it sent, by target rank and tensor."""
+        ...
+
+
+class ReceivingEngines(Protocol):
+    """The engines, as a publish needs them; see `EngineControl`."""
+
+    def among(self, engines: Sequence[Engine], /) -> Self: ...
+
+    async def check_layout(self, transfer: TransferSpec, /) -> None: ...
+
+    async def join(self, transfer: TransferSpec, /, *, plan_hash: str, rendezvous: Rendezvous) -> None: ...
+
+    async def receive(self, version: PolicyVersion, /) -> Mapping[int, Mapping[str, int]]: ...
+
+    async def confirm(self, version: PolicyVersion, /, *, is_catching_up: bool) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """The transfer group of the trainer ranks and the engines of a roster."""
+
+    members: tuple[object, ...]
+    """The clients of the roster; a restarted engine has a new one."""
+    store: StoreServer
+    """The rendezvous of this group alone: that the group was abandoned is recorded here."""
+    control: ReceivingEngines
+    plan: Plan
+
+
+class TransferPublisher:
+    """Publishes from trainer ranks to engine ranks through a transfer group that lasts as long as its roster."""
+
+    def __init__(
+        self,
+        *,
+        ranks: SendingRanks,
+        fleet: Fleet,
+        control: ReceivingEngines,
+        transfer: Callable[[], TransferSpec],
+        timeout_s: float,
+        host: str,
+        failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
+    ) -> None:
+        """`transfer` returns the one to all engines of the fleet, where they are then.
+
+        `failed` is called before an attempt is repeated.
+        """
+        self._ranks = ranks
+        self._fleet = fleet
+        self._control = control
+        self._transfer = transfer
+        self._timeout_s = timeout_s
+        self._host = host
+        self._failed = failed
+        self._link: _Link | None = None
+        self._has_published = False
+        self._turn = asyncio.Lock()
+        """Held during a publish: versions are sent one after the other."""
+
+    async def connect(self) -> None:
+        """Check the parameters of all reachable engines against the layout, whatever version they serve."""
+        while True:
+            roster = await self._fleet.any_reachable()
+            try:
+                await self._control.among(roster).check_layout(self._transfer_to(roster))
+                return
+            except WeightSyncError as error:
+                if await self._are_all_there(roster, str(error)):
+                    raise
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        """Publish to all reachable engines; if there is none, to the first that is restarted."""
+        async with self._turn:
+            started = time.monotonic()
+            num_engines, plan = await self._publish_somewhere(version)
+            self._has_published = True
+            seconds = time.monotonic() - started
+        num_bytes = sum(plan.traffic.received_bytes.values())
+        logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
+        return PublishResult(
+            version=version,
+            num_bytes=num_bytes,
+            busiest_bytes=plan.traffic.busiest_bytes,
+            floor_bytes=plan.traffic.floor_bytes,
+            seconds=seconds,
+            num_engines=num_engines,
+        )
+
+    async def catch_up(self, engine: Engine) -> bool:
+        """Send the committed version to a stale engine while the others generate; return False if that is not possible.
+
+        It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
+        send the version it holds. The next publish includes this engine.
+        """
+        async with self._turn, self._ranks.at_rest():
+            version = self._fleet.committed_version
+            if not self._has_published or engine.state is not EngineState.STALE:
+                return False
+            if await self._ranks.version() != version:
+                return False
+            with self._fleet.syncing([engine]):
+                await self._deliver([engine], version, is_catching_up=True)
+            return True
+
+    async def _publish_somewhere(self, version: PolicyVersion) -> tuple[int, Plan]:
+        """Return the number of engines that serve `version`, and the plan that was used."""
+        num_unexplained = 0
+        while True:
+            roster = await self._fleet.any_reachable()
+            if num_unexplained >= _MAX_UNEXPLAINED and len(roster) > 1:
+                return await self._publish_to_one(roster, version)
+            try:
+                with self._fleet.syncing(roster):
+                    return await self._deliver(roster, version)
+            except WeightSyncError as error:
+                logger.info("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
+                self._failed(version, str(error.__cause__ or error))
+                if await self._are_all_there(roster, str(error)):
+                    num_unexplained += 1
+                    if num_unexplained > _MAX_UNEXPLAINED:
+                        raise
+
+    async def _publish_to_one(self, roster: Sequence[Engine], version: PolicyVersion) -> tuple[int, Plan]:
+        """Publish to the first engine that accepts it alone; the others are stale and catch up one by one."""
+        reasons = []
+        for engine in roster:
+            try:
+                with self._fleet.syncing([engine]):
+                    return await self._deliver([engine], version)
+            except WeightSyncError as error:
+                reasons.append(str(error))
+        raise WeightSyncError("; ".join(reasons))
+
+    async def _are_all_there(self, roster: Sequence[Engine], reason: str) -> bool:
+        """Return whether all engines of the roster answer; those that do not are dead from now on."""
+        return all(await asyncio.gather(*(self._fleet.examine(engine, reason) for engine in roster)))
+
+    async def _deliver(
+        self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
+    ) -> tuple[int, Plan]:
+        """Run one transaction: afterwards an engine of the roster serves `version`, or is stale.
+
+        A failure before the first byte changes no engine.
+        """
+        consequence = "engines keep the one before"
+        try:
+            link = await self._linked(roster)
+            consequence = "engines wait until it is sent again"
+            with self._unusable(roster, version):
+                sent, arrived = await self._together(
+                    link.store, self._ranks.send(version), link.control.receive(version)
+                )
+                check_digests(sent, arrived)
+            num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
+        except (WeightSyncError, WorkerError) as error:
+            self._link = None
+            # Lost ranks are restarted by the run; the engines are not at fault.
+            kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
+            raise kind(f"version {version} was not published; {consequence}: {error}") from error
+        return num_engines, link.plan
+
+    @contextmanager
+    def _unusable(self, roster: Sequence[Engine], version: PolicyVersion) -> Iterator[None]:
+        """Mark the engines as stale if the block fails or is cancelled: their weights may be of two versions."""
+        try:
+            yield
+        except BaseException as error:
+            for engine in roster:
+                self._fleet.report(
+                    engine, FellBehind(reason=f"received a part of version {version}: {error or 'it was given up'}")
+                )
+            raise
+
+    async def _linked(self, roster: Sequence[Engine]) -> _Link:
+        """Return the transfer group of a roster, a new one if the roster has changed."""
+        members = tuple(engine.client for engine in roster)
+        if self._link is not None and self._link.members == members:
+            return self._link
+        self._link = None
+        transfer = self._transfer_to(roster)
+        plan = transfer.plan()
+        control = self._control.among(roster)
+        store = StoreServer(self._host)
+        rendezvous = Rendezvous(
+            address=store.address,
+            name=_GROUP,
+            timeout_s=self._timeout_s,
+            backend=_backend(transfer, plan),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+        )
+        await self._together(
+            store,
+            self._ranks.join(transfer, rendezvous),
+            control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
+        )
+        self._link = _Link(members=members, store=store, control=control, plan=plan)
+        return self._link
+
+    def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
+        return self._transfer().with_engines([engine.index for engine in roster])
+
+    async def _together(
+        self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
+    ) -> tuple[Sent, Arrived]:
+        """Run both ends of an exchange. After the first failure the group is abandoned, which ends the other waits."""
+        tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
+        for task in tasks:
+            task.add_done_callback(ignore_outcome)
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            # The ranks are about to end; without this an engine would wait for them until its deadline.
+            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was cancelled")
+            tasks[0].cancel()
+            await asyncio.wait(tasks, timeout=_GIVE_UP_S)
+            raise
+        failures = [error for task in done if (error := task.exception()) is not None]
+        if failures:
+            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason=str(failures[0]))
+            await asyncio.wait(tasks)
+            # Engines lose the connection to a dead rank before its death is noticed.
+            loss = tasks[0].exception()
+            raise loss if isinstance(loss, WorkerError) else failures[0]
+        return tasks[0].result(), tasks[1].result()
+
+
+def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:
+    """Return the way of the bytes that engine ranks do not read from the memory of trainer ranks."""
+    sent = sum(sum(plan.traffic.received[link].values()) for link in Link if link > transfer.direct)
+    if not sent:
+        return None
+    if transfer.is_cpu_engine:
+        return "gloo"
+    if transfer.shares_devices:
+        # NCCL refuses two processes on one GPU.
+        logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
+        return "gloo"
+    return "nccl"
+
+
+class Pauses:
+    """Pauses the engines around a publish, each counted before it happens."""
+
+    def __init__(self, mode: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`announce` returns when rollout workers in other processes know the counts and the versions."""
+        self.mode: InFlight = mode
+        self._announce = announce
+
+    @asynccontextmanager
+    async def around(self, fleet: Fleet) -> AsyncIterator[None]:
+        """Pause all reachable engines inside the block; new requests wait."""
+        engines = fleet.reachable
+        await self._count(fleet, engines)
+        try:
+            await _ask_all(fleet, engines, self._pause)
+            yield
+        finally:
+            await self._count(fleet, engines)
+            await _ask_all(fleet, engines, _resume)
+
+    async def _count(self, fleet: Fleet, engines: Sequence[Engine]) -> None:
+        fleet.count_pause(engines)
+        if self._announce is not None:
+            # An engine that is paused answers at once: the count must be there before the tokens.
+            await self._announce()
+
+    async def _pause(self, engine: Engine) -> None:
+        await engine.client.pause(PauseMode(self.mode))
+
+
+async def _resume(engine: Engine) -> None:
+    if not engine.is_live:
+        # Its weights are wrong: its requests are sent to other engines.
+        await engine.client.abort_all()
+    await engine.client.resume()
+
+
+async def _ask_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
+    outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+    for engine, outcome in zip(engines, outcomes, strict=True):
+        match outcome:
+            case EngineError():
+                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
+                await fleet.mark_stale(engine, str(outcome))
+            case BaseException():
+                raise outcome
+
+
+class PausingPublisher:
+    """A Publisher (see `stages`) that pauses the engines during each publish."""
+
+    def __init__(self, publisher: Publisher, fleet: Fleet, pauses: Pauses) -> None:
+        self._publisher = publisher
+        self._fleet = fleet
+        self._pauses = pauses
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        async with self._pauses.around(self._fleet):
+            return await self._publisher.publish(version)
+
+
+class TellingPublisher:
+    """A Publisher (see `stages`) after which every rollout worker knows what the engines serve."""
+
+    def __init__(self, publisher: Publisher, announce: Callable[[], Awaitable[None]]) -> None:
+        self._publisher = publisher
+        self._announce = announce
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        result = await self._publisher.publish(version)
+        await self._announce()
+        return result

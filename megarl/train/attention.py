@@ -1,0 +1,264 @@
+"""Causal attention over packed sequences, none of which sees another: a core attention for Megatron's local spec.
+
+Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
+wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU long sequences go to
+cuDNN if it is usable, packs of short ones to torch's flash kernel. Where context-parallel ranks share each sequence, a
+rank gathers the keys and values of all, and its two chunks of a sequence attend to those up to their own positions;
+or Transformer Engine exchanges them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megarl.data.packing import runs, zigzag
+from megarl.train import cudnn
+from megarl.train.layers import Rotation, rotated
+from megarl.train.routing import RankRoutes
+from megarl.train.topology import Topology
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Starts and lengths of a micro-batch's sequences. Megatron passes it to the attention of every layer.
+
+    Megatron's own fields for this stay empty.
+    """
+
+    starts: Tensor  # [S + 1], int32, on the device
+    lengths: list[int]
+    rotation: Rotation | None = None
+    """Set by the model; None leaves queries and keys unrotated."""
+    part: ContextPart | None = None
+    """None where the sequences are whole."""
+    routes: RankRoutes | None = None  # None where the router of a mixture chooses
+    dropout_keys: Tensor | None = None  # [N], int32, see `lora.dropout_keys`; None where adapters get all inputs
+
+    def __post_init__(self) -> None:
+        self.qkv_format = "thd"
+
+    @cached_property
+    def by_length(self) -> LengthGroups:
+        return _group_by_length(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def rectangles(self) -> cudnn.Rectangles | None:
+        return cudnn.rectangles_of(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPart:
+    """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
+
+    group: dist.ProcessGroup
+    seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
+    query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
+    key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
+    query_lengths: list[int]
+    key_lengths: list[int]
+    whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
+
+
+def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> PackedSequences:
+    """Return the sequences of a micro-batch as this rank has them; `starts` are those of the whole ones. [S + 1]"""
+
+    def on_device(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device=topology.device, dtype=dtype, non_blocking=True)
+
+    size, rank = topology.context, topology.context_rank
+    own = starts // size
+    part = None
+    if size > 1:
+        whole, longest = on_device(starts, torch.int32), int(np.diff(starts).max())
+        chunk = np.diff(starts) // (2 * size)
+        query_lengths = np.repeat(chunk, 2)
+        key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
+        places = np.argsort(zigzag(starts, size).ravel())
+        part = ContextPart(
+            group=topology.context_group,
+            seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
+            query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
+            key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
+            query_lengths=query_lengths.tolist(),
+            key_lengths=key_lengths.tolist(),
+            whole=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=whole,
+                cu_seqlens_kv=whole,
+                cu_seqlens_q_padded=whole,
+                cu_seqlens_kv_padded=whole,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+        )
+    return PackedSequences(starts=on_device(own, torch.int32), lengths=np.diff(own).tolist(), part=part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthGroups:
+    """Positions ordered by the length of their sequence: sequences of one length form one rectangle."""
+
+    order: Tensor  # [N]
+    inverse: Tensor  # [N]
+    rectangles: list[tuple[int, int]]
+    """(number of sequences, their length), shortest first."""
+
+
+class PackedAttention(torch.nn.Module):
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        cp_comm_type: str | None,
+        softmax_scale: float | None,
+        pg_collection: object,
+    ) -> None:
+        super().__init__()
+        del attn_mask_type
+        assert attention_type == "self", attention_type
+        self.scale = softmax_scale
+        self.exchanging: torch.nn.Module | None = None
+        if cp_comm_type is not None and config.context_parallel_size > 1:
+            from megatron.core.extensions.transformer_engine import (  # noqa: PLC0415 - on GPU machines only
+                TEDotProductAttention,
+            )
+
+            self.exchanging = TEDotProductAttention(
+                config,
+                layer_number,
+                AttnMaskType.padding_causal,
+                attention_type,
+                softmax_scale=softmax_scale,
+                cp_comm_type=cp_comm_type,
+                pg_collection=pg_collection,
+            )
+
+    def forward(
+        self,
+        query: Tensor,  # [N, heads, head_dim]
+        key: Tensor,  # [N, kv heads, head_dim]
+        value: Tensor,
+        attention_mask: None,
+        *,
+        attn_mask_type: object,
+        attention_bias: None,
+        packed_seq_params: PackedSequences,
+    ) -> Tensor:
+        del attention_mask, attn_mask_type, attention_bias
+        rotation = packed_seq_params.rotation
+        if rotation is not None:
+            query, key = rotated(query, rotation), rotated(key, rotation)
+        if query.is_cuda and query.dtype == torch.float32:
+            # Flash kernels have no float32.
+            query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+            return self._attend(query, key, value, packed_seq_params).float()
+        return self._attend(query, key, value, packed_seq_params)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
+        if packed_seq_params.part is not None and self.exchanging is not None:
+            whole, mask = packed_seq_params.part.whole, AttnMaskType.padding_causal
+            attended: Tensor = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
+            return attended.view(query.shape)
+        if packed_seq_params.part is not None:
+            return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)
+        if query.device.type == "cpu":
+            return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
+        rectangles = packed_seq_params.rectangles
+        if rectangles is not None and cudnn.is_usable(
+            query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+        ):
+            return cudnn.attend(query, key, value, rectangles, self.scale)
+        starts, longest = packed_seq_params.starts, packed_seq_params.longest
+        output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
+        assert isinstance(output, Tensor)
+        return output
+
+
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
+    """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
+    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).unbind(1)
+    if query.device.type == "cuda":
+        # With fewer queries than keys the kernel aligns their ends.
+        output = varlen_attn(
+            query,
+            keys,
+            values,
+            part.query_starts,
+            part.key_starts,
+            max(part.query_lengths),
+            max(part.key_lengths),
+            scale=scale,
+            **_CAUSAL_GROUPED,
+        )
+        assert isinstance(output, Tensor)
+        return output
+    columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
+    chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
+    outputs = []
+    for q, k, v in zip(*chunks, strict=True):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:
+    def rectangles(tensor: Tensor) -> list[Tensor]:
+        """Return rectangles of [sequences, heads, length, head_dim]."""
+        sizes = [num * length for num, length in groups.rectangles]
+        parts = torch.split(tensor.index_select(0, groups.order), sizes)
+        shapes = [(num, length, *tensor.shape[1:]) for num, length in groups.rectangles]
+        return [part.view(shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        for q, k, v in zip(rectangles(query), rectangles(key), rectangles(value), strict=True)
+    ]
+    return torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs]).index_select(0, groups.inverse)
+
+
+def _group_by_length(lengths: list[int]) -> LengthGroups:
+    # Stable: sequences of one length keep their order, and each its tokens together.
+    order = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).argsort(stable=True)
+    counts = Counter(lengths)
+    return LengthGroups(
+        order=order,
+        inverse=order.argsort(),
+        rectangles=[(counts[length], length) for length in sorted(counts)],
+    )
+
+
+def _causal_grouped() -> dict[str, Any]:
+    """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return options
+
+
+_CAUSAL_GROUPED = _causal_grouped()

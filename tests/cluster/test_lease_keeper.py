@@ -1,0 +1,101 @@
+"""Actors and placement groups of a run on a Ray that it joined: they outlive their driver by the lease, no longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
+from megarl.system.lease import JoinedLease, find_kept
+from megarl.system.run_lock import run_lock
+from tests.cluster.ray_worker import Worker
+
+with private_ray():
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table
+
+    from megarl.cluster.cluster import joined
+    from megarl.cluster.lease_keeper import leased, take_lease
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    nodes = LocalRay(device="cpu", log_folder=tmp_path_factory.mktemp("ray"))
+    with private_ray(), local_ray(nodes, num_slots=1):
+        yield nodes.address
+
+
+def lease_of(run_folder: Path, address: str, *, seconds: float = 600, program: str = "digest") -> JoinedLease:
+    return JoinedLease(run_folder, address, program=program, seconds=seconds, is_continued=True)
+
+
+def start_some() -> None:
+    group = placement_group([{"CPU": 1}], name="megarl-train", lifetime="detached")
+    assert group.wait(120)
+    worker = ray.remote(Worker).options(name="actor-0#1", lifetime="detached", num_cpus=0).remote(0)
+    assert ray.get(worker.square.remote(3), timeout=300) == 9
+
+
+def running() -> list[str]:
+    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return sorted([*groups, *(name for name in ray.util.list_named_actors() if "lease" not in name)])
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def die(lease: JoinedLease) -> None:
+    """Stop renewing, as a driver that was killed."""
+    lease._stop.set()
+    lease._renewing.join()
+
+
+def test_what_a_driver_left_is_adopted_ended_by_another_program_or_by_the_end_of_the_lease(
+    tmp_path: Path, address: str
+) -> None:
+    folder = tmp_path / "runs" / "one"
+    first = lease_of(folder, address)
+    with run_lock(folder):
+        with joined(address, namespace=first.namespace):
+            take_lease(first)
+            start_some()
+            first.placed({"train": [[0]]})
+            first.take()
+            die(first)
+        second = lease_of(folder, address)
+        assert second.adopted is not None
+        assert second.adopted.gpus == {"train": [[0]]}
+        with joined(address, namespace=second.namespace):
+            take_lease(second)
+            assert second.adopted is not None
+            assert running() == ["actor-0#1", "megarl-train"]
+            die(second)
+            third = lease_of(folder, address, seconds=1, program="another")
+            assert third.adopted is None
+            take_lease(third)
+            wait_for(lambda: running() == [])
+            start_some()
+            die(third)
+            wait_for(lambda: running() == [])
+            wait_for(lambda: not ray.util.list_named_actors())
+            assert find_kept(folder) is not None
+            fourth = lease_of(folder, address)
+            assert fourth.adopted is not None, "nobody has asked Ray yet"
+            with leased(fourth):
+                assert fourth.adopted is None
+                start_some()
+            wait_for(lambda: running() == [])
+            assert find_kept(folder) is None
+
+
+def test_runs_in_other_folders_have_other_namespaces(tmp_path: Path) -> None:
+    one, two = (lease_of(tmp_path / name, "10.0.0.1:6379") for name in ("one", "two"))
+    assert one.namespace != two.namespace
+    assert one.namespace == lease_of(tmp_path / "one", "10.0.0.1:6379").namespace

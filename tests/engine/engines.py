@@ -1,0 +1,170 @@
+"""Engines for the tests of this package: real ones, shared, and scripted ones that answer over a fake wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import httpx
+import numpy as np
+
+from megarl.config.model import ModelShape
+from megarl.config.roles import InFlight, RolloutRoleConfig
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply, Send
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineProcess, EngineSpec
+from megarl.engine.tool_control import ToolControl
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.types import PolicyVersion, Prompt, TokenArray
+from tests.tiny_models import write_tiny_model
+
+EOS = 2
+"""What tiny models end with."""
+CONTEXT = 512
+REQUEST_TIMEOUT_S = 600.0
+COMMAND_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A real engine that serves `folder`; `other_folder` is the same architecture with other weights."""
+
+    process: EngineProcess
+    folder: Path
+    other_folder: Path
+    shape: ModelShape
+
+    @asynccontextmanager
+    async def fleet(self) -> AsyncIterator[Fleet]:
+        """A fleet of this one engine, back at version 0 whatever happened before."""
+        client = EngineClient(self.process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+        await client.load_weights_from_disk(self.folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+        fleet = Fleet([client], max_outstanding=128, publish_timeout_s=10)
+        try:
+            yield fleet
+        finally:
+            await fleet.close()
+
+
+def serve(
+    folder: Path, family: str, *, tensor: int, tied: bool, expert: int = 1, rope: dict[str, object] | None = None
+) -> ServedModel:
+    """Write two tiny models and start an engine on the first; the caller stops it."""
+    shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1, rope=rope)
+    write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2, rope=rope)
+    process = EngineProcess(engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert))
+    process.start()
+    asyncio.run(process.wait_ready())
+    return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)
+
+
+def engine_spec(
+    model_folder: Path,
+    run_folder: Path,
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    port: int | None = None,
+    start_timeout_s: float = 900,
+) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_folder=model_folder,
+        config=RolloutRoleConfig(pool="rollout", tensor=tensor, expert=expert),
+        device="cpu",
+        seed=1,
+        run_folder=run_folder,
+        keys=EngineKeys.fresh(),
+        port=port,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def control_of(fleet: Fleet) -> ToolControl:
+    return ToolControl(fleet, timeout_s=COMMAND_TIMEOUT_S)
+
+
+def generator_of(
+    fleet: Fleet,
+    *,
+    num_rollouts: int = 1,
+    temperature: float = 1.0,
+    max_response_tokens: int = 12,
+    max_attempts: int = 3,
+    vocab: int = 99,
+    seed: int = 7,
+    in_flight: InFlight | None = None,
+) -> FleetGenerator:
+    sampling = Sampling(
+        num_rollouts=num_rollouts,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=None,
+        max_response_tokens=max_response_tokens,
+    )
+    vocabulary = Vocabulary(size=vocab, eos_ids=(EOS,), max_context_tokens=CONTEXT, decode=spell)
+    return FleetGenerator(
+        fleet, sampling=sampling, vocabulary=vocabulary, seed=seed, max_attempts=max_attempts, in_flight=in_flight
+    )
+
+
+def spell(token_ids: TokenArray) -> str:
+    return " ".join(str(token_id) for token_id in token_ids)
+
+
+def prompt_of(*token_ids: int, uid: str = "row-0", epoch: int = 0) -> Prompt:
+    return Prompt(
+        uid=uid,
+        position=0,
+        epoch=epoch,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        data_source="test",
+        ground_truth="",
+        extra_info={},
+    )
+
+
+Handler = Callable[[httpx.Request], httpx.Response]
+SlowHandler = Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
+
+
+def scripted_client(
+    handler: Handler | SlowHandler, *, index: int = 0, tensor: int = 1, host: str = "127.0.0.1"
+) -> EngineClient:
+    """A client whose engine is `handler`."""
+    endpoint = EngineEndpoint(
+        index=index,
+        host=host,
+        port=30000 + index,
+        tensor=tensor,
+        device="cpu",
+        keys=EngineKeys(api="api-key", admin="admin-key"),
+    )
+    return EngineClient(endpoint, request_timeout_s=60, send=scripted(handler))
+
+
+def scripted(handler: Handler | SlowHandler) -> Send:
+    """Let `handler` answer instead of a server; what it raises is what the network would."""
+    transport = httpx.MockTransport(handler)
+
+    async def send(method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpReply:
+        try:
+            response = await transport.handle_async_request(
+                httpx.Request(method, url, headers=dict(headers), content=content)
+            )
+        except httpx.TimeoutException as error:
+            raise TimeoutError from error
+        except httpx.HTTPError as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        return HttpReply(status_code=response.status_code, content=await response.aread())
+
+    return send
+
+
+def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:
+    clients = [scripted_client(handler, index=index) for index, handler in enumerate(handlers)]
+    return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2)

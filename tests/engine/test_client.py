@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import httpx
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megarl.config.section import Device
+from megarl.engine.client import KEPT_S, EngineClient, EngineKeys, GenerateRequest, PauseMode
+from megarl.env import ENGINE_ENVIRONMENT
+from megarl.errors import EngineError
+from megarl.types import JsonValue, PolicyVersion
+from tests.engine.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client
+
+REQUEST = GenerateRequest(rid="r", input_ids=(5, 6), max_new_tokens=4, temperature=1.0)
+
+
+class Recorder:
+    """An engine that says yes, or what it is told to, and remembers what it was asked."""
+
+    def __init__(self, **statuses: int) -> None:
+        self.asked: list[httpx.Request] = []
+        self._statuses = statuses
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        return httpx.Response(self._statuses.get(request.url.path.strip("/"), 200), json={})
+
+    @property
+    def paths(self) -> list[str]:
+        return [request.url.path for request in self.asked]
+
+
+def test_generating_and_controlling_use_different_keys() -> None:
+    engine = Recorder()
+    client = scripted_client(engine)
+
+    async def calls() -> None:
+        await client.generate(REQUEST)
+        await client.pause(PauseMode.RETRACT)
+
+    asyncio.run(calls())
+    assert [request.headers["authorization"] for request in engine.asked] == ["Bearer api-key", "Bearer admin-key"]
+
+
+def test_keys_are_not_shown() -> None:
+    keys = EngineKeys.fresh()
+    assert keys.api not in repr(keys)
+    assert keys.admin not in repr(keys)
+
+
+def test_a_refusal_names_engine_operation_and_reason() -> None:
+    client = scripted_client(lambda request: httpx.Response(400, text="no such thing"), index=3)
+    with pytest.raises(EngineError, match=r"engine 3 \(127.0.0.1:30003\): generate: status 400: no such thing"):
+        asyncio.run(client.generate(REQUEST))
+
+
+def test_a_broken_connection_names_engine_and_operation() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(EngineError, match=r"engine 0 .*: flush cache: ClientConnectionError: refused"):
+        asyncio.run(scripted_client(broken).flush_cache())
+
+
+def test_a_late_answer_names_the_deadline() -> None:
+    def late(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("late")
+
+    with pytest.raises(EngineError, match="generate: no answer within 90 s"):
+        asyncio.run(scripted_client(late).generate(REQUEST))
+
+
+async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *, timeout_s: float) -> bytes:
+    """Ask a real server that answers `/generate`."""
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with TestServer(app) as server:
+        endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+        client = EngineClient(endpoint, request_timeout_s=timeout_s)
+        try:
+            return (await client.generate(REQUEST)).content
+        finally:
+            await client.close()
+
+
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.engine.client.MAX_REPLY_BYTES", 1000)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 100)
+
+    with pytest.raises(EngineError, match=r"engine 0 .*: generate: the reply has more than 1000 bytes"):
+        asyncio.run(ask(endless, timeout_s=60))
+
+
+def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None:
+    """A server that closes an idle connection costs no request."""
+    connections: list[asyncio.BaseTransport] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connections.append(request.transport)
+        return web.json_response({})
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+            client = EngineClient(endpoint, request_timeout_s=60)
+            try:
+                for _ in range(3):
+                    await client.generate(REQUEST)
+                connections[-1].close()
+                await asyncio.sleep(1.0)
+                await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())
+    assert len({id(each) for each in connections[:3]}) == 1
+    assert connections[3] is not connections[0]
+    assert float(ENGINE_ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 100 * KEPT_S
+
+
+@pytest.mark.fault("a reply byte by byte", "cut at the deadline of the whole exchange")
+def test_a_reply_that_trickles_is_late() -> None:
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.01)
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="generate: no answer within 2 s"):
+        asyncio.run(ask(trickle, timeout_s=1.0))
+    assert time.monotonic() - began < 30
+
+
+MALFORMED = {
+    "a status line of another protocol": b"220 mail.example ESMTP\r\n\r\n",
+    "a status that is no number": b"HTTP/1.1 abc OK\r\n\r\n",
+    "a bad chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a header of a megabyte": b"HTTP/1.1 200 OK\r\nX: " + b"a" * (1 << 20) + b"\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\nabc",
+    "nothing": b"",
+}
+
+
+@pytest.mark.fault("an answer that is not HTTP", "the engine is not healthy; a probe fails; supervision goes on")
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_an_answer_that_is_not_http_is_an_error_of_the_engine(kind: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        with suppress(ConnectionError):
+            writer.write(MALFORMED[kind])
+            await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = EngineClient(replace(scripted_client(Recorder()).endpoint, port=port), request_timeout_s=60)
+            try:
+                assert not await client.is_healthy(timeout_s=60)
+                with pytest.raises(EngineError, match=r"engine 0 .*probe: "):
+                    await client.probe(timeout_s=60)
+                with pytest.raises(EngineError, match=r"engine 0 .*generate: "):
+                    await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.fault("a reply that grows when it is decompressed", "refused before it is read")
+def test_a_compressed_reply_is_refused() -> None:
+    async def bomb(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
+
+    with pytest.raises(EngineError, match=r"generate: the reply is compressed \(gzip\)"):
+        asyncio.run(ask(bomb, timeout_s=60))
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
+    reply: JsonValue = {"output_ids": list(range(100_000)), "text": "ü"}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["rid"] == "r"
+        response = web.json_response(reply)
+        if is_chunked:
+            response.enable_chunked_encoding()
+        return response
+
+    async def scenario() -> bytes:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+            client = EngineClient(endpoint, request_timeout_s=30)
+            try:
+                assert not await client.is_healthy()  # 404
+                return (await client.generate(REQUEST)).content
+            finally:
+                await client.close()
+
+    assert json.loads(asyncio.run(scenario())) == reply
+
+
+def test_an_unreachable_engine_is_not_healthy() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    assert not asyncio.run(scripted_client(broken).is_healthy())
+
+
+def load(engine: Recorder, *, times: int = 1) -> None:
+    client = scripted_client(engine, tensor=2)
+
+    async def calls() -> None:
+        for _ in range(times):
+            await client.load_weights(["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60)
+
+    asyncio.run(calls())
+
+
+def test_weights_are_loaded_inside_a_session_and_never_flush() -> None:
+    engine = Recorder()
+    load(engine)
+    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    assert json.loads(engine.asked[1].content) == {
+        "serialized_named_tensors": ["a", "b"],
+        "load_format": "x.y",
+        "flush_cache": False,
+        "weight_version": "3",
+    }
+
+
+@pytest.mark.parametrize("status", [404, 401])
+def test_an_older_engine_without_sessions_is_asked_for_one_once(status: int) -> None:
+    engine = Recorder(begin_weight_update=status, end_weight_update=status)
+    load(engine, times=2)
+    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
+
+
+ASLEEP_AND_AWAKE = {
+    "cpu": ["/pause_generation", "/continue_generation"],
+    "cuda": [
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/continue_generation",
+    ],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Device) -> None:
+    engine = Recorder()
+    client = scripted_client(engine)
+    client.endpoint = replace(client.endpoint, device=device)
+
+    async def calls() -> None:
+        for call in (client.sleep, client.sleep, client.wake, client.wake):
+            await call()
+
+    asyncio.run(calls())
+    assert engine.paths == ASLEEP_AND_AWAKE[device]
+
+
+def test_a_failed_load_still_ends_its_session() -> None:
+    engine = Recorder(update_weights_from_tensor=400)
+    with pytest.raises(EngineError, match="load weights: status 400"):
+        load(engine)
+    assert engine.paths[-1] == "/end_weight_update"
+
+
+def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:
+    # Greedy, this model never says its end token.
+    request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=0.0)
+
+    async def abort_one() -> bytes:
+        async with qwen2_tp1.fleet() as fleet:
+            client = fleet.engines[0].client
+            running = asyncio.create_task(client.generate(request))
+            await asyncio.sleep(0.3)
+            await client.abort(request.rid)
+            return (await running).content
+
+    reply = json.loads(asyncio.run(abort_one()))
+    assert isinstance(reply, dict)
+    meta, token_ids = reply["meta_info"], reply["output_ids"]
+    assert isinstance(meta, dict)
+    assert isinstance(meta["finish_reason"], dict)
+    assert meta["finish_reason"]["type"] == "abort"
+    assert isinstance(token_ids, list)
+    assert 0 < len(token_ids) < 500
+
+
+def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedModel) -> None:
+    async def pause() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            client, generator = fleet.engines[0].client, generator_of(fleet)
+            await client.sleep()
+            held = asyncio.create_task(generator.generate(prompt_of(5, 6)))
+            await asyncio.sleep(0.5)
+            assert not held.done()
+            assert await client.is_healthy()
+            assert await client.probe(timeout_s=60) == "0"
+            await client.flush_cache()
+            await client.wake()
+            assert len((await held).rollouts) == 1
+
+    asyncio.run(pause())
+
+
+def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> None:
+    async def sample(*, is_probed: bool) -> list[list[int]]:
+        async with qwen2_tp1.fleet() as fleet:
+            generator, client = generator_of(fleet, num_rollouts=16, max_response_tokens=64), fleet.engines[0].client
+            sampling = asyncio.create_task(generator.generate(prompt_of(5, 6)))
+            num_probes = 0
+            while is_probed and not sampling.done():
+                assert await client.probe(timeout_s=60) == "0"
+                num_probes += 1
+            group = await sampling
+            assert not is_probed or num_probes > 3
+            return [rollout.token_ids.tolist() for rollout in group.rollouts]
+
+    assert asyncio.run(sample(is_probed=True)) == asyncio.run(sample(is_probed=False))
+
+
+def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:
+    async def knock() -> list[int]:
+        endpoint = qwen2_tp1.process.endpoint
+        async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as http:
+            body = {"input_ids": [EOS]}
+            attempts = [
+                await http.post("/generate", json=body),
+                await http.post("/generate", json=body, headers={"Authorization": f"Bearer {endpoint.keys.admin}"}),
+                await http.post("/pause_generation", json={}, headers={"Authorization": f"Bearer {endpoint.keys.api}"}),
+            ]
+        return [attempt.status_code for attempt in attempts]
+
+    assert asyncio.run(knock()) == [401, 401, 401]

@@ -1,0 +1,243 @@
+"""Shares of a step on real Ray actors: each reaches its ranks alone, and numbers stay where they were computed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.held_credit import CreditTask
+from megarl.cluster.local_ray import private_ray
+from megarl.config.algorithm import GaeConfig
+from megarl.config.load import load_recipe
+from megarl.config.recipe import StragglerConfig
+from megarl.config.roles import ModelParallelConfig
+from megarl.data.packing import Packing
+from megarl.data.shares import make_shares, unpack
+from megarl.errors import WorkerError
+from megarl.observe.events import Record, Straggled
+from megarl.observe.observer import Observer
+from megarl.serving.stragglers import watched_ranks
+from megarl.tokens import SampleNumbers
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.types import TrainBatch, TrainSample
+from tests.run.runs import write_recipe
+from tests.train.samples import make_samples
+
+with private_ray():
+    # Ray reads its environment when it is imported, here as in a run.
+    import ray
+
+    from megarl.cluster.cluster import open_cluster
+    from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, HeldPart, RankGroup, RankHost
+    from megarl.train.interface import RankSpec
+    from megarl.train.rank import ModelRank
+
+if TYPE_CHECKING:
+    from megarl.train.topology import Topology
+
+SPLIT = ModelParallelConfig(tensor=2)
+WORLD = 4
+PACKING = Packing(
+    data_parallel=2, tokens_per_micro_batch=40, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+)
+
+
+class EchoRank(ModelRank):
+    """A rank without a model, which answers with the engine's log-probabilities."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+
+    def echo(self, batch: TrainBatch) -> SampleNumbers | None:
+        if self._spec.rank % SPLIT.tensor:
+            return None
+        columns = [[item.rollout_logprobs for item in each.micro_batches] for each in batch.mini_batches]
+        return unpack(batch, columns)
+
+    def differences(self, batch: TrainBatch) -> tuple[int, float]:
+        """Return how many samples the rank got, and how far `values` are from the engine's log-probabilities."""
+        items = [item for each in batch.mini_batches for item in each.micro_batches]
+        worst = [float(np.abs(item.values - item.rollout_logprobs).max()) for item in items if item.values is not None]
+        return sum(int((item.sample_ids >= 0).sum()) for item in items), max(worst)
+
+
+def build(spec: RankSpec) -> EchoRank:
+    return EchoRank(spec)
+
+
+def place(*, rank: int, world: int, master_address: str, master_port: int) -> RankSpec:
+    shape: object = None
+    return RankSpec(
+        rank=rank,
+        world=world,
+        master_address=master_address,
+        master_port=master_port,
+        device="cpu",
+        split=SPLIT,
+        shape=shape,  # type: ignore[arg-type]  # there is no model
+        seed=0,
+        timeout_s=300,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(tmp_path, "ranks"))
+    Path(recipe.run_folder).mkdir(parents=True)
+    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None):
+        yield tmp_path
+
+
+def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(folder: Path) -> None:
+    samples = make_samples(9, vocab=50)
+    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
+    workers = [remote.remote(None) for _ in range(WORLD)]
+
+    async def run() -> None:
+        group: RankGroup[EchoRank] = RankGroup(
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+        )
+        await group.start(build, place)
+        held = await group.ask(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
+        # One rank of each of the two replicas answers.
+        assert len(held.parts) == PACKING.data_parallel
+        assert sorted(i for part in held.parts for i in part.sample_ids) == list(range(len(samples)))
+        for found, sample in zip(await held.fetch(), samples, strict=True):
+            np.testing.assert_array_equal(found, sample.rollout.logprobs)
+        # Other micro-batches: the numbers of a rank come from both replicas.
+        narrow = Packing(
+            data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
+        )
+        shares = make_shares(samples, narrow, temperature=1.0)
+        results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": held})
+        counts = [count for count, _ in results]
+        assert counts[0] == counts[1]
+        assert counts[2] == counts[3]
+        assert counts[0] + counts[2] == len(samples)
+        assert [worst for _, worst in results] == [0.0] * WORLD
+        await assign_credit(group, held, samples)
+        await group.end()
+
+    asyncio.run(run())
+
+
+async def assign_credit(group: RankGroup[EchoRank], values: HeldNumbers, samples: Sequence[TrainSample]) -> None:
+    """The ranks assign credit from the values that they hold, as `estimate` does with all of them."""
+    rewards, masks = np.arange(len(samples)) / 4, tuple(sample.rollout.loss_mask for sample in samples)
+    outcomes = Outcomes(rewards=rewards, groups=np.arange(len(samples)), loss_masks=masks)
+    config = GaeConfig(kind="gae", lam=0.9)
+    unscored = 3
+    scored = [i for i in range(len(samples)) if i != unscored]
+    task = CreditTask.of(config, outcomes, range(len(samples)), kl=None, kl_coef=0.0).among(scored)
+    sums, columns = await group.credit(task, values, {"values": values})
+    of_scored = replace(
+        outcomes,
+        rewards=rewards[scored],
+        groups=np.arange(len(scored)),
+        loss_masks=tuple(masks[i] for i in scored),
+        values=tuple(samples[i].rollout.logprobs for i in scored),
+    )
+    expected = estimate(config, of_scored)
+    advantages, returns = await columns["advantages"].fetch(), await columns["returns"].fetch()
+    assert expected.returns is not None
+    for place, i in enumerate(scored):
+        np.testing.assert_array_equal(advantages[i], expected.advantages[place])
+        np.testing.assert_array_equal(returns[i], expected.returns[place])
+    assert not advantages[unscored].any()
+    assert len(advantages[unscored]) == samples[unscored].rollout.num_tokens
+    assert sums.counts.tolist() == [masks[i].sum() for i in scored]
+    some = await columns["advantages"].select([5, 0])
+    assert set(some) == {0, 5}
+    np.testing.assert_array_equal(some[5], advantages[5])
+
+
+async def _lose() -> SampleNumbers:
+    raise ray.exceptions.RayError("the owner of the object died")
+
+
+async def _hang() -> SampleNumbers:
+    await asyncio.sleep(600)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("reference", "reason"), [(_lose, "lost with the rank: the owner"), (_hang, "within 0.1 s")])
+def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
+    reference: Callable[[], Awaitable[SampleNumbers]], reason: str
+) -> None:
+    """The run then starts new ranks."""
+
+    async def fetch() -> None:
+        part = HeldPart(sample_ids=frozenset({0}), reference=reference())
+        await HeldNumbers(role="actor", parts=(part,), timeout_s=0.1).fetch()
+
+    with pytest.raises(WorkerError, match=f"numbers of actor ranks .*{reason}"):
+        asyncio.run(fetch())
+
+
+class BareRank(ModelRank):
+    """A rank without a model, which can be measured."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._topology = cast("Topology", SimpleNamespace(device=torch.device("cpu")))
+        torch.set_num_threads(1)
+
+
+def bare(spec: RankSpec) -> BareRank:
+    return BareRank(spec)
+
+
+class Texts:
+    """A sink that keeps what is said about slow ranks."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def record(self, record: Record) -> None:
+        if isinstance(record.event, Straggled):
+            self.texts.append(record.event.text)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.fault("a trainer rank that is slow for several windows", "named with its number, its node and its time")
+def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
+    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
+    workers = [remote.remote(None) for _ in range(3)]
+    sink = Texts()
+
+    async def hinder(pid: int) -> None:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.18)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        group: RankGroup[BareRank] = RankGroup(
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+        )
+        await group.start(bare, place)
+        hindering = asyncio.create_task(hinder(group._processes[2].pid))
+        config = StragglerConfig(windows=2, window_s=0.5)
+        async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):
+            while not any("actor rank 2 on " in text for text in sink.texts):
+                await asyncio.sleep(0.1)
+        hindering.cancel()
+        await group.end()
+
+    asyncio.run(run())
+    (text,) = [text for text in sink.texts if "actor rank 2 on " in text]
+    assert "times the median, for 2 windows of 0.5 s; every step waits for it" in text

@@ -1,0 +1,142 @@
+"""Drivers in forked processes: what they raise, how they are replaced, and what signals reach them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.errors import DataError
+from megarl.run.driver_process import drive_again
+from megarl.system.lease import KeptGuard, KeptRay, record_path
+from megarl.system.proc import read_stat
+from megarl.system.run_lock import boot_id
+from tests.processes import run_processes
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.run.driver_process import drive_again
+folder = Path(sys.argv[1])
+latest = folder / "checkpoints" / "latest"
+def drive(resume):
+    with (folder / "drivers").open("a") as file:
+        file.write(f"{os.getpid()} {resume}\\n")
+    num_drivers = len((folder / "drivers").read_text().splitlines())
+    BODY
+drive_again(drive, folder, "never", auto="auto", told=print)
+print("done")
+"""
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Path]:
+    """A run folder with the record of a Ray that outlives its driver; a process stands for its guard."""
+    with subprocess.Popen(["sleep", "600"]) as guard:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        record_path(folder).parent.mkdir()
+        started = read_stat(guard.pid).started
+        kept_guard = KeptGuard(folder=str(tmp_path / "ray"), pid=guard.pid, started=started, boot_id=boot_id())
+        kept = KeptRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={})
+        record_path(folder).write_text(json.dumps(asdict(kept)))
+        yield folder
+        guard.kill()
+
+
+def command(folder: Path, body: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", PROGRAM.replace("BODY", body), str(folder)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def drivers(folder: Path) -> list[tuple[int, str]]:
+    """The pid of each driver so far, and where it resumed."""
+    lines = (folder / "drivers").read_text().split("\n")[:-1] if (folder / "drivers").exists() else []
+    return [(int(line.split()[0]), line.split()[1]) for line in lines]
+
+
+def test_an_error_of_the_driver_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    def drive(_: str) -> None:
+        raise DataError("rows.parquet: no rows")
+
+    with pytest.raises(DataError, match=r"^rows.parquet: no rows$") as raised:
+        drive_again(drive, tmp_path, "never", auto="auto", told=print)
+    assert "in drive" in str(raised.value.__cause__)
+
+
+def test_a_killed_driver_is_followed_by_another_that_resumes(left: Path) -> None:
+    body = f"latest.mkdir(parents=True, exist_ok=True); num_drivers > 1 or {DIE}"
+    process = command(left, body)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert output == "the driver was killed (SIGKILL); another one takes over what it left\ndone\n"
+    assert [resume for _, resume in drivers(left)] == ["never", "auto"]
+
+
+def test_drivers_that_are_killed_without_a_new_checkpoint_end_the_command(left: Path) -> None:
+    process = command(left, DIE)
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert len(drivers(left)) == 4
+
+
+@pytest.mark.parametrize(("body", "code"), [(DIE, -signal.SIGKILL), ("os._exit(1)", 1)])
+def test_a_driver_that_leaves_nothing_ends_the_command_alike(tmp_path: Path, body: str, code: int) -> None:
+    process = command(tmp_path, body)
+    process.communicate(timeout=300)
+    assert process.returncode == code
+    assert len(drivers(tmp_path)) == 1
+
+
+def test_a_signal_reaches_the_driver(left: Path) -> None:
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); [time.sleep(0.05) for _ in range(9999)]"
+    )
+    process = command(left, body)
+    _await(lambda: bool(drivers(left)))
+    driver = psutil.Process(drivers(left)[0][0])
+    time.sleep(0.5)  # for its handler
+    process.terminate()
+    _await((left / "asked").exists)
+    assert driver.is_running()
+    driver.send_signal(signal.SIGKILL)  # one that was asked to leave is not replaced
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert len(drivers(left)) == 1
+
+
+def test_a_killed_command_takes_its_driver_along(left: Path) -> None:
+    process = command(left, "time.sleep(600)")
+    _await(lambda: bool(drivers(left)))
+    driver = psutil.Process(drivers(left)[0][0])
+    process.kill()
+    process.communicate(timeout=300)
+    driver.wait(timeout=60)
+
+
+def _await(happened: object) -> None:
+    assert callable(happened)
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_driver_imports_no_library_that_only_some_runs_need() -> None:
+    """A run whose command was killed is back when the next one has imported everything."""
+    (loaded,) = run_processes([(_loaded, (["mcp", "transformers", "pandas", "matplotlib"],))])
+    assert loaded.get() == ["megarl.run.run"]
+
+
+def _loaded(names: list[str]) -> list[str]:
+    """The modules among these that are there after the driver's imports, with the driver's own."""
+    return [name for name in ("megarl.run.run", *names) if name in sys.modules]

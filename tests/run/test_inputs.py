@@ -1,0 +1,60 @@
+"""The inputs of a run: how many steps its epochs are, with rows that are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.document import Tree
+from megarl.config.recipe import Recipe
+from megarl.run.preflight import read_inputs
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+
+NUM_ROWS = 10
+
+
+@pytest.fixture
+def make_recipe(tmp_path: Path) -> Callable[..., Recipe]:
+    rows = [{"prompt": f"{number}+1=", "response": "2"} for number in range(NUM_ROWS - 1)]
+    rows.append({"prompt": "1+" * 30, "response": "2"})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    write_tiny_model(tmp_path / "model", TinyShape(), seed=1)
+
+    def make(*, run: dict[str, Tree], data: dict[str, Tree]) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "run": {"name": "test", "device": "cpu", **run},
+                "model": {"path": tmp_path / "model"},
+                "data": {"train": [tmp_path / "train.parquet"], **data},
+                "pools": {"train": {"gpus_per_node": 1}},
+                "roles": {"actor": {"pool": "train"}},
+                "algorithm": {"kind": "sft"},
+                "train": {"prompts_per_step": 4},
+            }
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("run", "data", "steps"),
+    [
+        ({"epochs": 1}, {}, 3),  # 10 rows in steps of 4
+        ({"epochs": 2}, {}, 5),
+        ({"epochs": 2, "steps": 4}, {}, 4),
+        ({"epochs": 2, "steps": 40}, {}, 5),
+        ({"steps": 7}, {}, 7),
+        ({"epochs": 4}, {"max_prompt_tokens": 20, "overlong_prompts": "drop"}, 9),  # 9 rows are left
+    ],
+)
+def test_epochs_are_as_many_steps_as_show_every_prompt_so_often(
+    make_recipe: Callable[..., Recipe], run: dict[str, Tree], data: dict[str, Tree], steps: int
+) -> None:
+    recipe = make_recipe(run=run, data=data)
+    num_prompts = len(read_inputs(recipe).train.prompts)
+    assert recipe.with_steps(num_prompts).run.total_steps == steps
+    assert recipe.with_steps(num_prompts).with_steps(num_prompts) == recipe.with_steps(num_prompts)

@@ -1,0 +1,357 @@
+"""Whole runs that are stopped and go on: the end is the same, to the last bit, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megarl.checkpoint.resume import read_state
+from megarl.observe.catalogue import QUEUE
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, Noted, RunStarted, StepFinished, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.run.runs import Driver, Run, descendants, finished, run, started, survivors
+
+STEPS = ("run.steps=4", "checkpoint.save_every_steps=2", "train.optimizer={learning_rate: 1e-3, decay: cosine}")
+EVERY_STEP = ("checkpoint.save_every_steps=1",)
+PPO = (
+    "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}}",
+    "roles.critic={pool: critic, warmup_steps: 1}",
+    "roles.reference={}",
+    "algorithm={kind: gae, kl: {kind: reward, coef: 0.1, adaptive: {target: 0.01, horizon: 100}}, "
+    "filter: {oversampling: 1.5}}",
+)
+"""All that a run can remember: a critic, a coefficient that moves, groups left over from the step before."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=12, num_sft=16, num_eval=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def at_once(folder: Path) -> Run:
+    """All four steps; 12 prompts and 8 a step, so that an epoch ends in the middle of a step."""
+    done = run(folder, "at_once", *STEPS)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.mark.fault("kill -9 of the driver behind an unfinished save", "goes on from the save before; the same bits")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("ppo", PPO), ("grpo", ()), ("ppo_lora", (*PPO, "model.lora={rank: 8, alpha: 16}"))],
+    ids=["ppo", "grpo", "ppo_lora"],
+)
+def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(
+    folder: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """Killed after step 3 was trained, while the checkpoint of step 2 was still being written."""
+    overrides = (*STEPS, *EVERY_STEP, *overrides)
+    at_once = run(folder, f"{name}_at_once", *overrides)
+    assert at_once.exit_code == 0, at_once.output
+    name = f"{name}_killed"
+    faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "wait", "seconds": 600}]
+    with started(folder, name, *overrides, faults=faults) as process:
+        _await_event(folder / "runs" / name, process, StepFinished, count=3)
+        kill(process)
+    checkpoints = folder / "runs" / name / "checkpoints"
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.tmp"}
+
+    resumed = run(folder, name, *overrides)
+
+    assert resumed.exit_code == 0, resumed.output
+    expected, reached = (read_state(each.folder / "checkpoints" / "step_000004") for each in (at_once, resumed))
+    assert reached == expected
+    if "ppo" in name:
+        assert expected.critic is not None
+        assert expected.kl_coef not in (None, 0.1)
+        assert read_state(checkpoints / "step_000003").ledger.num_carried > 0
+    assert "resumed after step 1" in resumed.output
+    assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 1]
+    assert _tensors(resumed) == _tensors(at_once)
+    last = [event.summary.update for event in at_once.steps[1:]]
+    assert [event.summary.update for event in resumed.steps[-3:]] == last
+    assert list(checkpoints.glob("*.tmp")) == []
+    assert not (folder / "runs" / f"{name}.1").exists()
+
+
+@pytest.mark.fault("kill -9 of the driver at a random moment", "the same bits")
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_was_killed_at_any_moment_goes_on_and_ends_with_the_same_bits(
+    folder: Path, at_once: Run, seed: int
+) -> None:
+    name = f"killed_{seed}"
+    with started(folder, name, *STEPS, *EVERY_STEP) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=random.Random(seed).uniform(0, 4))
+        if process.poll() is None:
+            kill(process)
+    _goes_on_to_the_same_end(folder, name, at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"point": "snapshot_taken", "rank": 0},
+        {"point": "file_written", "rank": 1},
+        {"point": "companions_copied", "rank": 0},
+        {"point": "manifest_written"},
+        {"point": "renamed"},
+        {"point": "latest_linked"},
+    ],
+    ids=lambda fault: fault["point"],
+)
+def test_a_run_that_was_killed_in_its_save_goes_on_and_ends_with_the_same_bits(
+    folder: Path, at_once: Run, fault: dict[str, object]
+) -> None:
+    name = f"killed_at_{fault['point']}"
+    with started(folder, name, *STEPS, *EVERY_STEP, faults=[{**fault, "step": 2, "kind": "kill"}]) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        processes = descendants(process.pid)
+        process.wait(timeout=1200)
+    assert process.returncode != 0
+    assert survivors(processes, timeout_s=60) == []
+    _goes_on_to_the_same_end(folder, name, at_once)
+
+
+@pytest.mark.fault("a flipped bit in the newest checkpoint", "its ranks find it; goes on from the one before")
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(folder: Path) -> None:
+    """Without engines: the ranks find the damage while they load."""
+    overrides = (
+        "algorithm={kind: sft}",
+        f"data={{train: [{folder}/arithmetic/sft.parquet], max_prompt_tokens: 16}}",
+        "pools={train: {gpus_per_node: 2}}",
+        "roles={actor: {pool: train, tensor: 2}}",
+        "evaluation=null",
+        *EVERY_STEP,
+    )
+    first = run(folder, "flipped", *overrides, "run.steps=3")
+    assert first.exit_code == 0, first.output
+    damaged = first.folder / "checkpoints" / "step_000003"
+    whole = {path.relative_to(damaged): path.read_bytes() for path in damaged.rglob("*.safetensors")}
+    path = next(damaged.glob("optimizer/exp_avg/*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    resumed = run(folder, "flipped", *overrides, "run.steps=4")
+
+    assert resumed.exit_code == 0, resumed.output
+    assert "from step 2: " in resumed.output
+    assert f"{path}: damaged: tensor" in resumed.output
+    again = first.folder / "checkpoints" / "step_000003"
+    assert {path.relative_to(again): path.read_bytes() for path in again.rglob("*.safetensors")} == whole
+
+
+@pytest.mark.fault("a disk that is full for a while", "told; the run goes on")
+@pytest.mark.slow
+def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path, at_once: Run) -> None:
+    faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "ENOSPC"}]
+    done = run(folder, "full", *STEPS, *EVERY_STEP, faults=faults)
+    assert done.exit_code == 0, done.output
+    assert "warning: step 2 was not saved" in done.output
+    assert "No space left on device" in done.output
+    assert [event.step for event in done.events if isinstance(event, CheckpointSaved)] == [1, 3, 4]
+    assert _tensors(done) == _tensors(at_once)
+
+
+@pytest.mark.fault("a last step that cannot be saved", "exit code 4")
+@pytest.mark.slow
+def test_a_run_whose_last_step_cannot_be_saved_ends_with_4(folder: Path) -> None:
+    faults = [{"point": "state_written", "step": 4, "kind": "ENOSPC"}]
+    done = run(folder, "full_at_the_end", *STEPS, faults=faults)
+    assert done.exit_code == 4, done.output
+    assert "the run is done, but its last step was not saved" in done.output
+    checkpoints = {path.name for path in (done.folder / "checkpoints").glob("step_*")}
+    assert checkpoints == {"step_000002"}
+
+
+@pytest.mark.slow
+def test_a_run_that_drops_prompts_goes_on_with_those_it_would_have_drawn(folder: Path) -> None:
+    dapo = (*STEPS, *EVERY_STEP, "algorithm={kind: grpo, filter: {}}")
+    whole = run(folder, "dapo", *dapo)
+    assert whole.exit_code == 0, whole.output
+    ledger = read_state(whole.folder / "checkpoints" / "latest").ledger
+    assert ledger.num_trained == 32
+    assert ledger.num_dropped > 0
+    with started(folder, "dapo_killed", *dapo) as process:
+        _await_event(folder / "runs" / "dapo_killed", process, CheckpointSaved, count=2)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, "dapo_killed", whole, *dapo)
+    assert read_state(resumed.folder / "checkpoints" / "latest") == read_state(whole.folder / "checkpoints" / "latest")
+
+
+@pytest.mark.slow
+def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
+    ppo = (
+        *STEPS,
+        *EVERY_STEP,
+        "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}}",
+        "roles.critic={pool: critic, warmup_steps: 1, optimizer: {learning_rate: 1e-3}}",
+        "algorithm={kind: gae}",
+    )
+    whole = run(folder, "ppo", *ppo)
+    assert whole.exit_code == 0, whole.output
+    with started(folder, "ppo_killed", *ppo) as process:
+        # Step 1 trained the critic alone: the actor's optimizer has nothing yet.
+        _await_event(folder / "runs" / "ppo_killed", process, CheckpointSaved)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, "ppo_killed", whole, *ppo)
+    assert any(name.startswith("critic/optimizer") for name in _tensors(resumed))
+
+
+LEARNING = {
+    "spin": (
+        "algorithm={kind: spin, iteration_steps: 2}",
+        "checkpoint.save_every_steps=2",
+        "roles.reference={}",
+        "data.train=[FOLDER/arithmetic/pairs.parquet]",
+        "data.response_key=chosen",
+    ),
+    "prime": ("algorithm={kind: prime}", *EVERY_STEP, "roles.critic={pool: train, tensor: 2}"),
+}
+"""`spin` is saved where its iterations end: a resumed run begins one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEARNING)
+def test_a_run_with_a_second_model_goes_on_as_well(kind: str, folder: Path) -> None:
+    overrides = (*STEPS, *(option.replace("FOLDER", str(folder)) for option in LEARNING[kind]))
+    whole = run(folder, kind, *overrides)
+    assert whole.exit_code == 0, whole.output
+    with started(folder, f"{kind}_killed", *overrides) as process:
+        _await_event(folder / "runs" / f"{kind}_killed", process, CheckpointSaved)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, f"{kind}_killed", whole, *overrides)
+    assert [event.summary.step for event in resumed.steps][-1] == 4
+
+
+@pytest.mark.fault("SIGTERM, SIGUSR1", "the step is saved, exit code 75; the next run goes on; the same bits")
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
+    folder: Path, at_once: Run, number: signal.Signals
+) -> None:
+    name = f"preempted_by_{number.name}"
+    with started(folder, name, *STEPS) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        processes = descendants(process.pid)
+        if number is signal.SIGTERM:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        process.wait(timeout=300)
+    assert survivors(processes, timeout_s=60) == []
+    left = finished(folder, name, process)
+    assert left.exit_code == 75, left.output
+    assert "Traceback" not in left.output
+    steps_before = len(left.steps)
+    saved = [event for event in left.events if isinstance(event, CheckpointSaved)]
+    assert saved[-1].path.endswith(f"step_{steps_before:06d}")
+
+    resumed = _goes_on_to_the_same_end(folder, name, at_once, *STEPS)
+
+    assert [event.summary.step for event in resumed.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.fault("SIGTERM in the middle of a step", "groups that were answered are kept; the same bits")
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_leave_does_not_answer_twice(folder: Path) -> None:
+    long = ("train.prompts_per_step=24", "sampling.max_response_tokens=32")
+    one_by_one = "roles.rollout.max_running_requests=4"
+    overrides = (*STEPS, *EVERY_STEP, *long, one_by_one)
+    whole = run(folder, "long_step", *overrides)
+    assert whole.exit_code == 0, whole.output
+    name = "left_in_a_step"
+    with started(folder, name, *overrides) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        _await_answers(folder / "runs" / name, num_groups=2)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=300)
+    assert "groups of the next step are written" in finished(folder, name, process).output
+    resumed = _goes_on_to_the_same_end(folder, name, whole, *overrides)
+    assert any("groups of the step are kept from before" in text for text in _notes(resumed))
+    assert not (resumed.folder / "open_step").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_prompts_only_when_told(folder: Path, tmp_path: Path) -> None:
+    make_arithmetic(tmp_path / "other", num_train=12, num_sft=16, num_eval=16, seed=5)
+    first = run(folder, "other_data", *STEPS, "run.steps=1")
+    assert first.exit_code == 0, first.output
+    other = (*STEPS, f"data.train=[{tmp_path}/other/train.parquet]")
+
+    refused = run(folder, "other_data", *other)
+    assert refused.exit_code == 4, refused.output
+    assert "--allow-data-change" in refused.output
+
+    allowed = run(folder, "other_data", *other, options=["--allow-data-change"])
+    assert allowed.exit_code == 0, allowed.output
+    assert read_state(allowed.folder / "checkpoints" / "latest").ledger.num_trained == 24
+
+
+def kill(process: Driver) -> None:
+    """Kill the driver with -9; everything it has started goes too."""
+    processes = descendants(process.pid)
+    process.kill()
+    process.wait(timeout=60)
+    assert survivors(processes, timeout_s=60) == []
+
+
+def _goes_on_to_the_same_end(folder: Path, name: str, whole: Run, *overrides: str) -> Run:
+    resumed = run(folder, name, *(overrides or (*STEPS, *EVERY_STEP)))
+    assert resumed.exit_code == 0, resumed.output
+    assert _tensors(resumed) == _tensors(whole)
+    assert list((resumed.folder / "checkpoints").glob("*.tmp")) == []
+    return resumed
+
+
+def _tensors(done: Run) -> dict[str, bytes]:
+    checkpoint = done.folder / "checkpoints" / "step_000004"
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}
+
+
+def _await_answers(run_folder: Path, *, num_groups: int, timeout_s: float = 600) -> None:
+    """Wait until so many groups of a step are answered."""
+    events = [record.event for record in read_events(run_folder / EVENTS_FILE)]
+    url = str(next(event.metrics_url for event in events if isinstance(event, RunStarted)))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        lines = httpx.get(url).text.splitlines()
+        values = [float(line.split()[-1]) for line in lines if line.startswith(f"megarl_{QUEUE.name}{{")]
+        if sum(values) >= num_groups:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"fewer than {num_groups} groups were answered within the deadline")
+
+
+def _notes(done: Run) -> list[str]:
+    return [event.text for event in done.events if isinstance(event, Noted)]
+
+
+def _await_event(
+    run_folder: Path, process: Driver, kind: type[Event], *, count: int = 1, timeout_s: float = 1200
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    path = run_folder / EVENTS_FILE
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be stopped"
+        if path.exists() and sum(isinstance(record.event, kind) for record in read_events(path)) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {kind.__name__} within the deadline")

@@ -1,0 +1,190 @@
+"""Whole runs on real Megatron, real SGLang and Ray: layouts agree, seeds decide, signals leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.data.rollout_files import generations_file, read_generations
+from megarl.observe.events import EVENTS_FILE, Restarted, StepFinished, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.run.runs import Driver, Run, descendants, finished, listening, run, started, survivors
+
+TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
+PP2_ENGINE_TP2 = (
+    "roles.actor={pool: train, pipeline: 2}",
+    "roles.rollout={pool: rollout, tensor: 2}",
+    "pools.rollout.gpus_per_node=2",
+)
+SHARED_DP2_ENGINE_TP2 = (
+    "pools={all: {gpus_per_node: 2}}",
+    "roles={actor: {pool: all, offload: optimizer}, rollout: {pool: all, tensor: 2, release: everything}}",
+)
+TP2_PP2 = ("roles.actor={pool: train, tensor: 2, pipeline: 2}", "pools.train.gpus_per_node=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Run:
+    """Actor TP2 in one pool, one engine in another."""
+    done = run(folder, "reference")
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_ends_with_its_numbers_its_picture_and_a_model(reference: Run) -> None:
+    assert [event.summary.step for event in reference.steps] == [1, 2]
+    assert list(reference.evaluations) == [0, 2]
+    assert (reference.folder / "curves.png").stat().st_size > 10_000
+    assert (reference.model / "config.json").exists()
+    assert "run done" in reference.output
+
+
+def test_engine_and_trainer_agree_about_every_token(reference: Run) -> None:
+    updates = [event.summary.update for event in reference.steps]
+    assert all(update is not None and update.mismatch_max < 1e-4 for update in updates)
+
+
+def test_an_evaluation_answers_in_both_ways_and_keeps_what_was_said(reference: Run) -> None:
+    before, after = reference.evaluations.values()
+    assert list(after.numbers) == ["accuracy", "score", "mean@4", "pass@1", "pass@4", "majority@4"]
+    assert after.numbers["pass@1"] == pytest.approx(after.numbers["mean@4"])
+    assert before != after
+    for step, result in reference.evaluations.items():
+        kept = list(read_generations(generations_file(reference.folder, step)))
+        sampled = [item for item in kept if not item.is_greedy]
+        assert (len(kept), len(sampled)) == (4 + 16, 16)
+        assert len({item.response for item in sampled}) > 1
+        assert result.numbers["mean@4"] == np.mean([item.is_right for item in sampled])
+        assert all(item.is_right == (item.prediction == "0") for item in kept)
+        assert all(item.prompt.count("+") == 1 for item in kept)
+
+
+def test_a_seed_decides_every_bit_whatever_is_evaluated_in_between(folder: Path, reference: Run) -> None:
+    again = run(folder, "again", "evaluation.runs_before_training=false")
+    assert again.exit_code == 0, again.output
+    assert _weights(again) == _weights(reference)
+    assert [event.summary.update for event in again.steps] == [event.summary.update for event in reference.steps]
+    assert again.evaluations == {2: reference.evaluations[2]}
+
+
+def test_rollout_workers_change_no_bit_even_if_one_dies(folder: Path, reference: Run) -> None:
+    """Two engines and two workers; the first that has an answer in step 2 is killed."""
+    fault = {"point": "generating", "kind": "kill", "step": 1, "once": str(folder / "killed")}
+    other = run(folder, "workers", "roles.rollout.workers=2", "pools.rollout.gpus_per_node=2", faults=[fault])
+    assert other.exit_code == 0, other.output
+    assert (folder / "killed").exists()
+    assert "rollout_worker" in {event.role for event in other.events if isinstance(event, Restarted)}
+    assert _weights(other) == _weights(reference)
+    assert [event.summary.update for event in other.steps] == [event.summary.update for event in reference.steps]
+    assert [event.summary.rollouts for event in other.steps] == [event.summary.rollouts for event in reference.steps]
+    assert other.evaluations == reference.evaluations
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("shared_dp2_engine_tp2", SHARED_DP2_ENGINE_TP2),
+        pytest.param("pp2_engine_tp2", PP2_ENGINE_TP2, marks=pytest.mark.slow),
+        pytest.param("tp1", TP1, marks=pytest.mark.slow),
+        pytest.param("tp2_pp2", TP2_PP2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_step_does_not_depend_on_the_layout(
+    folder: Path, reference: Run, name: str, overrides: tuple[str, ...]
+) -> None:
+    other = run(folder, name, *overrides)
+    assert other.exit_code == 0, other.output
+    expected, found = reference.steps[0].summary, other.steps[0].summary
+    assert found.rollouts == expected.rollouts
+    for number in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max"):
+        difference = abs(getattr(found.update, number) - getattr(expected.update, number))
+        assert difference < 1e-5, f"{number} differs by {difference}"
+
+
+@pytest.mark.slow
+def test_a_reference_with_ranks_of_its_own_is_read_by_the_ranks_that_learn(folder: Path) -> None:
+    """One rank answers for both data-parallel ranks of the actor; the driver does not see the numbers."""
+    done = run(
+        folder,
+        "reference",
+        "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, reference: {gpus_per_node: 1}}",
+        "roles={actor: {pool: train}, rollout: {pool: rollout}, reference: {pool: reference}}",
+        "algorithm={kind: grpo, kl: {kind: loss, coef: 0.1}}",
+    )
+    assert done.exit_code == 0, done.output
+    first, second = (step.summary.update for step in done.steps)
+    assert first is not None
+    assert second is not None
+    # The policy is the reference until its first update.
+    assert first.reference_kl == 0
+    assert second.reference_kl is not None
+    assert second.reference_kl > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)],
+)
+def test_a_signal_to_the_whole_group_leaves_nothing_behind(
+    folder: Path, number: signal.Signals, exit_code: int
+) -> None:
+    name = f"stopped_by_{number.name}"
+    # With a lease, as by default: the driver is a process below that of the command.
+    with started(folder, name, "run.steps=500", "cluster.lease_s=90") as process:
+        _await_step(folder / "runs" / name, process)
+        processes = descendants(process.pid)
+        assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        os.killpg(process.pid, number)
+        process.wait(timeout=300)
+    assert survivors(processes, timeout_s=60) == []
+    done = finished(folder, name, process)
+    assert done.exit_code == exit_code, done.output
+    assert "Traceback" not in done.output
+    # Both save the last trained step and say where the run stands.
+    saved = done.steps[-1].summary.step
+    assert f" after step {saved}: saved; " in done.output
+    assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
+
+
+def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:
+    with started(folder, "killed", "run.steps=500") as process:
+        _await_step(folder / "runs" / "killed", process)
+        processes = descendants(process.pid)
+        process.kill()
+        process.wait(timeout=60)
+    assert survivors(processes, timeout_s=60) == []
+
+
+@pytest.mark.slow
+def test_ten_steps_of_the_quickstart_are_a_function_of_the_seed(folder: Path) -> None:
+    overrides = ("run.steps=10", "train.prompts_per_step=64", "sampling.rollouts_per_prompt=8")
+    runs = [run(folder, f"ten_{index}", *overrides, timeout_s=3000) for index in range(2)]
+    assert [done.exit_code for done in runs] == [0, 0]
+    assert _weights(runs[0]) == _weights(runs[1])
+
+
+def _weights(done: Run) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}
+
+
+def _await_step(run_folder: Path, process: Driver, timeout_s: float = 1200) -> None:
+    deadline = time.monotonic() + timeout_s
+    path = run_folder / EVENTS_FILE
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before its first step"
+        if path.exists() and any(isinstance(record.event, StepFinished) for record in read_events(path)):
+            return
+        time.sleep(0.5)
+    raise AssertionError("no step within the deadline")

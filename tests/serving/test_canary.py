@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.engine.fleet import Fleet
+from megarl.engine.lifecycle import EngineState
+from megarl.errors import WeightSyncError
+from megarl.results import PublishResult
+from megarl.serving.canary import Canary, CanaryPublisher, CanaryQuestion
+from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.types import FloatArray, PolicyVersion, TrainSample
+from tests.engine.engines import EOS, Handler, ServedModel, scripted_fleet
+
+QUESTION = CanaryQuestion.of(
+    max_prompt_tokens=64, max_response_tokens=64, temperature=1.0, vocab=99, eos_ids=(EOS,), dtype="float32"
+)
+
+
+class FolderTrainer:
+    """Says what transformers makes of the model in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+        return tuple(self._score(sample) for sample in samples)
+
+    def _score(self, sample: TrainSample) -> FloatArray:
+        num_prompt = len(sample.prompt_ids)
+        ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            scores = self._model(ids).logits[0, num_prompt - 1 : -1].log_softmax(-1)
+        logprobs: FloatArray = scores.gather(1, ids[0, num_prompt:, None])[:, 0].numpy()
+        return logprobs
+
+
+def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not(qwen2_tp1: ServedModel) -> None:
+    async def check(folder: Path) -> list[str]:
+        warnings: list[str] = []
+        async with qwen2_tp1.fleet() as fleet:
+            canary = Canary(
+                fleet,
+                question=QUESTION,
+                logprobs=FolderTrainer(folder).logprobs,
+                phases=SharedPhases(fleet),
+                warn=warnings.append,
+            )
+            try:
+                await canary.check(PolicyVersion(0))
+                assert fleet.engines[0].is_live
+            except WeightSyncError:
+                assert fleet.engines[0].state is EngineState.STALE
+                raise
+            finally:
+                await fleet.wake()
+        return warnings
+
+    assert asyncio.run(check(qwen2_tp1.folder)) == []
+    with pytest.raises(WeightSyncError, match=r"no engine computes .* differ from .*canary_every: null"):
+        asyncio.run(check(qwen2_tp1.other_folder))
+
+
+def answering(logprob: float, *, version: int = 3) -> Handler:
+    """An engine that gives every token the same log-probability."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        tokens = [7] * QUESTION.max_response_tokens
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[logprob, token, None] for token in tokens],
+            "weight_version": str(version),
+        }
+        return httpx.Response(200, json={"output_ids": tokens, "meta_info": meta})
+
+    return handle
+
+
+async def saying(samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+    return tuple(np.full(len(sample.rollout.token_ids), -1.0, np.float32) for sample in samples)
+
+
+def canary_of(fleet: Fleet, warnings: list[str]) -> Canary:
+    return Canary(fleet, question=QUESTION, logprobs=saying, phases=SeparatePhases(), warn=warnings.append)
+
+
+def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
+    async def scenario() -> tuple[list[EngineState], list[str]]:
+        warnings: list[str] = []
+        fleet = scripted_fleet(
+            answering(-1.0), answering(-1.5), answering(-1.0, version=2), lambda _: httpx.Response(500)
+        )
+        await canary_of(fleet, warnings).check(PolicyVersion(3))
+        return [engine.state for engine in fleet.engines], warnings
+
+    states, warnings = asyncio.run(scenario())
+    assert states == [EngineState.HEALTHY, EngineState.STALE, EngineState.STALE, EngineState.STALE]
+    assert len(warnings) == 3
+    assert "engine 1" in warnings[0]
+    assert "differ from the trainer's by 0.5 (median)" in warnings[0]
+    assert "8 tokens of version 2, expected version 3" in warnings[1]
+
+
+class CountingPublisher:
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
+
+
+class CountingCanary(Canary):
+    def __init__(self) -> None:
+        self.checked: list[int] = []
+
+    async def check(self, version: PolicyVersion) -> None:
+        self.checked.append(version)
+
+
+def test_the_first_and_every_further_kth_publish_is_checked() -> None:
+    canary = CountingCanary()
+    publisher = CanaryPublisher(CountingPublisher(), canary, every=3)
+
+    async def scenario() -> None:
+        for version in range(8):
+            await publisher.publish(PolicyVersion(version))
+
+    asyncio.run(scenario())
+    assert canary.checked == [0, 3, 6]

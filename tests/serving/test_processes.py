@@ -1,0 +1,211 @@
+"""Starting an engine where others take ports, too, and one whose ranks are on two nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from megarl.cluster.cluster import Place, open_cluster
+from megarl.cluster.local_ray import private_ray
+from megarl.config.load import load_recipe
+from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
+from megarl.config.roles import PoolConfig, RolloutRoleConfig
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
+from megarl.engine.control import EngineControl
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineAdapters, EngineSpec, PortTakenError
+from megarl.engine.reply import Expectation, read_response
+from megarl.ranks.adapters import store_adapter
+from megarl.serving import processes as engines
+from megarl.serving.processes import EngineHost, Engines, on_nodes, start_engines, with_free_ports
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.types import PolicyVersion
+from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
+from tests.run.runs import write_recipe
+from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
+
+
+class ScriptedEngine:
+    """A server that finds its port taken some times."""
+
+    num_failures = 0
+    num_starts = 0
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.endpoint = f"start {ScriptedEngine.num_starts}"
+
+    def start(self) -> None:
+        ScriptedEngine.num_starts += 1
+
+    async def wait_ready(self) -> None:
+        if ScriptedEngine.num_starts <= ScriptedEngine.num_failures:
+            raise PortTakenError("engine 0: EADDRINUSE")
+
+    def stop(self) -> None: ...
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_folder=tmp_path,
+        config=RolloutRoleConfig(pool="rollout"),
+        device="cpu",
+        seed=1,
+        run_folder=tmp_path,
+        keys=EngineKeys.fresh(),
+    )
+
+
+@pytest.mark.parametrize(("num_failures", "num_starts"), [(0, 1), (1, 2), (2, 3)])
+def test_a_port_that_somebody_took_is_no_reason_to_give_up(
+    num_failures: int, num_starts: int, spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "num_failures", num_failures)
+    monkeypatch.setattr(ScriptedEngine, "num_starts", 0)
+    monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
+    monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
+    asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
+    assert ScriptedEngine.num_starts == num_starts
+
+
+def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedEngine, "num_failures", 9)
+    monkeypatch.setattr(ScriptedEngine, "num_starts", 0)
+    monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
+    monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
+    with pytest.raises(PortTakenError, match="EADDRINUSE"):
+        asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
+    assert ScriptedEngine.num_starts == 3
+
+
+PROMPT = tuple(range(3, 12))
+NUM_TOKENS = 6
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[list[Place]]:
+    """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
+    make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(tmp_path, "nodes"))
+    recipe.run_folder.mkdir(parents=True)
+    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None) as cluster:
+        pools = cluster.reserve({name: PoolConfig(gpus_per_node=1) for name in ("first", "second")})
+        places = [place for name in pools for place in pools[name]]
+        for name, place in zip(pools, places, strict=True):
+            place.bundle.node = name
+        yield places
+
+
+def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
+    two_nodes: list[Place], tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
+    expected = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS)
+    write_random_adapter(tmp_path / "adapter", tmp_path / "model", ALL_MODULES, rank=4, seed=2)
+    adapted = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS, adapter=tmp_path / "adapter")
+    assert adapted != expected
+    adapters = EngineAdapters(rank=4, modules=ALL_MODULES, num_loaded=2)
+    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
+
+    async def scenario() -> None:
+        started, (endpoint,) = await start_engines([spec], two_nodes, share=1.0)
+        try:
+            assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
+            assert await _answer(endpoint) == expected
+            assert await _num_ranks_asked(endpoint) == 2
+            placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
+            assert await _answer(endpoint, adapter="policy@1") == adapted
+            (part,) = _processes_of_node(1)
+            os.killpg(os.getpgid(part.pid), signal.SIGKILL)
+            async with asyncio.timeout(300):
+                assert (await started.wait_end(0)).startswith("node ")
+            await started.end(0)
+            assert not placed.exists()
+            assert [_processes_of_node(node) for node in range(2)] == [[], []]
+            assert await _answer(await started.start(0)) == expected
+        finally:
+            await started.stop()
+
+    asyncio.run(scenario())
+
+
+def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_nodes: list[Place]) -> None:
+    first, second = two_nodes
+    assert on_nodes([first, first, second, second]) == [[first, first], [second, second]]
+    with pytest.raises(AssertionError, match="unequal shares"):
+        on_nodes([first, first, second])
+    with pytest.raises(AssertionError, match="in turn"):
+        on_nodes([first, second, first, second])
+
+
+async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path) -> Path:
+    """Bring an adapter to every node of an engine through the object store, as a publish does; return its folder."""
+    fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+    stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
+    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
+            await client.load_adapter("policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
+        return placed
+    finally:
+        await client.close()
+
+
+async def _answer(endpoint: EngineEndpoint, *, adapter: str | None = None) -> list[int]:
+    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        request = GenerateRequest(
+            rid=f"nodes-{adapter}", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0, adapter=adapter
+        )
+        version = PolicyVersion(0)
+        expected = Expectation(
+            vocab=99,
+            max_response_tokens=NUM_TOKENS,
+            eos_ids=frozenset({EOS}),
+            version=version,
+            newest_version=version,
+        )
+        tokens: list[int] = read_response((await client.generate(request)).content, expected).token_ids.tolist()
+        return tokens
+    finally:
+        await client.close()
+
+
+async def _num_ranks_asked(endpoint: EngineEndpoint) -> int:
+    """How many TP ranks reply to a command of a publish."""
+    fleet = Fleet([EngineClient(endpoint, request_timeout_s=60)], max_outstanding=1, publish_timeout_s=60)
+    try:
+        return len(await EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S).inspect())
+    finally:
+        await fleet.close()
+
+
+def _processes_of_node(node: int) -> list[psutil.Process]:
+    """The servers of this test's engines, without their workers."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+        if words[1:3] != ["-m", "megarl.engine.cpu"] or "--node-rank" not in words:
+            continue
+        if words[words.index("--node-rank") + 1] == str(node):
+            found.append(process)
+    return found
+
+
+def test_the_actor_of_an_engine_does_without_torch() -> None:
+    """It holds a process. With torch it would take seconds to start, and half a gigabyte, for each engine of a node."""
+    code = f"import sys, {EngineHost.__module__}; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert {"torch", "megatron", "transformers"}.isdisjoint(printed.stdout.split())

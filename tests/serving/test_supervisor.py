@@ -1,0 +1,295 @@
+"""Engines that are looked after: their processes and their wire are scripted here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.engine.dispatch import Pace
+from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
+from megarl.errors import FleetError, MachineError, QuarantineError, WeightSyncError
+from megarl.serving.supervisor import Supervisor, probe_interval_s
+from megarl.types import PolicyVersion
+from tests.engine.engines import EOS, generator_of, prompt_of, scripted_client
+from tests.rollout.test_generator import reply_of
+
+POLICY = RestartPolicy(max_restarts=2, back_off_s=0.05, silence_timeout_s=3, start_timeout_s=5)
+
+
+class Scripted:
+    """Engines as processes and servers: each can be killed, frozen, or kept from starting."""
+
+    def __init__(self, num_engines: int, *, per_node: int | None = None) -> None:
+        """With `per_node`, nodes of so many engines are 10.0.0.0, 10.0.0.1 and so on."""
+        self._per_node = per_node
+        self.calls: list[str] = []
+        self.frozen: set[int] = set()
+        self.cannot_start: set[int] = set()
+        self.asked: list[str] = []
+        self.poison: int | None = None
+        """A token that ends the engine that gets it."""
+        self.killed: set[int] = set()
+        self.is_mad: set[int] = set()
+        self.reasons: list[str] = []
+        self.served = dict.fromkeys(range(num_engines), PolicyVersion(0))
+        self._ends = {index: asyncio.get_running_loop().create_future() for index in range(num_engines)}
+
+    def kill(self, index: int) -> None:
+        self._ends[index].set_result("exited with SIGKILL")
+
+    async def start(self, index: int) -> EngineEndpoint:
+        self.calls.append(f"start {index}")
+        if index in self.cannot_start:
+            raise MachineError(f"engine {index}: out of memory")
+        self._ends[index] = asyncio.get_running_loop().create_future()
+        self.frozen.discard(index)
+        self.served[index] = PolicyVersion(0)
+        return self.client(index).endpoint
+
+    async def wait_end(self, index: int) -> str:
+        return str(await asyncio.shield(self._ends[index]))
+
+    async def end(self, index: int) -> None:
+        self.calls.append(f"end {index}")
+
+    def client(self, index: int) -> EngineClient:
+        async def answer(request: httpx.Request) -> httpx.Response:
+            self.asked.append(request.url.path)
+            if index in self.is_mad:
+                raise KeyError(index)
+            if request.url.path == "/generate":
+                if self.poison in json.loads(request.content)["input_ids"]:
+                    self.killed.add(index)
+                    if not self._ends[index].done():
+                        self.kill(index)
+                    await asyncio.sleep(60)
+                return reply_of(EOS, version=str(self.served[index]))
+            if index in self.frozen:
+                await asyncio.sleep(60)
+            return httpx.Response(200, json={"weight_version": str(self.served[index])})
+
+        host = "127.0.0.1" if self._per_node is None else f"10.0.0.{index // self._per_node}"
+        return scripted_client(answer, index=index, host=host)
+
+    async def catch_up(self, engine: Engine) -> bool:
+        self.calls.append(f"sync {engine.index}")
+        self.served[engine.index] = PolicyVersion(7)
+        await self.fleet.joined(engine)
+        return True
+
+    fleet: Fleet
+
+
+@asynccontextmanager
+async def supervised(
+    num_engines: int = 2, *, per_node: int | None = None
+) -> AsyncIterator[tuple[Scripted, Fleet, Supervisor]]:
+    """A fleet at version 7."""
+    scripted = Scripted(num_engines, per_node=per_node)
+    fleet = Fleet(
+        [scripted.client(index) for index in range(num_engines)],
+        max_outstanding=8,
+        publish_timeout_s=20,
+        policy=POLICY,
+    )
+    scripted.fleet = fleet
+    fleet.listen(lambda engine, _before: scripted.reasons.append(engine.reason))
+    scripted.served = dict.fromkeys(scripted.served, PolicyVersion(7))
+    await fleet.committed(PolicyVersion(7), fleet.engines)
+    supervisor = Supervisor(fleet, scripted, connect=lambda endpoint: scripted.client(endpoint.index))
+    supervisor.attach(scripted)
+    async with supervisor.running():
+        yield scripted, fleet, supervisor
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_is_added_is_started_synced_and_given_requests_and_can_be_retired() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            joined: list[int] = []
+            fleet.join_listeners.append(lambda engines: joined.extend(engine.index for engine in engines))
+            fleet.add([scripted.client(2)], "was added by the operator")
+            assert joined == [2]
+            assert [engine.state for engine in fleet.engines] == ["healthy", "healthy", "restarting"]
+            await until(lambda: fleet.engines[2].is_live)
+            assert [call for call in scripted.calls if call.endswith("2")] == ["start 2", "sync 2"]
+            async with fleet.lease(avoid={0, 1}) as engine:
+                assert engine.index == 2
+            supervisor.retire(2)
+            await until(lambda: "end 2" in scripted.calls)
+            assert [engine.state for engine in fleet.engines] == ["healthy", "healthy", "retired"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_killed_is_started_again_and_synced_before_it_serves() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            seen: list[EngineState] = []
+            fleet.listen(lambda engine, _before: seen.append(engine.state))
+            scripted.kill(1)
+            await until(lambda: bool(seen) and seen[-1] is EngineState.HEALTHY)
+            states = ["dead", "restarting", "stale", "healthy"]
+            assert seen == states
+            assert [call for call in scripted.calls if not call.startswith("end")] == ["start 1", "sync 1"]
+            assert fleet.engines[1].version == 7
+            assert fleet.engines[0].is_live
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_engine_is_ended_and_its_requests_come_back() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.frozen.add(0)
+            with pytest.raises(FleetError, match=r"engine 0 .*lost: has not answered for 3 s"):
+                async with fleet.lease():
+                    await asyncio.sleep(30)
+            await until(lambda: fleet.engines[0].is_live)
+            assert "end 0" in scripted.calls
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.fault("a prompt that ends every engine it reaches", "dropped after two engines; the others go on")
+def test_a_poison_prompt_costs_two_engines_and_its_group() -> None:
+    async def scenario() -> None:
+        async with supervised(num_engines=8) as (scripted, fleet, _):
+            scripted.poison = 13
+            generator = generator_of(fleet, num_rollouts=4)
+            with pytest.raises(QuarantineError, match=r"^prompt .*, rollout \d: 2 engines were lost: engine "):
+                await generator.generate(prompt_of(5, 13))
+            assert len(scripted.killed) <= 4, "four rollouts, which prefer one engine"
+            assert sum(engine.is_live for engine in fleet.engines) >= 4
+            group = await generator.generate(prompt_of(5, 6))
+            assert len(group.rollouts) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_of_one_engines_supervision_costs_that_engine_alone() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.is_mad.add(0)
+            await until(lambda: "end 0" in scripted.calls)
+            scripted.is_mad.clear()
+            await until(lambda: fleet.engines[0].is_live)
+            assert any("its supervision failed: KeyError" in reason for reason in scripted.reasons)
+            scripted.kill(1)
+            await until(lambda: not fleet.engines[1].is_live)
+            await until(lambda: fleet.engines[1].is_live)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_serves_another_version_than_it_should_catches_up() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.served[0] = PolicyVersion(0)
+            await until(lambda: "sync 0" in scripted.calls)
+            assert fleet.engines[0].is_live
+
+    asyncio.run(scenario())
+
+
+def test_when_the_budget_is_spent_whoever_waits_is_told_why() -> None:
+    async def scenario() -> None:
+        async with supervised(num_engines=1) as (scripted, fleet, _):
+            scripted.cannot_start.add(0)
+            scripted.kill(0)
+            await until(lambda: not fleet.engines[0].is_live)
+            async with fleet.lease():
+                pass
+
+    with pytest.raises(FleetError, match=r"no engine is left and 2 restarts each are spent: .*did not start: .*memory"):
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_an_engine_that_cannot_be_synced_is_started_again() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            num_failures = 0
+
+            class Failing:
+                async def catch_up(self, engine: Engine) -> bool:
+                    nonlocal num_failures
+                    num_failures += 1
+                    if num_failures > MAX_FAILED_SYNCS:
+                        return await scripted.catch_up(engine)
+                    raise WeightSyncError("digests differ")
+
+            supervisor.attach(Failing())
+            await fleet.mark_stale(fleet.engines[1], "half a commit")
+            await until(lambda: fleet.engines[1].is_live)
+            assert scripted.calls.count("start 1") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_retired_engine_answers_what_it_has_and_ends_and_can_be_added_again() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            async with fleet.lease() as engine:
+                supervisor.retire(engine.index)
+                await asyncio.sleep(0.5)
+                assert "end 0" not in scripted.calls
+                assert "/abort_request" in scripted.asked, "its requests end with the tokens they have"
+                async with fleet.lease() as other:
+                    assert other.index == 1
+            await until(lambda: "end 0" in scripted.calls)
+            supervisor.add(0)
+            await until(lambda: fleet.engines[0].is_live)
+            with pytest.raises(FleetError, match="there is no engine 5; there are 2, counted from 0"):
+                supervisor.retire(5)
+
+    asyncio.run(scenario())
+
+
+def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_generate() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            await fleet.sleep()
+            scripted.kill(1)
+            await asyncio.sleep(1)
+            assert fleet.engines[1].state is EngineState.DEAD
+            assert fleet.engines[0].is_live, "an engine that sleeps is not dead"
+            await fleet.wake()
+            await until(lambda: fleet.engines[1].is_live)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_answers_requests_is_not_probed() -> None:
+    async def scenario() -> list[str]:
+        async with supervised(num_engines=1) as (scripted, fleet, _):
+            await until(lambda: len(scripted.asked) >= 2)
+            scripted.asked.clear()
+            for _ in range(15):
+                fleet.answered(fleet.engines[0], Pace(num_requests=1))
+                await asyncio.sleep(0.2)
+            busy = list(scripted.asked)
+            await until(lambda: len(scripted.asked) >= 2)
+            # The server's own process is asked only while weights are being sent to it.
+            assert set(scripted.asked) == {"/server_info", "/model_info"}
+            return busy
+
+    assert asyncio.run(scenario()) == []
+
+
+@pytest.mark.parametrize(("num_engines", "seconds"), [(1, 1.0), (100, 1.0), (300, 3.0), (1000, 5.0)])
+def test_a_large_fleet_is_probed_less_often_but_long_before_an_engine_is_suspect(
+    num_engines: int, seconds: float
+) -> None:
+    assert probe_interval_s(num_engines, 30.0) == seconds

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_line
 from megarl.routes import RouteArray
 from megarl.tokens import Content
 from megarl.turns import SINGLE, Episode
@@ -98,7 +98,7 @@ def read_carried(folder: Path, num_groups: int, prompt_at: Callable[[int], Promp
         records = _RECORDS.validate_json((folder / GROUPS_FILE).read_bytes())
         columns = load_file(folder / TOKENS_FILE)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{folder}: cannot read its carried groups: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{folder}: cannot read its carried groups: {first_line(error)}") from error
     if len(records) != num_groups:
         raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(records)} groups, state.json counts {num_groups}")
     tokens = _TokenReader(columns)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.checkpoint.carried import read_carried, write_carried
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_line
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
 FOLDER = "open_step"
@@ -80,7 +80,7 @@ def take_open_step(
             group for index, part in enumerate(record.parts) for group in _read(folder / str(index), part, prompt_at)
         ]
     except (OSError, ValidationError, CheckpointError) as error:
-        warn(f"{folder}: answers of the next step cannot be read and are asked again: {str(error).splitlines()[0]}")
+        warn(f"{folder}: answers of the next step cannot be read and are asked again: {first_line(error)}")
         return []
     finally:
         shutil.rmtree(folder, ignore_errors=True)

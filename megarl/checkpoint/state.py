@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.manifest import sync
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_line
 from megarl.system.faults import reach, step_in
 
 STATE_FILE = "state.json"
@@ -91,4 +91,4 @@ def read_state(folder: Path) -> RunState:
     try:
         return _STATE.validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error

@@ -14,10 +14,10 @@ from megarl.episodes.class_environments import EnvironmentWorkers, read_score
 from megarl.episodes.protocol import Row, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
 from megarl.errors import ConfigError, EnvironmentLostError, MegarlError, Problem
+from megarl.system.sizes import GIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import JsonValue, Score
 
-_GIB = 1 << 30
 _USER_FUNCTION = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
 
 
@@ -27,7 +27,7 @@ def agent_task(config: ChatEnvironmentConfig) -> EnvironmentTask:
         classes=[LoadedClass(path=str(config.path.resolve()), name=None, options={})],
         agent=config.name,
         has_user_class=False,
-        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
         cpu_s=config.cpu_s,
         call_deadline_s=config.wall_s,
     )

@@ -16,11 +16,12 @@ from megarl.config.document import Document, override
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.planner.deployment import Deployment, RoleShapes, deploy
-from megarl.planner.hardware import GIB, GpuModel
+from megarl.planner.hardware import GpuModel
 from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers, snapshot_bytes
 from megarl.planner.memory import EngineMemory
 from megarl.planner.timing import Timing, estimate
 from megarl.planner.workload import StepWorkload
+from megarl.system.sizes import GIB
 
 NUM_PROPOSALS = 3
 _FACTORS = (2, 4)

@@ -39,13 +39,12 @@ from megarl.reward.scorer import (
     ScoringBackend,
 )
 from megarl.stages import Scorer
+from megarl.system.sizes import GIB, MIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import RolloutGroup, Score, ScoredGroup
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
-_GIB = 1 << 30
-_MIB = 1 << 20
 _SANDBOX_GRACE_S = 20.0
 """The sandbox enforces the deadline itself; a worker that is this much later is broken."""
 
@@ -180,7 +179,7 @@ def scoring_task(config: WorkerRewardConfig) -> ScoringTask:
             options=options,
             weights=weights,
             scores_groups=scores_groups,
-            memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+            memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
             cpu_s=config.cpu_s,
         ),
         workers=config.workers,
@@ -216,8 +215,8 @@ def _code_tests_task(config: CodeTestsRewardConfig) -> ScoringTask:
 
 def _limits(config: CodeTestsRewardConfig) -> Limits:
     return Limits(
-        memory_bytes=int(config.memory_gib * _GIB),
-        disk_bytes=config.disk_mib * _MIB,
+        memory_bytes=int(config.memory_gib * GIB),
+        disk_bytes=config.disk_mib * MIB,
         max_processes=config.max_processes,
         max_output_bytes=config.max_output_bytes,
     )

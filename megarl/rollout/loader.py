@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import assert_never
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_line
 from megarl.rollout.commands import (
     CommandMessage,
     Inspect,
@@ -137,6 +137,4 @@ _TOOLS = ToolCommandHandler()
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    message = lines[0] if lines else ""
-    return message if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {message}"
+    return first_line(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {first_line(error)}"

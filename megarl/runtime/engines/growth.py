@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ray._private.state import available_resources_per_node
-
-from megarl.errors import EngineError
+from megarl.errors import EngineError, first_line
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Fleet
-from megarl.runtime.cluster import RAY_FAILURES, NodeBundle, Place, Pool, live_nodes
+from megarl.runtime.cluster import RAY_FAILURES, NodeBundle, Place, Pool, free_devices, live_nodes
 from megarl.runtime.engines.processes import Engines
-from megarl.runtime.lost_nodes import first_line, reserve_on
+from megarl.runtime.lost_nodes import reserve_on
 
 
 class Growth:
@@ -50,7 +48,7 @@ class Growth:
     def _reserve(self, address: str, count: int | None) -> NodeBundle:
         """Reserve the devices of further engines on a node."""
         resource = self._pool.places[0].bundle.resource
-        free = {key: int(devices.get(resource, 0)) for key, devices in available_resources_per_node().items()}
+        free = free_devices(resource)
         nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
         if address not in nodes:
             roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)

@@ -90,7 +90,7 @@ docs: setup ## write what is generated: option tables of libraries, recipe schem
 	$(BIN)/megarl schema --docs > docs/recipe.md
 	$(BIN)/megarl metrics list --docs > docs/metrics.md
 	$(BIN)/python -m scripts.docs_pages
-	$(BIN)/python -m megarl.tools.dashboards.monitoring
+	$(BIN)/python -m scripts.dashboards.monitoring
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

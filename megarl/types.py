@@ -41,11 +41,6 @@ class Ending(StrEnum):
     ENV_LOST = "env_lost"
     SCORE_LOST = "score_lost"
 
-    @property
-    def is_infrastructure(self) -> bool:
-        """Whether the policy is not to blame: the episode is tried again and never trained on."""
-        return self in (Ending.WALL, Ending.ENV_LOST, Ending.SCORE_LOST)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.env import current_environment
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megarl"
 _FIRST, _LAST, _STEPS = 3, 5, 7
@@ -47,7 +49,9 @@ def main() -> None:
     files = measure()
     for file in files:
         print(f"{file.name:45} {file.lines:5}   used {file.used:5}")
-    lines, ran, used = (sum(values) for values in zip(*((file.lines, file.ran, file.used) for file in files), strict=True))
+    lines, ran, used = (
+        sum(values) for values in zip(*((file.lines, file.ran, file.used) for file in files), strict=True)
+    )
     print(f"\nfiles on the path      {len(files)}")
     print(f"lines in them          {lines:,}")
     print(f"in functions that ran  {ran:,} ({ran / lines:.0%})")
@@ -67,12 +71,12 @@ def measure() -> list[PathFile]:
 
 def _traced_run(folder: Path) -> Mapping[str, set[int]]:
     """Return the executed lines of each file of megarl."""
-    environment = {**os.environ, "STEP_TRACE": str(folder)}
+    environment = {**current_environment(), "STEP_TRACE": str(folder)}
     paths = [str(ROOT / "scripts" / "line_tracer"), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     megarl = [sys.executable, "-m", "megarl.cli.main"]
     data = folder / "arithmetic"
-    subprocess.run([*megarl, "data", "make", "arithmetic", "--out", str(data)], check=True, cwd=ROOT)
+    subprocess.run([*megarl, "data", "make", "arithmetic", "--out", str(data)], check=True, cwd=ROOT)  # noqa: S603
     settings = {
         "run.name": "step",
         "run.folder": folder / "runs",
@@ -86,7 +90,7 @@ def _traced_run(folder: Path) -> Mapping[str, set[int]]:
     command = [*megarl, "train", str(ROOT / "recipes" / "quickstart.yaml")]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    with subprocess.Popen(command, env=environment, cwd=ROOT) as run:
+    with subprocess.Popen(command, env=environment, cwd=ROOT) as run:  # noqa: S603
         events = folder / "runs" / "step" / "events.jsonl"
         _wait_for_step(run, events, _FIRST)
         (folder / "window").write_text("open")

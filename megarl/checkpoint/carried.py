@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_line
 from megarl.tokens import Content, RouteArray
 from megarl.types import SINGLE, Episode, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
@@ -97,7 +97,7 @@ def read_carried(folder: Path, num_groups: int, prompt_at: Callable[[int], Promp
         records = _RECORDS.validate_json((folder / GROUPS_FILE).read_bytes())
         columns = load_file(folder / TOKENS_FILE)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{folder}: cannot read its carried groups: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{folder}: cannot read its carried groups: {first_line(error)}") from error
     if len(records) != num_groups:
         raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(records)} groups, state.json counts {num_groups}")
     tokens = _TokenReader(columns)
@@ -238,7 +238,7 @@ def take_open_step(
             group for index, part in enumerate(record.parts) for group in _read(folder / str(index), part, prompt_at)
         ]
     except (OSError, ValidationError, CheckpointError) as error:
-        warn(f"{folder}: answers of the next step cannot be read and are asked again: {str(error).splitlines()[0]}")
+        warn(f"{folder}: answers of the next step cannot be read and are asked again: {first_line(error)}")
         return []
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,6 @@ from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
-from megarl.planner.hardware import GIB
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
     ENGINE_CONTEXT_BYTES,
@@ -28,6 +27,7 @@ from megarl.planner.memory import (
     EngineMemory,
     StageMemory,
 )
+from megarl.system.sizes import GIB
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 from megarl.weights.algebra.slices import ITEM_BYTES
 

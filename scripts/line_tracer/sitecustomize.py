@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_FOLDER = os.environ.get("STEP_TRACE", "")
+_FOLDER = os.environ.get("STEP_TRACE", "")  # noqa: TID251 - megarl.env must not be imported here
 _PACKAGE = str(Path(__file__).parent.parent.parent / "megarl") + os.sep
 _PERIOD_S = 0.1
 
@@ -24,7 +24,7 @@ _lines: set[tuple[str, int]] = set()
 _is_open = False
 
 
-def _trace(frame: FrameType, event: str, _: object) -> Any:
+def _trace(frame: FrameType, _event: str, _: object) -> Any:
     """Trace the lines of megarl's own functions; other frames cost one call."""
     return _note_line if frame.f_code.co_filename.startswith(_PACKAGE) else None
 

@@ -14,8 +14,8 @@ import pytest
 
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.observe.prometheus import LINKS_FOLDER, TARGETS_FILE, read_targets
-from megarl.tools.dashboards.monitoring import DASHBOARDS
-from megarl.tools.dashboards.panels import Needs
+from scripts.dashboards.monitoring import DASHBOARDS
+from scripts.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus
 from tests.repository import ROOT
 

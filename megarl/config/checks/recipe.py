@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
@@ -18,6 +17,7 @@ from megarl.config.checks.files import (
     check_mirror,
     check_model_folder,
     check_run_folder,
+    shape_or_problem,
 )
 from megarl.config.checks.frozen import check_frozen, check_frozen_models, check_teachers
 from megarl.config.checks.roles import (
@@ -98,13 +98,13 @@ def _other_models(roles: RolesConfig, policy: ModelShape) -> Iterator[Problem]:
     """Check the models that start from a folder of their own."""
     critic, reference = roles.critic, roles.reference
     if critic is not None and critic.path is not None:
-        shape = _shape_or_problem(critic.path, "roles.critic.path")
+        shape = shape_or_problem(critic.path, "roles.critic.path")
         if isinstance(shape, Problem):
             yield shape
         else:
             yield from _critic(critic, shape, policy)
     if reference is not None and reference.path is not None:
-        shape = _shape_or_problem(reference.path, "roles.reference.path")
+        shape = shape_or_problem(reference.path, "roles.reference.path")
         if isinstance(shape, Problem):
             yield shape
         elif shape != policy:
@@ -119,13 +119,6 @@ def _critic(critic: CriticConfig, shape: ModelShape, policy: ModelShape) -> Iter
             message=f"its vocabulary has {shape.vocab} tokens, that of model.path {policy.vocab}; "
             "a critic reads the policy's tokens",
         )
-
-
-def _shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
-    try:
-        return read_model_shape(folder)
-    except ConfigError as error:
-        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape) -> list[Problem]:

@@ -38,15 +38,19 @@ class Inputs:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
+def read_shape(recipe: Recipe) -> ModelShape:
+    """Return the shape of the trained model; a reward model has a head of one value."""
+    shape = read_model_shape(recipe.model.path)
+    return shape.as_critic() if isinstance(recipe.algorithm, RewardModelConfig) else shape
+
+
 def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
     """Read and check everything; raise a DataError or ConfigError that names the file.
 
     Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
     """
-    shape = read_model_shape(recipe.model.path)
+    shape = read_shape(recipe)
     is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
-    if is_scorer:
-        shape = shape.as_critic()
     tools = () if recipe.environment is None else tools_of(recipe.environment)
     tokenizer = load_tokenizer(
         recipe.model.path,

@@ -55,9 +55,9 @@ from megarl.run.evaluate import (
     PairEvaluator,
     ScheduledEvaluation,
 )
+from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.preflight import Inputs
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.run.saver import RunSaver, SavedModel
 from megarl.serving.adapter_publisher import AdapterPublisher

@@ -29,7 +29,7 @@ from megarl.config.checks.roles import (
     check_step,
     check_unused_keys,
 )
-from megarl.config.kernels import check_engine_precision, check_kernels, check_packages
+from megarl.config.kernels import check_engine_precision, check_kernels
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
@@ -39,7 +39,7 @@ from megarl.errors import ConfigError, Problem
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Return every problem that can be found without starting anything."""
+    """Return every problem that can be found without starting anything, and without the machines of the run."""
     problems = [
         *check_data_files(recipe.data),
         *check_run_folder(recipe.run_folder),
@@ -49,7 +49,6 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
-        *check_packages(recipe.roles, device=recipe.run.device),
     ]
     try:
         shape = read_model_shape(recipe.model.path)

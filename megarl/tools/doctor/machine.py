@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.checks.recipe import check_recipe
+from megarl.config.kernels import check_packages
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
@@ -57,7 +58,7 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
 
 
 def examine_recipe(recipe: Recipe) -> Iterator[Check]:
-    problems = check_recipe(recipe)
+    problems = [*check_recipe(recipe), *check_packages(recipe.roles, device=recipe.run.device)]
     for problem in problems:
         yield Check(
             area="recipe", name=problem.key, found="cannot run", status=CheckStatus.ERROR, remedy=problem.message

@@ -52,7 +52,7 @@ test: setup packages ## all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=10
 
 test-quick: setup ## the light tests, for while you work: no engines, no Ray, no Megatron ranks
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu and not heavy'
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 -m 'not slow and not gpu and not heavy'
 
 test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

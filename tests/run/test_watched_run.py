@@ -25,7 +25,12 @@ START_TIMEOUT_S = 1200.0
 MAX_SECONDS_OF_STEPS = 90.0
 """Half a minute of a machine that has nothing else to do."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("prometheus"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("whole_run"),
+    pytest.mark.needs("prometheus"),
+    pytest.mark.timeout(900),
+]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,23 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from megarl import __version__
 from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
-from megarl.config.algorithm import (
-    AlgorithmConfig,
-    DpoConfig,
-    FunctionLossConfig,
-    GdpoConfig,
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    RewardModelConfig,
-    SftConfig,
-    SpinConfig,
-)
+from megarl.config.algorithm import AlgorithmConfig, AlgorithmNeeds, RowKind
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
+from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
-from megarl.data.prompts import PromptReader, PromptSet, RowKind
+from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.rows import check_files, check_pairs
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.build import rehearse
@@ -60,7 +49,9 @@ def check_start(recipe: Recipe, *, address: str | None, keeps_rows: bool = True)
     """
     refuse_missing_gpu(recipe.run.device, address)
     _try_port(recipe.observe, recipe.network)
-    for key, code in _codes(recipe.algorithm, recipe.sampling):
+    if recipe.sampling.generator is not None:
+        load_code(recipe.sampling.generator, key="sampling.generator")
+    for key, code in recipe.algorithm.needs.user_code:
         load_code(code, key=key)
     inputs = read_inputs(recipe, keeps_rows=keeps_rows)
     check_weights(recipe.model.path, inputs.shape)
@@ -68,8 +59,8 @@ def check_start(recipe: Recipe, *, address: str | None, keeps_rows: bool = True)
         limit = recipe.sampling.max_response_tokens
         rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit)
     asyncio.run(check_running(recipe.roles.frozen, device=recipe.run.device))
-    if not isinstance(recipe.algorithm, OfflineConfig):
-        asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
+    if recipe.algorithm.needs.has_engines:
+        asyncio.run(_try_reward(recipe.reward, recipe.algorithm.needs, (*inputs.train.prompts, *inputs.eval)))
     return inputs
 
 
@@ -93,8 +84,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
-    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig | SpinConfig))
-    if isinstance(algorithm, GivenPairsConfig):
+    check_files(data.train, data, as_demonstrations=algorithm.needs.rows != "prompts")
+    if algorithm.needs.rows == "pairs":
         check_pairs((*data.train, *data.eval_pairs), data)
     check_files(data.eval, data, as_demonstrations=False)
     check_files((*data.eval_demonstrations, *data.eval_pairs), data, as_demonstrations=True)
@@ -109,20 +100,6 @@ def refuse_missing_gpu(device: Device, address: str | None) -> None:
         )
 
 
-def _codes(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reference of every piece of the user's own code but the reward."""
-    if sampling.generator is not None:
-        yield "sampling.generator", sampling.generator
-    if isinstance(algorithm, SftConfig):
-        return
-    if algorithm.estimator is not None:
-        yield "algorithm.estimator", algorithm.estimator
-    if isinstance(algorithm.loss, FunctionLossConfig):
-        yield "algorithm.loss.code", algorithm.loss.code
-    if algorithm.filter is not None and algorithm.filter.code is not None:
-        yield "algorithm.filter.code", algorithm.filter.code
-
-
 def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
     """Raise MachineError if the metrics port cannot be listened on."""
     if observe.metrics_port:
@@ -130,7 +107,7 @@ def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
         MetricsEndpoint(CollectorRegistry(), port=observe.metrics_port, host=host).close()
 
 
-async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, prompts: Sequence[Prompt]) -> None:
+async def _try_reward(config: RewardConfig, needs: AlgorithmNeeds, prompts: Sequence[Prompt]) -> None:
     """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
     if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
         return  # its engines do not run yet
@@ -141,7 +118,7 @@ async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, pro
     try:
         for prompt in islice(firsts.values(), _MAX_TRIED):
             scored = await scorer.score(_answered(prompt))
-            for key, name in _wanted_components(algorithm):
+            for key, name in needs.components:
                 if not scored.scores[0].is_masked and name not in scored.scores[0].components:
                     known = ", ".join(scored.scores[0].components) or "none"
                     raise DataError(
@@ -162,13 +139,6 @@ def _answered(prompt: Prompt) -> RolloutGroup:
         finish_reason=FinishReason.STOP,
     )
     return RolloutGroup(prompt=prompt, rollouts=(rollout,))
-
-
-def _wanted_components(algorithm: PolicyGradientConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(algorithm, GdpoConfig):
-        yield from ((f"algorithm.weights.{name}", name) for name in algorithm.weights)
-    if algorithm.filter is not None and algorithm.filter.component is not None:
-        yield "algorithm.filter.component", algorithm.filter.component
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +168,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
     Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
     """
     shape = read_model_shape(recipe.model.path)
-    is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
+    is_scorer = recipe.algorithm.needs.is_scorer
     if is_scorer:
         shape = shape.as_critic()
     tools = () if recipe.environment is None else tools_of(recipe.environment)
@@ -216,13 +186,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         as_chats=is_scorer,
         keeps_all=keeps_rows,
     )
-    match recipe.algorithm:
-        case SftConfig() | SpinConfig():
-            train = replace(reader, kind="demonstrations").read(data.train, tokenizer)
-        case DpoConfig() | RewardModelConfig():
-            train = replace(reader, kind="pairs").read(data.train, tokenizer)
-        case PolicyGradientConfig():
-            train = reader.read(data.train, tokenizer)
+    train = replace(reader, kind=recipe.algorithm.needs.rows).read(data.train, tokenizer)
     inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
     if evaluation is None:
         return inputs

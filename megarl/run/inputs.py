@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import __version__
-from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig, SpinConfig
+from megarl.config.algorithm import RowKind
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.data.prompts import PromptReader, PromptSet, RowKind
+from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
 from megarl.types import Prompt
@@ -41,7 +41,7 @@ class Inputs:
 def read_shape(recipe: Recipe) -> ModelShape:
     """Return the shape of the trained model; a reward model has a head of one value."""
     shape = read_model_shape(recipe.model.path)
-    return shape.as_critic() if isinstance(recipe.algorithm, RewardModelConfig) else shape
+    return shape.as_critic() if recipe.algorithm.needs.is_scorer else shape
 
 
 def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
@@ -50,7 +50,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
     Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
     """
     shape = read_shape(recipe)
-    is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
+    is_scorer = recipe.algorithm.needs.is_scorer
     tools = () if recipe.environment is None else tools_of(recipe.environment)
     tokenizer = load_tokenizer(
         recipe.model.path,
@@ -66,13 +66,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         as_chats=is_scorer,
         keeps_all=keeps_rows,
     )
-    match recipe.algorithm:
-        case SftConfig() | SpinConfig():
-            train = replace(reader, kind="demonstrations").read(data.train, tokenizer)
-        case DpoConfig() | RewardModelConfig():
-            train = replace(reader, kind="pairs").read(data.train, tokenizer)
-        case PolicyGradientConfig():
-            train = reader.read(data.train, tokenizer)
+    train = replace(reader, kind=recipe.algorithm.needs.rows).read(data.train, tokenizer)
     inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
     if evaluation is None:
         return inputs

@@ -17,16 +17,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
-from megarl.config.algorithm import (
-    AlgorithmConfig,
-    FunctionLossConfig,
-    GdpoConfig,
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    SftConfig,
-    SpinConfig,
-)
+from megarl.config.algorithm import AlgorithmConfig, AlgorithmNeeds
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.kernels import check_packages
 from megarl.config.load import CheckedRecipe
@@ -180,10 +171,13 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
     `wrong` has the sections with known problems. Without a usable model, rows are checked but not tokenised.
     """
     errors: list[MegarlError] = []
-    for key, code in _codes(recipe.algorithm, recipe.sampling):
+    codes = list(recipe.algorithm.needs.user_code)
+    if recipe.sampling.generator is not None:
+        codes.append(("sampling.generator", recipe.sampling.generator))
+    for key, code in codes:
         with noting(errors):
             load_code(code, key=key)
-    inputs, algorithm = None, recipe.algorithm
+    inputs, needs = None, recipe.algorithm.needs
     if "model" not in wrong:
         with noting(errors):
             check_weights(recipe.model.path, read_shape(recipe))
@@ -192,23 +186,23 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
             inputs = read_inputs(recipe, keeps_rows=keeps_rows)
     elif "data" not in wrong:
         with noting(errors):
-            _check_rows(recipe.data, algorithm)
+            _check_rows(recipe.data, recipe.algorithm)
     if inputs is not None and recipe.environment is not None:
         with noting(errors):
             rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=recipe.sampling.max_response_tokens)
-    if not isinstance(algorithm, OfflineConfig) and not {"data", "reward"} & set(wrong):
+    if needs.has_engines and not {"data", "reward"} & set(wrong):
         with noting(errors):
             prompts = _first_prompts(recipe.data) if inputs is None else (*inputs.train.prompts, *inputs.eval)
-            asyncio.run(_try_reward(recipe.reward, algorithm, tuple(prompts)))
+            asyncio.run(_try_reward(recipe.reward, needs, tuple(prompts)))
     return Findings(inputs=inputs, errors=tuple(errors))
 
 
 def _check_rows(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for the columns, and for the first bad row of a file; needs no tokenizer."""
     check_columns(data, algorithm)
-    if isinstance(algorithm, GivenPairsConfig):
+    if algorithm.needs.rows == "pairs":
         return  # the two answers of a row are read as two rows, by the tokenizer's reader
-    as_demonstrations = isinstance(algorithm, OfflineConfig | SpinConfig)
+    as_demonstrations = algorithm.needs.rows != "prompts"
     for _, batches in groupby(row_batches(data.train, row_keys(data)), key=lambda batch: batch.path):
         refuse_bad_rows(
             [error for batch in batches for error in checked_rows(batch, data, as_demonstrations=as_demonstrations)[1]]
@@ -253,8 +247,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
-    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig | SpinConfig))
-    if isinstance(algorithm, GivenPairsConfig):
+    check_files(data.train, data, as_demonstrations=algorithm.needs.rows != "prompts")
+    if algorithm.needs.rows == "pairs":
         check_pairs((*data.train, *data.eval_pairs), data)
     check_files(data.eval, data, as_demonstrations=False)
     check_files((*data.eval_demonstrations, *data.eval_pairs), data, as_demonstrations=True)
@@ -269,20 +263,6 @@ def refuse_missing_gpu(device: Device, address: str | None) -> None:
         )
 
 
-def _codes(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reference of every piece of the user's own code but the reward."""
-    if sampling.generator is not None:
-        yield "sampling.generator", sampling.generator
-    if isinstance(algorithm, SftConfig):
-        return
-    if algorithm.estimator is not None:
-        yield "algorithm.estimator", algorithm.estimator
-    if isinstance(algorithm.loss, FunctionLossConfig):
-        yield "algorithm.loss.code", algorithm.loss.code
-    if algorithm.filter is not None and algorithm.filter.code is not None:
-        yield "algorithm.filter.code", algorithm.filter.code
-
-
 def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
     """Raise MachineError if the metrics port cannot be listened on."""
     if observe.metrics_port:
@@ -290,7 +270,7 @@ def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
         MetricsEndpoint(CollectorRegistry(), port=observe.metrics_port, host=host).close()
 
 
-async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, prompts: Sequence[Prompt]) -> None:
+async def _try_reward(config: RewardConfig, needs: AlgorithmNeeds, prompts: Sequence[Prompt]) -> None:
     """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
     if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
         return  # its engines do not run yet
@@ -301,7 +281,7 @@ async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, pro
     try:
         for prompt in islice(firsts.values(), _MAX_TRIED):
             scored = await scorer.score(_answered(prompt))
-            for key, name in _wanted_components(algorithm):
+            for key, name in needs.components:
                 if not scored.scores[0].is_masked and name not in scored.scores[0].components:
                     known = ", ".join(scored.scores[0].components) or "none"
                     raise DataError(
@@ -322,10 +302,3 @@ def _answered(prompt: Prompt) -> RolloutGroup:
         finish_reason=FinishReason.STOP,
     )
     return RolloutGroup(prompt=prompt, rollouts=(rollout,))
-
-
-def _wanted_components(algorithm: PolicyGradientConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(algorithm, GdpoConfig):
-        yield from ((f"algorithm.weights.{name}", name) for name in algorithm.weights)
-    if algorithm.filter is not None and algorithm.filter.component is not None:
-        yield "algorithm.filter.component", algorithm.filter.component

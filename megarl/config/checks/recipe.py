@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
@@ -54,7 +54,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:
         return [*problems, *error.problems]
-    if shape.has_value_head and not isinstance(recipe.algorithm, RewardModelConfig):
+    if shape.has_value_head and not recipe.algorithm.needs.is_scorer:
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
     return [
@@ -75,7 +75,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def _num_top(algorithm: AlgorithmConfig) -> int:
-    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    distillation = algorithm.distillation
     return 0 if distillation is None else distillation.top_k
 
 

@@ -296,10 +296,6 @@ class RouteShape:
     num_experts: int
 
     @property
-    def bytes_per_token(self) -> int:
-        return self.num_layers * self.per_token * (1 if self._is_narrow else 2)
-
-    @property
     def _is_narrow(self) -> bool:
         return self.num_experts <= np.iinfo(np.uint8).max
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.data.group_encoding import GroupRecord, JoinedColumns, content_columns, rollout_columns
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_line
 from megarl.tokens import OF_ROLLOUT, Content
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
@@ -77,7 +77,7 @@ def read_groups(folder: Path, num_groups: int, prompt_at: Callable[[int], Prompt
         filed = _FILED.validate_json((folder / GROUPS_FILE).read_bytes())
         arrays = load_file(folder / TOKENS_FILE)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{folder}: cannot read its carried groups: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{folder}: cannot read its carried groups: {first_line(error)}") from error
     if len(filed) != num_groups:
         raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(filed)} groups, state.json counts {num_groups}")
     starts = {name.removeprefix(_STARTS): array for name, array in arrays.items() if name.startswith(_STARTS)}
@@ -153,7 +153,7 @@ def take_open_step(
             group for index, part in enumerate(record.parts) for group in _read(folder / str(index), part, prompt_at)
         ]
     except (OSError, ValidationError, CheckpointError) as error:
-        warn(f"{folder}: answers of the next step cannot be read and are asked again: {str(error).splitlines()[0]}")
+        warn(f"{folder}: answers of the next step cannot be read and are asked again: {first_line(error)}")
         return []
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from megarl.data.group_encoding import ContentArrays
 from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, KeptRollout, SampledRollout
 from megarl.data.shares import Share
-from megarl.errors import WorkerError
+from megarl.errors import WorkerError, first_line
 from megarl.tokens import Content, ContentSource
 from megarl.types import RolloutGroup
 
@@ -75,7 +75,7 @@ def _get(references: Sequence[ray.ObjectRef]) -> list[ContentArrays]:
     try:
         arrays: list[ContentArrays] = ray.get(list(references))
     except ray.exceptions.ObjectLostError as error:
-        raise WorkerError(f"rollouts are lost with the node that held them: {str(error).splitlines()[0]}") from error
+        raise WorkerError(f"rollouts are lost with the node that held them: {first_line(error)}") from error
     return arrays
 
 

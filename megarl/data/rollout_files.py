@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError
+from megarl.errors import DataError, MachineError, first_line
 from megarl.tokens import COLUMNS, ContentHandle, TokenColumn
 from megarl.types import (
     DEMONSTRATION,
@@ -205,7 +205,7 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_LISTED)).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return rows
 
 
@@ -218,7 +218,7 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
         has_times = "began" in pq.read_schema(path).names
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_TIMED)).to_pylist() if has_times else []
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return sorted((row for row in rows if row["began"] is not None), key=lambda row: float(row["began"]))
 
 
@@ -233,7 +233,7 @@ def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
                 raise DataError(f"{path}: has no row {row}")
             (columns,) = file.read_row_group(group).slice(row - (ends[group] - sizes[group]), 1).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return {**columns, "components": dict(columns["components"])}
 
 

@@ -25,7 +25,7 @@ from megarl.cluster.worker_group import WorkerDiedError, WorkerGroup, WorkerLate
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_numbers
 from megarl.env import GLOO_INTERFACE
-from megarl.errors import WeightSyncError, WorkerError
+from megarl.errors import WeightSyncError, WorkerError, first_line
 from megarl.ranks.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
 from megarl.system.network import interface_of
 from megarl.tokens import RolloutSums, SampleNumbers, assemble, by_sample
@@ -97,7 +97,7 @@ class HeldNumbers:
             late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
             raise WorkerLateError(f"{late} (train.operation_timeout_s)") from None
         except ray.exceptions.RayError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise WorkerDiedError(f"numbers of {self.role} ranks are lost with the rank: {reason}") from error
 
     def of(self, sample_ids: frozenset[int]) -> list[ray.ObjectRef]:

@@ -20,7 +20,7 @@ from megarl.checkpoint.resume import ResumePoint, TrainerState
 from megarl.cluster.adoption import adopt_ranks
 from megarl.cluster.cluster import Pool
 from megarl.cluster.tasks import task_group
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
@@ -171,7 +171,7 @@ class _Starter:
             reference_folder=held,
             bind=recipe.network.bind,
         )
-        is_self_play = isinstance(recipe.algorithm, SpinConfig)
+        is_self_play = recipe.algorithm.needs.self_play_steps is not None
         refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
         return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
 
@@ -186,9 +186,9 @@ class _Starter:
             base = origin.folder if recipe.model.lora else None
             origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
         algorithm = recipe.algorithm
-        assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
+        assert algorithm.needs.has_critic, f"{algorithm.kind} has no critic"
         shape = critic_shape(config, self.shape, algorithm)
-        if isinstance(algorithm, PrimeConfig):
+        if algorithm.needs.implicit_reward_beta is not None:
             start = partial(
                 _build_implicit_reward,
                 origin=origin,
@@ -291,7 +291,7 @@ def _build_actor(
     origin.fill(rank)
     if reference_folder is not None:
         rank.keep_reference(reference_folder)
-    if isinstance(algorithm, SpinConfig):
+    if algorithm.needs.self_play_steps is not None:
         # A resumed run begins an iteration.
         rank.refresh_reference()
     return rank
@@ -306,7 +306,7 @@ def _refill_self_play(model: PublishingCalls, origin: WeightOrigin) -> bool:
 
 
 def _build_critic(
-    spec: RankSpec, *, origin: WeightOrigin, algorithm: PolicyGradientConfig, critic: CriticConfig, total_steps: int
+    spec: RankSpec, *, origin: WeightOrigin, algorithm: AlgorithmConfig, critic: CriticConfig, total_steps: int
 ) -> CriticCalls:
     from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
 
@@ -326,7 +326,7 @@ def _build_implicit_reward(
     spec: RankSpec,
     *,
     origin: WeightOrigin,
-    algorithm: PrimeConfig,
+    algorithm: AlgorithmConfig,
     critic: CriticConfig,
     total_steps: int,
     folder: Path,
@@ -355,7 +355,7 @@ def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
 
 def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
     body = policy if critic.path is None else read_model_shape(critic.path)
-    return body if isinstance(algorithm, PrimeConfig) else body.as_critic()
+    return body if algorithm.needs.implicit_reward_beta is not None else body.as_critic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +387,7 @@ class Teachers:
 
 def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherCalls]:
     """Return the function that builds a rank; `vocab` is the size of the policy's vocabulary."""
-    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    distillation = algorithm.distillation
     assert distillation is not None, "a teacher without algorithm.distillation"
     return partial(_build, folder=folder, num_top=distillation.top_k, vocab=vocab)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.algo.held_credit import CreditTask
-from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
+from megarl.config.algorithm import KlRewardConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, TeacherRanksConfig
@@ -286,7 +286,7 @@ class _Builder:
             return None
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
         update = partial(ranks.compute_shares, CriticCalls.update)
-        if isinstance(self.recipe.algorithm, PrimeConfig):
+        if self.recipe.algorithm.needs.implicit_reward_beta is not None:
             models = cast("RankGroup[ImplicitRewardCalls]", ranks)
             per_update, update = None, partial(models.compute_shares, ImplicitRewardCalls.learn)
         return TrainedCritic(
@@ -296,15 +296,15 @@ class _Builder:
         )
 
     def refresh(self) -> ReferenceRefresh | None:
-        algorithm = self.recipe.algorithm
-        if not isinstance(algorithm, SpinConfig):
+        every_steps = self.recipe.algorithm.needs.self_play_steps
+        if every_steps is None:
             return None
         take = self.trainers.actor.computing(ActorCalls.refresh_reference)
-        return ReferenceRefresh(take=take, every_steps=algorithm.iteration_steps)
+        return ReferenceRefresh(take=take, every_steps=every_steps)
 
     def questions(self, credit_task: Callable[[Sequence[ScoredGroup]], CreditTask | None]) -> ModelQuestions:
         algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teacher_ranks
-        kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
+        kl = algorithm.kl
         critic, actor = self.trainers.critic, self.trainers.actor
         return ModelQuestions(
             credit=HeldCredit(
@@ -312,9 +312,7 @@ class _Builder:
                 assign=actor.credit if critic is None else critic.credit,
                 name="logprobs" if critic is None else "values",
             ),
-            logprobs=self._actor_logprobs()
-            if isinstance(algorithm, PolicyGradientConfig) and algorithm.needs_logprobs
-            else None,
+            logprobs=self._actor_logprobs() if algorithm.needs.has_logprobs else None,
             reference_logprobs=None
             if kl is None
             else self._reference_logprobs(is_for_credit=self._is_fetched and isinstance(kl, KlRewardConfig)),
@@ -356,7 +354,7 @@ class _Builder:
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
         ask = partial(ranks.ask, CriticCalls.values)
-        if isinstance(self.recipe.algorithm, PrimeConfig):
+        if self.recipe.algorithm.needs.implicit_reward_beta is not None:
             models = cast("RankGroup[ImplicitRewardCalls]", ranks)
             per_update, ask = None, partial(models.ask, ImplicitRewardCalls.rewards)
         pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
@@ -373,8 +371,7 @@ class _Builder:
     @property
     def _is_fetched(self) -> bool:
         """Whether the driver gets all numbers of tokens: a user's estimator may compare any of them."""
-        algorithm = self.recipe.algorithm
-        return isinstance(algorithm, PolicyGradientConfig) and algorithm.estimator is not None
+        return self.recipe.algorithm.needs.fetches_columns
 
     @property
     def _critic_shape(self) -> ModelShape:
@@ -393,8 +390,7 @@ class _Builder:
         has_routes: bool = False,
     ) -> partial[Iterator[Share]]:
         """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
-        recipe = self.recipe
-        is_offline, num_rollouts = isinstance(recipe.algorithm, OfflineConfig), recipe.samples_per_prompt
+        recipe, needs, num_rollouts = self.recipe, self.recipe.algorithm.needs, self.recipe.samples_per_prompt
         teaching = teaching_of(recipe.algorithm, recipe.roles, self.shape.vocab)
         packing = Packing(
             data_parallel=recipe.pools[pool].gpus // split.model_parallel,
@@ -407,15 +403,14 @@ class _Builder:
                 per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),
                 per_squared_token=forward_flops(shape, num_tokens=0, num_squared_tokens=1),
             ),
-            keeps_episodes=isinstance(recipe.algorithm, PolicyGradientConfig) and recipe.algorithm.sums_over_episodes,
+            keeps_episodes=needs.sums_over_episodes,
         )
         return partial(
             make_shares,
             packing=packing,
-            temperature=1.0 if is_offline else recipe.sampling.temperature,
-            # Groups of `spin` have demonstrations among the rollouts.
-            has_versions=(recipe.train.max_staleness > 0 or isinstance(recipe.algorithm, SpinConfig))
-            and not is_question,
+            temperature=recipe.sampling.temperature if needs.has_engines else 1.0,
+            # In self-play groups have demonstrations among the rollouts.
+            has_versions=(recipe.train.max_staleness > 0 or needs.self_play_steps is not None) and not is_question,
             has_routes=has_routes,
             teacher_width=0 if is_question or teaching is None or split is not recipe.roles.actor else teaching.width,
             without=QUESTION if is_question else _HELD,

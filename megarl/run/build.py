@@ -15,14 +15,6 @@ from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.carried import read_groups, take_open_step
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import (
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    RemaxConfig,
-    RewardModelConfig,
-    SpinConfig,
-)
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.config.reward import RewardConfig
@@ -55,9 +47,9 @@ from megarl.run.evaluate import (
     PairEvaluator,
     ScheduledEvaluation,
 )
+from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.preflight import Inputs
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.run.saver import RunSaver, SavedModel
 from megarl.serving.adapter_publisher import AdapterPublisher
@@ -153,7 +145,7 @@ class LoopBuilder:
 
     def _buffer(self, prompts: PromptStream, groups: TaskGroups | GivenGroups) -> Buffer:
         resume, algorithm, train = self.resume, self.recipe.algorithm, self.recipe.train
-        filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+        filtering = algorithm.filter
         buffer = Buffer(
             prompts_per_step=train.prompts_per_step,
             max_staleness=train.max_staleness,
@@ -170,12 +162,11 @@ class LoopBuilder:
         return buffer
 
     def _groups(self) -> TaskGroups | GivenGroups:
-        recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
+        recipe, needs = self.recipe, self.recipe.algorithm.needs
+        if not needs.has_engines or self.workers is None:
             # The first answer of a pair is the better one.
-            values = (1.0, 0.0) if isinstance(recipe.algorithm, GivenPairsConfig) else (1.0,)
-            is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
-            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=is_scorer)
+            values = (1.0, 0.0) if needs.rows == "pairs" else (1.0,)
+            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=needs.is_scorer)
             return GivenGroups(answers, DemonstrationScorer(values))
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
@@ -184,11 +175,11 @@ class LoopBuilder:
             seed=recipe.run.seed,
             in_flight=recipe.in_flight,
             generator=recipe.sampling.generator,
-            baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
+            baseline=nearly_greedy if needs.has_baseline else None,
             has_routes=recipe.replays_routing(self.inputs.shape),
             teaching=teaching_of(recipe.algorithm, recipe.roles, self.inputs.shape.vocab),
         )
-        if isinstance(recipe.algorithm, SpinConfig):
+        if needs.self_play_steps is not None:
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
 
@@ -215,7 +206,7 @@ class LoopBuilder:
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig):
+        if not recipe.algorithm.needs.has_engines:
             return models
         sampler = RolloutSampler(
             config=recipe.observe.rollouts,
@@ -248,7 +239,7 @@ class LoopBuilder:
         question = CanaryQuestion.of(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=1.0 if isinstance(recipe.algorithm, OfflineConfig) else recipe.sampling.temperature,
+            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
             dtype=recipe.run.dtype if serving.config.fp8_keep is None else "fp8",
@@ -314,7 +305,7 @@ class LoopBuilder:
                 phases=self.roles.phases,
                 samples_per_call=recipe.train.prompts_per_step,
             )
-        if inputs.eval_pairs and isinstance(algorithm, PolicyGradient):
+        if inputs.eval_pairs:
             evaluator = PairEvaluator(
                 config,
                 pairs=inputs.eval_pairs,

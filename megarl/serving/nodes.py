@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from ray._private.state import available_resources_per_node
-
-from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, live_nodes
-from megarl.cluster.lost_nodes import first_line, reserve_on
+from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, free_devices, live_nodes
+from megarl.cluster.lost_nodes import reserve_on
 from megarl.cluster.node_faults import NodeFaults
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, Life
-from megarl.errors import EngineError
+from megarl.errors import EngineError, first_line
 from megarl.observe.observer import Observer
 from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
@@ -142,7 +140,7 @@ class Growth:
     def _reserve(self, address: str, count: int | None) -> NodeBundle:
         """Reserve the devices of further engines on a node."""
         resource = self._pool.places[0].bundle.resource
-        free = {key: int(devices.get(resource, 0)) for key, devices in available_resources_per_node().items()}
+        free = free_devices(resource)
         nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
         if address not in nodes:
             roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)

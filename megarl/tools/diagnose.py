@@ -29,7 +29,7 @@ from megarl.engine.tool_commands import FILE_PREFIX
 from megarl.engine.tool_control import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.run.preflight import read_inputs
+from megarl.run.inputs import read_inputs
 from megarl.serving.serving import ManagedServing, started_roles, transfer_spec
 from megarl.stages import Generator, Phases
 from megarl.tools.small_recipe import SmallRecipe, single_copy

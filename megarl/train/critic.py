@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algo.loss import aggregate
 from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
-from megarl.config.algorithm import PolicyGradientConfig, PrimeConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
 from megarl.tokens import SampleNumbers
@@ -66,7 +66,7 @@ class CriticRank(TrainedRank):
         self,
         spec: RankSpec,
         *,
-        algorithm: PolicyGradientConfig,
+        algorithm: AlgorithmConfig,
         optimizer: OptimizerConfig,
         total_steps: int,
         epochs: int,
@@ -140,9 +140,13 @@ class ImplicitRewardRank(ActorRank):
 
     ROLE = "critic"
 
-    def __init__(self, spec: RankSpec, *, algorithm: PrimeConfig, optimizer: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, spec: RankSpec, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int
+    ) -> None:
         super().__init__(spec, algorithm=algorithm, optimizer=optimizer, total_steps=total_steps)
-        self._beta = algorithm.beta
+        beta = algorithm.needs.implicit_reward_beta
+        assert beta is not None, f"{algorithm.kind} has no implicit rewards"
+        self._beta = beta
 
     def rewards(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return beta * (log-probability - that of the model before training) of the response tokens."""

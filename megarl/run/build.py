@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
-from megarl.checkpoint.carried import read_carried, take_open_step
+from megarl.checkpoint.carried import read_groups, take_open_step
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.model import ModelShape
@@ -144,7 +144,7 @@ class LoopBuilder:
             max_staleness=train.max_staleness,
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
-            carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
             restore=groups.restore if isinstance(groups, TaskGroups) else None,
         )
         self.observer.watch_queue(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,10 @@ class PackedRows:
     firsts: npt.NDArray[np.int32]  # [S], place among the sample's tokens of the first one that the row predicts
     episode_starts: npt.NDArray[np.int32]  # [E + 1], ends with N: where the rows of a sample, or the padding, begin
     num_loss_tokens: npt.NDArray[np.int64]  # [E], of all rows of the sample, in whatever micro-batch they are
+
+
+ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", "advantages", "returns", "teacher"]
+"""A column of tokens that ranks compute, named as in `MicroBatch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

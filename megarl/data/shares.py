@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megarl.data.packing import Packing, plan_rows
 from megarl.tokens import (
+    ColumnName,
     Content,
     ContentSource,
     PackedRoutes,
@@ -31,9 +32,10 @@ from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBat
 
 _PADDING = -1
 _CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
-QUESTION_OF_LOSS = ("rollout_logprobs", *_CREDIT)
-QUESTION = ("loss_mask", *QUESTION_OF_LOSS)
-"""Columns that a model does not need to compute numbers of tokens; of those in the loss only, or of all."""
+UNUSED_FOR_LOSS_TOKENS = ("rollout_logprobs", *_CREDIT)
+"""Columns that a model does not need for a forward pass whose results are of tokens in the loss only."""
+UNUSED_IN_FORWARD = ("loss_mask", *UNUSED_FOR_LOSS_TOKENS)
+"""Columns that a model does not need for a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,21 +272,29 @@ def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> Sample
     )
 
 
-def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers]]) -> TrainBatch:
+def with_columns(batch: TrainBatch, columns: Mapping[ColumnName, Sequence[SampleNumbers]]) -> TrainBatch:
     """Return the share with these columns, each from parts that together have all of its samples."""
-    if not numbers:
+    if not columns:
         return batch
-    found = {name: by_sample(parts) for name, parts in numbers.items()}
+    arrays = {name: by_sample(parts) for name, parts in columns.items()}
 
-    def complete(micro_batch: MicroBatch) -> MicroBatch:
-        columns: dict[str, Any] = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
-        return replace(micro_batch, **columns)
+    def fill(micro_batch: MicroBatch) -> MicroBatch:
+        packed = {name: _packed_column(micro_batch, of_samples) for name, of_samples in arrays.items()}
+        return replace(
+            micro_batch,
+            advantages=packed.get("advantages", micro_batch.advantages),
+            old_logprobs=packed.get("old_logprobs", micro_batch.old_logprobs),
+            reference_logprobs=packed.get("reference_logprobs", micro_batch.reference_logprobs),
+            values=packed.get("values", micro_batch.values),
+            returns=packed.get("returns", micro_batch.returns),
+            teacher=packed.get("teacher", micro_batch.teacher),
+        )
 
-    taken = [replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches]
-    return replace(batch, mini_batches=tuple(taken))
+    mini_batches = [replace(each, micro_batches=tuple(map(fill, each.micro_batches))) for each in batch.mini_batches]
+    return replace(batch, mini_batches=tuple(mini_batches))
 
 
-def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
+def _packed_column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
     width = next(iter(arrays.values())).shape[1:] if arrays else ()
     column = np.zeros((len(micro_batch.token_ids), *width), np.float32)
     for sample_id, first, start, end in _responses(micro_batch):

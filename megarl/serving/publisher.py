@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -25,6 +25,8 @@ from megarl.engine.control import ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.errors import EngineError, WeightSyncError, WorkerError
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.stages import Publisher
 from megarl.types import PolicyVersion
@@ -45,22 +47,6 @@ _MAX_UNEXPLAINED = 2
 """Failures after which every engine still answers; then each is tried alone, to find the one at fault."""
 _GIVE_UP_S = 10.0
 """Time for engines to notice that the group was abandoned."""
-
-
-class SendingRanks(Protocol):
-    """The trainer ranks, as a publish needs them."""
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which no rank computes, so that weights do not change."""
-        ...
-
-    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous, /) -> None: ...
-
-    async def version(self) -> int: ...
-
-    async def send(self, version: int, /) -> Sequence[Mapping[tuple[int, str], int]]:
-        """Return per rank the digests of what it sent, by target rank and tensor."""
-        ...
 
 
 class ReceivingEngines(Protocol):
@@ -95,7 +81,7 @@ class TransferPublisher:
     def __init__(
         self,
         *,
-        ranks: SendingRanks,
+        ranks: RankGroup[ActorCalls],
         fleet: Fleet,
         control: ReceivingEngines,
         transfer: Callable[[], TransferSpec],
@@ -154,11 +140,11 @@ class TransferPublisher:
         It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
         send the version it holds. The next publish includes this engine.
         """
-        async with self._turn, self._ranks.at_rest():
+        async with self._turn, self._ranks.device_lock:
             version = self._fleet.committed_version
             if not self._has_published or engine.state is not EngineState.STALE:
                 return False
-            if await self._ranks.version() != version:
+            if (await self._ranks.call(ActorCalls.version))[0] != version:
                 return False
             with self._fleet.syncing([engine]):
                 await self._deliver([engine], version, is_catching_up=True)
@@ -210,7 +196,7 @@ class TransferPublisher:
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
                 sent, arrived = await self._together(
-                    link.store, self._ranks.send(version), link.control.receive(version)
+                    link.store, self._ranks.call(ActorCalls.send, version), link.control.receive(version)
                 )
                 check_digests(sent, arrived)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
@@ -252,7 +238,7 @@ class TransferPublisher:
         )
         await self._together(
             store,
-            self._ranks.join(transfer, rendezvous),
+            self._ranks.call(ActorCalls.join, transfer, rendezvous),
             control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)

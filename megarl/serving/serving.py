@@ -39,7 +39,8 @@ from megarl.errors import MachineError
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import gpu_of
 from megarl.planner.memory import adapter_slots, planned_cached_tokens
-from megarl.ranks.publishing import ActorWeights
+from megarl.ranks.calls import ActorCalls, ModelCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
 from megarl.results import PublishResult
 from megarl.serving.adapter_publisher import AdapterPublisher
@@ -52,7 +53,6 @@ from megarl.serving.publisher import TransferPublisher
 from megarl.serving.stragglers import EngineWatch
 from megarl.serving.supervisor import Supervisor, observe_fleet
 from megarl.stages import Phases, Publisher
-from megarl.train.interface import ModelCalls
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.locality import nearest_order
 from megarl.weights.algebra.slices import TensorSpec
@@ -276,7 +276,7 @@ async def connect(
             publisher = NoPublisher()
         case ExternalServing(config=config):
             publisher = FilePublisher(
-                ranks=ActorWeights(trainers.actor),
+                ranks=trainers.actor,
                 fleet=serving.fleet,
                 folder=serving.publish_folder,
                 source_folder=serving.model_folder,
@@ -296,7 +296,7 @@ async def connect(
 async def _connect_managed(
     roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
 ) -> TransferPublisher | AdapterPublisher | SharedPublisher:
-    phases, ranks = serving.phases, ActorWeights(trainers.actor)
+    phases, ranks = serving.phases, trainers.actor
     publisher = _sending_publisher(ranks, serving, observer)
     if not isinstance(phases, SharedPhases):
         if isinstance(publisher, TransferPublisher):
@@ -305,7 +305,7 @@ async def _connect_managed(
     shared = SharedPublisher(publisher, phases)
 
     async def refill() -> None:
-        await shared.publish(PolicyVersion(await ranks.version()))
+        await shared.publish(PolicyVersion((await ranks.call(ActorCalls.version))[0]))
 
     can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
     phases.take_turns_with(offloaders(roles.beside_engines, trainers), refill=refill, can_send_away=can_send_away)
@@ -316,7 +316,7 @@ async def _connect_managed(
 
 
 def _sending_publisher(
-    ranks: ActorWeights, serving: ManagedServing, observer: Observer
+    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer
 ) -> TransferPublisher | AdapterPublisher:
     config, fleet, host = serving.config, serving.fleet, serving.host
     timeout_s, flushes_cache = config.publish_timeout_s, config.in_flight != "in_place"
@@ -347,9 +347,9 @@ def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
     beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
     return [
         Offloader(
-            trim=ranks.computing(ModelCalls.trim),
-            release=ranks.computing(ModelCalls.release),
-            reload=ranks.computing(ModelCalls.reload),
+            trim=partial(ranks.compute, ModelCalls.trim),
+            release=partial(ranks.compute, ModelCalls.release),
+            reload=partial(ranks.compute, ModelCalls.reload),
         )
         for ranks in beside
     ]

@@ -71,6 +71,9 @@ class Sft:
     def credit_task(self, groups: Sequence[ScoredGroup]) -> None:
         return None
 
+    def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> None:
+        return None
+
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         return [
             TrainSample(

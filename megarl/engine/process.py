@@ -304,7 +304,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     words = [str(word) for option in options.items() for word in option]
     adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     module = "cpu" if spec.device == "cpu" else "server"
-    return [sys.executable, "-m", f"megarl.rollout.{module}", *words, *flags, *adapters, *_native_words(config.sglang)]
+    return [sys.executable, "-m", f"megarl.engine.{module}", *words, *flags, *adapters, *_native_words(config.sglang)]
 
 
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:

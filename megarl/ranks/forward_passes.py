@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from megarl.algo.algorithm import PolicyGradient, Sft
-from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
+from megarl.config.algorithm import KlRewardConfig
 from megarl.config.recipe import Recipe
 from megarl.config.teaching import teacher_of
 from megarl.data.shares import UNUSED_FOR_LOSS_TOKENS
@@ -120,22 +120,18 @@ def passes_of(
     recipe: Recipe, trainers: Trainers, packings: ModelPackings, algorithm: Sft | PolicyGradient
 ) -> ForwardPasses | None:
     """Return the forward passes of a recipe; None if it needs none."""
-    config = recipe.algorithm
-    if not isinstance(config, PolicyGradientConfig):
-        return None
+    config, needs = recipe.algorithm, recipe.algorithm.needs
     teachers = recipe.roles.teacher_ranks
-    if not (config.needs_logprobs or config.kl is not None or trainers.critic is not None or teachers):
+    if not (needs.has_logprobs or config.kl is not None or trainers.critic is not None or teachers):
         return None
-    # A user's estimator may compare any number of a token.
-    is_fetched = config.estimator is not None
-    fetched: set[ColumnName] = {"old_logprobs", "values"} if is_fetched else set()
-    if is_fetched and isinstance(config.kl, KlRewardConfig):
+    fetched: set[ColumnName] = {"old_logprobs", "values"} if needs.fetches_columns else set()
+    if needs.fetches_columns and isinstance(config.kl, KlRewardConfig):
         fetched.add("reference_logprobs")
     return ForwardPasses(
         trainers=trainers,
         packings=packings,
         algorithm=algorithm,
-        has_logprobs=config.needs_logprobs,
+        has_logprobs=needs.has_logprobs,
         has_reference=config.kl is not None,
         teacher_sources={role: teacher.sources for role, teacher in teachers.items()},
         fetched=frozenset(fetched),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.config.algorithm import OfflineConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
@@ -106,7 +105,7 @@ def _critic_packing(recipe: Recipe, shape: ModelShape) -> ModelPacking | None:
     if role is None:
         return None
     # An implicit reward model takes one update per step.
-    is_single = isinstance(recipe.algorithm, PrimeConfig)
+    is_single = recipe.algorithm.needs.implicit_reward_beta is not None
     per_update = None if is_single else role.prompts_per_update or recipe.train.prompts_per_update
     return _packing(recipe, role, role.pool, critic_shape(role, shape, recipe.algorithm), per_update)
 
@@ -123,7 +122,7 @@ def _packing(
     recipe: Recipe, split: ModelParallelConfig, pool: str, shape: ModelShape, prompts_per_update: int | None
 ) -> ModelPacking:
     """Return the packing of a model; without `prompts_per_update` the whole step is one mini-batch."""
-    algorithm = recipe.algorithm
+    needs = recipe.algorithm.needs
     packing = Packing(
         data_parallel=recipe.pools[pool].gpus // split.model_parallel,
         tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
@@ -135,11 +134,11 @@ def _packing(
             per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),
             per_squared_token=forward_flops(shape, num_tokens=0, num_squared_tokens=1),
         ),
-        keeps_episodes=isinstance(algorithm, PolicyGradientConfig) and algorithm.sums_over_episodes,
+        keeps_episodes=needs.sums_over_episodes,
     )
     return ModelPacking(
         packing=packing,
-        temperature=1.0 if isinstance(algorithm, OfflineConfig) else recipe.sampling.temperature,
-        # Groups of `spin` have demonstrations among the rollouts.
-        has_versions=recipe.train.max_staleness > 0 or isinstance(algorithm, SpinConfig),
+        temperature=recipe.sampling.temperature if needs.has_engines else 1.0,
+        # In self-play groups have demonstrations among the rollouts.
+        has_versions=recipe.train.max_staleness > 0 or needs.self_play_steps is not None,
     )

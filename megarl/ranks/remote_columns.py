@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from megarl.algo.comparison import Wide
 from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
+from megarl.errors import first_line
 from megarl.tokens import ColumnName, SampleNumbers, assemble, by_sample
 from megarl.types import FloatArray
 
@@ -61,8 +62,8 @@ class RemoteColumn:
             late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
             raise WorkerLateError(f"{late} (train.operation_timeout_s)") from None
         except ray.exceptions.RayError as error:
-            reason = str(error).splitlines()[0]
-            raise WorkerDiedError(f"numbers of {self.role} ranks are lost with the rank: {reason}") from error
+            lost = f"numbers of {self.role} ranks are lost with the rank: {first_line(error)}"
+            raise WorkerDiedError(lost) from error
 
     def references(self, sample_ids: frozenset[int]) -> list[ray.ObjectRef]:
         """Return references to the parts that have some of the samples."""

@@ -18,7 +18,7 @@ from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint, TrainerState
 from megarl.cluster.cluster import Pool
 from megarl.cluster.tasks import task_group
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
@@ -160,7 +160,7 @@ class _Starter:
             reference_folder=reference_folder,
             bind=recipe.network.bind,
         )
-        is_self_play = isinstance(recipe.algorithm, SpinConfig)
+        is_self_play = recipe.algorithm.needs.self_play_steps is not None
         refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
         return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
 
@@ -176,7 +176,7 @@ class _Starter:
             base = start_folder if recipe.model.lora else None
             origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
         algorithm = recipe.algorithm
-        assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
+        assert algorithm.needs.has_critic, f"{algorithm.kind} has no critic"
         shape = critic_shape(config, self.shape, algorithm)
         build = partial(
             _build_critic,
@@ -196,8 +196,7 @@ class _Starter:
         return await self._start("reference", build, config, self.shape, pool=config.pool)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherCalls]:
-        algorithm = self.recipe.algorithm
-        distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+        distillation = self.recipe.algorithm.distillation
         assert distillation is not None, "a teacher without algorithm.distillation"
         build = partial(
             _build_teacher, folder=config.model.absolute(), num_top=distillation.top_k, vocab=self.shape.vocab
@@ -280,7 +279,7 @@ def _build_actor(
     origin.fill(rank)
     if reference_folder is not None:
         rank.load_reference(reference_folder)
-    if isinstance(algorithm, SpinConfig):
+    if algorithm.needs.self_play_steps is not None:
         # A resumed run begins an iteration.
         rank.refresh_reference()
     return rank
@@ -298,7 +297,7 @@ def _build_critic(
     spec: RankSpec,
     *,
     origin: WeightOrigin,
-    algorithm: PolicyGradientConfig,
+    algorithm: AlgorithmConfig,
     critic: CriticConfig,
     total_steps: int,
     start_folder: Path,
@@ -307,7 +306,7 @@ def _build_critic(
     from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
     from megarl.train.implicit_reward import ImplicitRewardRank  # noqa: PLC0415 - as above
 
-    if isinstance(algorithm, PrimeConfig):
+    if algorithm.needs.implicit_reward_beta is not None:
         rewards = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
         origin.fill(rewards)
         rewards.load_start(start_folder)
@@ -348,4 +347,4 @@ def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
 
 def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
     body = policy if critic.path is None else read_model_shape(critic.path)
-    return body if isinstance(algorithm, PrimeConfig) else body.as_critic()
+    return body if algorithm.needs.implicit_reward_beta is not None else body.as_critic()

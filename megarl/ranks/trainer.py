@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from megarl.algo.algorithm import PolicyGradient, Sft
-from megarl.config.algorithm import SpinConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.data.rollout_files import write_samples
@@ -92,7 +91,7 @@ class ModelsTrainer:
             version=version,
             skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
             warmup_steps=0 if critic is None else critic.warmup_steps,
-            refresh_every_steps=recipe.algorithm.iteration_steps if isinstance(recipe.algorithm, SpinConfig) else None,
+            refresh_every_steps=recipe.algorithm.needs.self_play_steps,
         )
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
-from megarl.checkpoint.carried import read_carried, take_open_step
+from megarl.checkpoint.carried import read_groups, take_open_step
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import (
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    RemaxConfig,
-    RewardModelConfig,
-    SpinConfig,
-)
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.config.reward import RewardConfig
 from megarl.config.teaching import teaching_of
@@ -52,16 +44,16 @@ from megarl.run.evaluate import (
     PairEvaluator,
     ScheduledEvaluation,
 )
+from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.preflight import Inputs
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.run.saver import RunSaver, SavedModel
 from megarl.serving.adapter_publisher import AdapterPublisher
-from megarl.serving.canary import Canary, CanaryPublisher, CanaryQuestion
+from megarl.serving.canary import Canary, CanaryProbe
+from megarl.serving.connect import NoPublisher, Roles
 from megarl.serving.frozen import FrozenRole, models_of, open_access
-from megarl.serving.publisher import Pauses, PausingPublisher, TellingPublisher
-from megarl.serving.serving import ExternalServing, ManagedServing, NoServing, Roles
+from megarl.serving.serving import ExternalServing, ManagedServing, NoServing
 from megarl.stages import Algorithm, GroupSource, Publisher, Scorer, Stages, Trainer
 from megarl.types import PolicyVersion
 
@@ -123,13 +115,6 @@ class LoopBuilder:
             return Start(step=0, version=PolicyVersion(0))
         return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
-    @cached_property
-    def _pauses(self) -> Pauses | None:
-        in_flight = self.recipe.in_flight
-        if in_flight is None or self.workers is None:
-            return None
-        return Pauses(in_flight, announce=self.workers.announce)
-
     def _prompts(self) -> PromptStream:
         state = None if self.resume is None else self.resume.state
         return PromptStream(
@@ -149,13 +134,13 @@ class LoopBuilder:
 
     def _buffer(self, prompts: PromptStream, groups: TaskGroups | GivenGroups) -> Buffer:
         resume, algorithm, train = self.resume, self.recipe.algorithm, self.recipe.train
-        filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+        filtering = algorithm.filter
         buffer = Buffer(
             prompts_per_step=train.prompts_per_step,
             max_staleness=train.max_staleness,
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
-            carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
             restore=groups.restore if isinstance(groups, TaskGroups) else None,
         )
         self.observer.watch_queue(
@@ -166,12 +151,11 @@ class LoopBuilder:
         return buffer
 
     def _groups(self) -> TaskGroups | GivenGroups:
-        recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
+        recipe, needs = self.recipe, self.recipe.algorithm.needs
+        if not needs.has_engines or self.workers is None:
             # The first answer of a pair is the better one.
-            values = (1.0, 0.0) if isinstance(recipe.algorithm, GivenPairsConfig) else (1.0,)
-            is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
-            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=is_scorer)
+            values = (1.0, 0.0) if needs.rows == "pairs" else (1.0,)
+            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=needs.is_scorer)
             return GivenGroups(answers, DemonstrationScorer(values))
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
@@ -180,11 +164,11 @@ class LoopBuilder:
             seed=recipe.run.seed,
             in_flight=recipe.in_flight,
             generator=recipe.sampling.generator,
-            baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
+            baseline=nearly_greedy if needs.has_baseline else None,
             has_routes=recipe.replays_routing(self.inputs.shape),
             teaching=teaching_of(recipe.algorithm, recipe.roles, self.inputs.shape.vocab),
         )
-        if isinstance(recipe.algorithm, SpinConfig):
+        if needs.self_play_steps is not None:
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
 
@@ -211,7 +195,7 @@ class LoopBuilder:
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig):
+        if not recipe.algorithm.needs.has_engines:
             return models
         sampler = RolloutSampler(
             config=recipe.observe.rollouts,
@@ -231,38 +215,38 @@ class LoopBuilder:
         return await asyncio.to_thread(write_rollouts, path, kept, decode=self.inputs.tokenizer.decode)
 
     def _publisher(self, models: ModelsTrainer) -> Publisher:
-        """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""
-        recipe, publisher, serving = self.recipe, self.roles.publisher, self.roles.serving
-        if isinstance(serving, NoServing) or self.workers is None:
+        """Return the publisher of these ranks, with the steps around it that this run takes."""
+        publisher, serving = self.roles.publisher, self.roles.serving
+        if isinstance(publisher, NoPublisher) or isinstance(serving, NoServing) or self.workers is None:
             return publisher
-        adapters = publisher if isinstance(publisher, AdapterPublisher) else None
-        publisher = TellingPublisher(publisher, self.workers.announce)
-        if self._pauses is not None:
-            publisher = PausingPublisher(publisher, serving.fleet, self._pauses)
-        if serving.config.canary_every is None:
-            return publisher
-        question = CanaryQuestion.of(
+        canary = self._canary(models, serving)
+        if canary is not None and isinstance(publisher.transport, AdapterPublisher):
+            # Probed before the first request uses the version; in a shared pool none does before the check anyway.
+            publisher.transport.compare_with(canary.differences, every=canary.every)
+            canary = None
+        return replace(publisher, in_flight=self.recipe.in_flight, announce=self.workers.announce, canary=canary)
+
+    def _canary(self, models: ModelsTrainer, serving: ExternalServing | ManagedServing) -> Canary | None:
+        recipe, config = self.recipe, serving.config
+        if config.canary_every is None:
+            return None
+        probe = CanaryProbe.of(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=1.0 if isinstance(recipe.algorithm, OfflineConfig) else recipe.sampling.temperature,
+            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
-            dtype=recipe.run.dtype if serving.config.fp8_keep is None else "fp8",
+            dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
         )
-        canary = Canary(
+        return Canary(
             serving.fleet,
-            question=question,
+            probe=probe,
             logprobs=models.logprobs,
             phases=self.roles.phases,
             warn=self.observer.warned,
+            # Only the canary shows that an external engine computes with the files that were written.
+            every=1 if isinstance(serving, ExternalServing) else config.canary_every,
         )
-        # Only the canary shows that an external engine computes with the files that were written.
-        every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
-        if adapters is not None:
-            # Asked before the first request uses the version; in a shared pool none does before the check anyway.
-            adapters.compare_with(canary.differences, every=every)
-            return publisher
-        return CanaryPublisher(publisher, canary, every=every)
 
     def _saver(self, algorithm: Algorithm, prompts: PromptStream, buffer: Buffer) -> RunSaver:
         recipe, trainers, inputs = self.recipe, self.roles.trainers, self.inputs
@@ -311,7 +295,7 @@ class LoopBuilder:
                 phases=self.roles.phases,
                 samples_per_call=recipe.train.prompts_per_step,
             )
-        if inputs.eval_pairs and isinstance(algorithm, PolicyGradient):
+        if inputs.eval_pairs:
             evaluator = PairEvaluator(
                 config,
                 pairs=inputs.eval_pairs,

@@ -30,8 +30,10 @@ from megarl.engine.tool_control import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.ranks.calls import ActorCalls
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.run.preflight import read_inputs
-from megarl.serving.serving import ManagedServing, started_roles, transfer_spec
+from megarl.run.inputs import read_inputs
+from megarl.serving.connect import started_roles
+from megarl.serving.engine_transfer import transfer_spec
+from megarl.serving.serving import ManagedServing
 from megarl.stages import Generator, Phases
 from megarl.tools.small_recipe import SmallRecipe, single_copy
 from megarl.train.rank_spec import RECORD_PREFIX, TrainerRecord

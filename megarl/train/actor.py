@@ -14,7 +14,7 @@ from megarl.algo.loss import PolicyTokens
 from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.checkpoint.resume import TrainerState
-from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, OfflineConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, KlLossConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
@@ -126,9 +126,9 @@ class ActorRank(TrainedRank):
             "num_sequences": sum(mini_batch.num_sequences for mini_batch in mini_batches),
             "num_micro_batches": sum(len(mini_batch.micro_batches) for mini_batch in mini_batches),
         }
-        if not (isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)):
+        if not isinstance(self._algorithm.kl, KlLossConfig):
             known["reference_kl"] = None
-        if not (isinstance(self._algorithm, PolicyGradientConfig) and self._algorithm.distillation):
+        if self._algorithm.distillation is None:
             known["teacher_kl"] = None
         return ACTOR.summarise([(stats, grad_norm) for _, stats, grad_norm in applied], rate, known)
 
@@ -174,7 +174,7 @@ class ActorRank(TrainedRank):
             seen = ActorTokens.of(
                 tokens,
                 actor,
-                is_from_engine=not isinstance(algorithm, OfflineConfig),
+                is_from_engine=algorithm.needs.has_engines,
                 is_behind=None if versions is None else (versions != DEMONSTRATION) & (versions < version),
             )
             return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
-from megarl.config.algorithm import PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
 from megarl.tokens import SampleNumbers
@@ -61,7 +61,7 @@ class CriticRank(TrainedRank):
         self,
         spec: RankSpec,
         *,
-        algorithm: PolicyGradientConfig,
+        algorithm: AlgorithmConfig,
         optimizer: OptimizerConfig,
         total_steps: int,
         epochs: int,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.algo.loss import aggregate
 from megarl.algo.objective import CriticLoss, ValueTokens
-from megarl.config.algorithm import PrimeConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult
 from megarl.tokens import SampleNumbers
@@ -31,9 +31,13 @@ from megarl.types import MiniBatch, TrainBatch
 class ImplicitRewardRank(TrainedRank):
     ROLE = "critic"
 
-    def __init__(self, spec: RankSpec, *, algorithm: PrimeConfig, optimizer: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, spec: RankSpec, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int
+    ) -> None:
         super().__init__(spec, optimizer, total_steps=total_steps)
-        self._beta = algorithm.beta
+        beta = algorithm.needs.implicit_reward_beta
+        assert beta is not None, f"{algorithm.kind} has no implicit rewards"
+        self._beta = beta
         self._start = Reference(self._models, is_base=spec.lora is not None)
 
     def load_start(self, folder: Path) -> None:

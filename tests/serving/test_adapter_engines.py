@@ -120,7 +120,9 @@ class AdaptedEngine:
 
 
 @pytest.fixture(scope="module", params=[("qwen2", 1), ("qwen3", 2)], ids=["tp1", "tp2"])
-def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedEngine]:
+def adapted(
+    request: pytest.FixtureRequest, real_engines: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AdaptedEngine]:
     family, tensor = request.param
     with adapted_engine(tmp_path_factory.mktemp(f"adapted_{family}"), family, tensor=tensor) as engine:
         yield engine
@@ -176,6 +178,7 @@ def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -
             assert difference < 1e-4, f"version {version}: off by {difference:.2e}"
 
 
+@pytest.mark.usefixtures("real_engines")
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_a_shared_expert_is_served_with_its_adapter(tensor: int, expert: int, tmp_path: Path) -> None:
     async def run() -> list[Rollout]:

@@ -158,7 +158,7 @@ class ArithmeticEngine:
 
 
 @pytest.fixture
-def arithmetic_engine(tmp_path: Path) -> Iterator[ArithmeticEngine]:
+def arithmetic_engine(whole_run: None, real_engines: None, tmp_path: Path) -> Iterator[ArithmeticEngine]:
     make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     process = EngineProcess(engine_spec(tmp_path / "arithmetic" / "model", tmp_path / "engine"))
     process.start()

@@ -15,7 +15,7 @@ import torch
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig
+from megarl.config.algorithm import AlgorithmConfig, PrimeConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
@@ -378,7 +378,7 @@ class CriticSetup:
     critic: CriticConfig
     folder: Path
     shape: ModelShape
-    algorithm: PolicyGradientConfig
+    algorithm: AlgorithmConfig
     lora: LoraConfig | None = None
 
 

@@ -12,19 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megarl.algo.advantage import (
-    Outcomes,
-    RawCredit,
-    TokenCreditConfig,
-    credit_tokens,
-    moments,
-    placed,
-    scaled,
-    step_scales,
-)
-from megarl.algo.comparison import Groups, Wide, has_reference, log_ratios
+from megarl.algo.advantage import Groups, Outcomes, Wide
 from megarl.algo.loss import kl
-from megarl.config.algorithm import EstimatorConfig, GaeConfig, KlEstimate, PairConfig, PrimeConfig
+from megarl.algo.pairs import has_reference, log_ratios
+from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
+from megarl.config.algorithm import EstimatorConfig, KlEstimate, PairConfig
 from megarl.tokens import RolloutSums, SampleNumbers, is_repeated, joined_numbers
 from megarl.types import BoolArray, FloatArray
 
@@ -57,7 +49,7 @@ class CreditTask:
         """The numbers of tokens that it needs."""
         if isinstance(self.config, PairConfig):
             return ("logprobs", "reference_logprobs") if has_reference(self.config) else ("logprobs",)
-        values = ("values",) if isinstance(self.config, GaeConfig | PrimeConfig) else ()
+        values = ("values",) if self.config.needs.has_critic else ()
         return (*values, *(() if self.kl is None else ("logprobs", "reference_logprobs")))
 
     @classmethod

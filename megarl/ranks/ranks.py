@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from megarl.algo.comparison import Wide
+from megarl.algo.advantage import Wide
 from megarl.algo.held_credit import CreditTask, PartCredit
 from megarl.cluster.cluster import address_of, own_address
 from megarl.cluster.remote_process import RemoteProcess, end, this_process

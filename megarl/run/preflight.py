@@ -22,7 +22,7 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.kernels import check_packages
 from megarl.config.load import CheckedRecipe
 from megarl.config.model import ModelShape
-from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
+from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
 
 from megarl import __version__
-from megarl.checkpoint.carried import write_carried
+from megarl.checkpoint.carried import write_groups
 from megarl.checkpoint.folder import (
     CHECKPOINTS_FOLDER,
     begin,
@@ -352,7 +352,7 @@ class RunSaver:
     def _complete(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
         reach("ranks_done", step=step_in(save.partial))
         write_state(save.partial, save.state)
-        files = {**files, **write_carried(save.partial, save.carried)}
+        files = {**files, **write_groups(save.partial, save.carried)}
         recipe = self._recipe.model_dump(mode="json")
         manifest = Manifest(
             format=FORMAT,

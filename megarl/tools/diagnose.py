@@ -30,7 +30,9 @@ from megarl.engine.tool_control import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.run.inputs import read_inputs
-from megarl.serving.serving import ManagedServing, started_roles, transfer_spec
+from megarl.serving.connect import started_roles
+from megarl.serving.engine_transfer import transfer_spec
+from megarl.serving.serving import ManagedServing
 from megarl.stages import Generator, Phases
 from megarl.tools.small_recipe import SmallRecipe, single_copy
 from megarl.train.interface import RECORD_PREFIX, ActorCalls, TrainerRecord

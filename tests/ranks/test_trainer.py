@@ -56,9 +56,8 @@ def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
         columns={},
         sources=(),
         places=(),
-        has_rollout_logprobs=False,
+        widths={},
         has_routes=False,
-        teacher_width=0,
         updates=(),
         temperature=1.0,
     )

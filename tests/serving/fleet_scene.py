@@ -208,7 +208,7 @@ class Duo:
             host=LOOPBACK,
         )
         supervisor = Supervisor(fleet, self.processes, connect=connect)
-        supervisor.attach(publisher)
+        supervisor.attach(publisher.catch_up)
         try:
             async with supervisor.running():
                 await publisher.connect()

@@ -13,9 +13,7 @@ import ray
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.carried import read_groups, take_open_step
-from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.config.reward import RewardConfig
 from megarl.config.teaching import teaching_of
@@ -26,9 +24,8 @@ from megarl.engine.dispatch import divide_engines
 from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
-from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import critic_folder, critic_shape
-from megarl.ranks.trainer import ModelsTrainer, build_trainer
+from megarl.ranks.trainer import ModelsTrainer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
 from megarl.rollout.frozen import FrozenEngines
@@ -58,7 +55,6 @@ from megarl.serving.connect import NoPublisher, Roles
 from megarl.serving.frozen import FrozenRole, models_of, open_access
 from megarl.serving.serving import ExternalServing, ManagedServing, NoServing
 from megarl.stages import Algorithm, GroupSource, Publisher, Scorer, Stages, Trainer
-from megarl.train.interface import TrainedCalls
 from megarl.types import PolicyVersion
 
 
@@ -84,7 +80,7 @@ class LoopBuilder:
         prompts, algorithm = self._prompts(), self._algorithm()
         groups = self._groups()
         buffer = self._buffer(prompts, groups)
-        models = build_trainer(
+        models = ModelsTrainer.of(
             recipe,
             self.inputs.shape,
             self.roles.trainers,
@@ -257,10 +253,11 @@ class LoopBuilder:
         critic = None
         if trainers.critic is not None and recipe.roles.critic is not None:
             shape = critic_shape(recipe.roles.critic, inputs.shape, recipe.algorithm)
-            critic = _saved_model(trainers.critic, shape, critic_folder(recipe.roles.critic, recipe.model.path))
+            folder = critic_folder(recipe.roles.critic, recipe.model.path)
+            critic = SavedModel(ranks=trainers.critic, shape=shape, source_folder=folder)
         return RunSaver(
             recipe,
-            actor=_saved_model(trainers.actor, inputs.shape, recipe.model.path),
+            actor=SavedModel(ranks=trainers.actor, shape=inputs.shape, source_folder=recipe.model.path),
             critic=critic,
             algorithm=algorithm,
             prompts=prompts,
@@ -337,16 +334,6 @@ class LoopBuilder:
             write=self._write,
             run_folder=recipe.run_folder.absolute(),
         )
-
-
-def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folder: Path) -> SavedModel:
-    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
-        written = await ranks.call_beside(TrainedCalls.write, folder, companions)
-        return {name: digest for files in written for name, digest in files.items()}
-
-    return SavedModel(
-        snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
-    )
 
 
 _PER_NODE = 1  # by default, in runs of several nodes

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import QUESTION
+from megarl.data.shares import UNUSED_IN_FORWARD
 from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.filled_shares import pack
@@ -75,7 +75,7 @@ def packed(
     budget: int = 48,
     per_update: int | None = None,
     has_versions: bool = False,
-    is_question: bool = False,
+    is_forward: bool = False,
     has_routes: bool = False,
 ) -> Shares:
     packing = Packing(
@@ -86,7 +86,7 @@ def packed(
         sequence_multiple=actor.sequence_multiple,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
     )
-    without = QUESTION if is_question else ()
+    without = UNUSED_IN_FORWARD if is_forward else ()
     shares = pack(
         samples,
         packing,

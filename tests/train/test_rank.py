@@ -115,7 +115,7 @@ def check_equals_hugging_face(
     logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
     world, actor = split
     smallest = 20 if actor.context < 4 else 24  # a whole sequence with its padding
-    asked = [packed(samples, world=world, actor=actor, budget=budget, is_question=True) for budget in (smallest, 64)]
+    asked = [packed(samples, world=world, actor=actor, budget=budget, is_forward=True) for budget in (smallest, 64)]
     trained = packed(samples, world=world, actor=actor, budget=smallest)
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), asked, trained)

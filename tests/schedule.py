@@ -36,7 +36,7 @@ _HEAVY: dict[str, tuple[str, ...]] = {
     "Ray": (
         "tests/serving/test_processes.py",
         "tests/rollout/test_workers.py",
-        "tests/cluster/test_lease_keeper.py",
+        "tests/cluster/test_lease_actor.py",
         "tests/cluster/test_local_ray.py",
         "tests/cluster/test_worker_group.py",
         "tests/tools/doctor/test_cluster.py",

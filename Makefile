@@ -52,7 +52,7 @@ test: setup packages ## all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=10
 
 test-quick: setup ## the light tests, for while you work: no engines, no Ray, no Megatron ranks
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu and not heavy'
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 -m 'not slow and not gpu and not heavy'
 
 test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
@@ -90,7 +90,7 @@ docs: setup ## write what is generated: option tables of libraries, recipe schem
 	$(BIN)/megarl schema --docs > docs/recipe.md
 	$(BIN)/megarl metrics list --docs > docs/metrics.md
 	$(BIN)/python -m scripts.docs_pages
-	$(BIN)/python -m megarl.tools.dashboards.monitoring
+	$(BIN)/python -m scripts.dashboards.monitoring
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

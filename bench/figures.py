@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 TOLERANCE = 0.15
 """Share by which a ratio may fall below its record, because runs and machines of one kind differ."""
 
-RECORDS: dict[str, float] = {
-    "step 7B": 0.565,
-    "step 7B, transformers": 1.11,
-    "step 7B, transformers compiled": 1.10,
-    "step 1.5B": 0.514,
-    "step 1.5B, transformers": 1.29,
-    "step 1.5B, transformers compiled": 1.22,
-    "step 1.5B 16k": 0.504,
-    "scores": 1.39,
-    "scores, products": 0.87,
-    "scores, memory": 12.2,
-    "publish": 3.0,
-    "publish, copy": 0.33,
-    "reads, read": 0.66,
-    "reads, digested": 0.80,
-    "rollouts": 0.97,
-}
-"""Ratios of one H200, by the key of their figure; docs/performance.md has the date and the versions."""
+RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text())
+"""The newest measurement of each figure: value, ratio, machine, date, the commit that recorded it and the command that
+measures it; and the rows of the README that show them."""
+
+RECORDS: dict[str, float] = {key: each["ratio"] for key, each in RECORDED["figures"].items() if "ratio" in each}
+"""Recorded ratios of one H200, by the key of their figure; docs/performance.md has the versions."""
+
+
+def readme_table() -> list[str]:
+    """Return the table of recorded figures in the README."""
+    lines = ["| measured | | where |", "|---|---|---|"]
+    for row in RECORDED["readme"]:
+        figures = [RECORDED["figures"][key] for key in row["figures"]]
+        machine = RECORDED["machines"][figures[0]["machine"]]
+        lines.append(f"| {row['what']} | {row['result'].format(*figures)} | {machine}, {figures[0]['date']} |")
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

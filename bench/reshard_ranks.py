@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.engine.commands import Rendezvous

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megarl.api import PlanAnswer, Recipe, Result, StepSummary, load, load_run, plan, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ("PlanAnswer", "Recipe", "Result", "StepSummary", "__version__", "load", "load_run", "plan", "train")
 
 

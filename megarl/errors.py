@@ -140,6 +140,11 @@ class NodeMemoryError(WorkerError):
     exit_code = MachineError.exit_code
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class's name if it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
     """Join the first sentences of a message, and count the rest."""
     more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []

@@ -1,4 +1,4 @@
-"""Write the generated pages of the site: docs/cli.md, docs/api.md and docs/llms.txt. `make docs` runs it."""
+"""Write the generated pages: docs/cli.md, docs/api.md, docs/llms.txt, figures of the README. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 import yaml
 
 import megarl
+from bench.figures import readme_table
 from megarl import errors
 from megarl.cli.main import app, complete_app, run_app
 from megarl.env import update_environment
@@ -122,8 +123,16 @@ def _described(entry: str | dict[str, str]) -> str:
     return f"- [{title.group(1) if title else page}]({page}): {sentence}"
 
 
+def readme() -> str:
+    """Return the README with its table of figures as they are recorded."""
+    begin, end = "<!-- figures: bench/recorded.json, written by make docs -->", "<!-- end of figures -->"
+    before, _, rest = (ROOT / "README.md").read_text().partition(begin)
+    after = rest.partition(end)[2]
+    return "\n".join([f"{before}{begin}", *readme_table(), f"{end}{after}"])
+
+
 def pages() -> dict[Path, str]:
-    return {DOCS / "cli.md": cli_page(), DOCS / "api.md": api_page()}
+    return {DOCS / "cli.md": cli_page(), DOCS / "api.md": api_page(), ROOT / "README.md": readme()}
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from megarl.config.native.options import JSON, NativeField, NativeLibrary, sorted_choices, write_library
+from megarl.config.native.options import JSON, NativeField, NativeLibrary
 from megarl.engine.cpu_kernels import declare_torchvision_ops
+from scripts.native_fields import sorted_choices, write_library
 
 _TYPE_NAMES: Mapping[str, str] = {
     "int": "int",

@@ -50,7 +50,27 @@ YARN: dict[str, object] = {
 
 
 @pytest.fixture(scope="session")
-def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def real_engines() -> None:
+    """Let the tests that ask for this start engines; see tests/schedule.py."""
+
+
+@pytest.fixture(scope="session")
+def real_ranks() -> None:
+    """Let the tests that ask for this start Megatron ranks."""
+
+
+@pytest.fixture(scope="session")
+def real_ray() -> None:
+    """Let the tests that ask for this start a Ray and join it in their own process."""
+
+
+@pytest.fixture(scope="session")
+def whole_run() -> None:
+    """Let the tests that ask for this start `megarl train`."""
+
+
+@pytest.fixture(scope="session")
+def qwen2_tp1(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     from tests.engine.engines import serve
 
     served = serve(tmp_path_factory.mktemp("qwen2"), "qwen2", tensor=1, tied=False)
@@ -59,7 +79,7 @@ def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]
 
 
 @pytest.fixture(scope="session")
-def qwen3_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def qwen3_tp2(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     from tests.engine.engines import serve
 
     served = serve(tmp_path_factory.mktemp("qwen3"), "qwen3", tensor=2, tied=True, rope=YARN)
@@ -67,8 +87,14 @@ def qwen3_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]
     served.process.stop()
 
 
+@pytest.fixture(params=["qwen2_tp1", "qwen3_tp2"])
+def served(request: pytest.FixtureRequest, qwen2_tp1: ServedModel, qwen3_tp2: ServedModel) -> ServedModel:
+    """Return each of the shared engines in turn."""
+    return {"qwen2_tp1": qwen2_tp1, "qwen3_tp2": qwen3_tp2}[request.param]
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(real_ranks: None) -> Iterator[Cluster]:
     from tests.train.cluster import Cluster
 
     cluster = Cluster()

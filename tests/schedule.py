@@ -1,7 +1,11 @@
-"""Which tests run in one process when there are several (`pytest -n 2`), and which start first.
+"""Which tests are heavy, which of them share a process when there are several (`pytest -n 2`), and which start first.
 
-A file is never divided, so that fixtures of a module are made once. Files that share engines stay together. What takes
-longest comes first; the light rest fills the gaps. `heavy` marks what `make test-quick` leaves out.
+A test says by its fixtures what it starts: `real_engines`, `real_ranks`, `real_ray` and `whole_run` start nothing
+themselves, and every test or fixture that does asks for one of them. A test with one of them is `heavy`, which
+`make test-quick` leaves out; a test without is stopped where it would start one.
+
+A file is not divided, so that fixtures of a module are made once, except that tests which share engines and tests which
+join a Ray are together across files. What takes longest comes first; the light rest fills the gaps.
 
 Ray ends a process that has joined it, without an exception, if its node or its head is gone or it cannot leave in time.
 Here that is a whole process of tests. xdist then gives its unfinished tests to another one; the test that was running
@@ -10,6 +14,7 @@ fails only if its process is lost twice.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,67 +23,49 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
-_HEAVY: dict[str, tuple[str, ...]] = {
-    "runs": ("tests/run/test_run.py",),
-    "engines": (
-        "tests/engine/test_c",
-        "tests/engine/test_exported.py",
-        "tests/rollout/test_generator.py",
-        "tests/serving/test_in_flight.py",
-        "tests/engine/test_p",
-        "tests/serving/test_canary.py",
-        "tests/serving/test_file_publisher.py",
-        "tests/tools/test_mismatch.py",
-    ),
-    "rehearsals": ("tests/tools/test_rehearsal.py",),
-    "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
-    "engine faults": ("tests/serving/test_fleet_faults.py",),
-    "Ray": (
-        "tests/serving/test_processes.py",
-        "tests/rollout/test_workers.py",
-        "tests/cluster/test_lease_actor.py",
-        "tests/cluster/test_local_ray.py",
-        "tests/cluster/test_worker_group.py",
-        "tests/tools/doctor/test_cluster.py",
-    ),
-}
-"""Beginnings of the files of each group."""
-_JOINS_RAY = (
-    *(f"tests/{folder}/" for folder in ("run", "serving", "cluster", "ranks", "rollout", "tools/doctor")),
-    "tests/tools/test_rehearsal.py",
-)
-"""Folders with tests that join a Ray in their own process."""
+HEAVY = ("whole_run", "real_engines", "real_ray", "real_ranks")
+"""The fixtures that make a test heavy, those of the longest tests first."""
+_SHARED = {"qwen2_tp1": "engines", "qwen3_tp2": "engines", "real_ray": "ray"}
+"""Fixtures whose tests are one group, and its name."""
+_HEAVY_PROGRAMS = ("megarl.engine.", "/raylet/raylet", "/gcs/gcs_server")
+"""Words of command lines that start an engine or a Ray."""
 _RUN_AGAIN = "run again"
 """The outcome of a test whose process was lost."""
-_RANKS = "tests/train/"
-"""Files of Megatron ranks share nothing that takes long to make."""
 
 
-def group_of(nodeid: str) -> str:
-    """The name of the group whose tests run in one process, in their order."""
-    for name, beginnings in _HEAVY.items():
-        if nodeid.startswith(beginnings):
-            return name
-    return nodeid.partition("::")[0]
-
-
-def is_heavy(nodeid: str) -> bool:
-    return group_of(nodeid) in _HEAVY or nodeid.startswith(_RANKS)
+def fixtures_of(item: pytest.Item) -> list[str]:
+    """Return the names of all fixtures that a test uses, directly or through others."""
+    return list(getattr(item, "fixturenames", ()))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if is_heavy(item.nodeid):
+        names = fixtures_of(item)
+        if not set(HEAVY).isdisjoint(names):
             item.add_marker("heavy")
+        group = next((_SHARED[name] for name in names if name in _SHARED), None)
+        if group is not None and hasattr(config, "workerinput"):
+            # The process that schedules knows nothing of a test but its name. xdist's own way of adding a group to it
+            # (`xdist_group`) has no effect: pytest 9 keeps the name elsewhere.
+            item._id = type(item._id).parse(f"{item.nodeid}@{group}")
     if hasattr(config, "workerinput"):
-        order = [*_HEAVY, True, False]
-        items.sort(key=lambda item: order.index(_class_of(item.nodeid)))
+        # The place of a file or a group is that of its longest test.
+        places: dict[str, int] = {}
+        for item in items:
+            group = group_of(item.nodeid)
+            places[group] = min(places.get(group, len(HEAVY)), _place_of(item))
+        items.sort(key=lambda item: places[group_of(item.nodeid)])
 
 
-def _class_of(nodeid: str) -> str | bool:
-    name = group_of(nodeid)
-    return name if name in _HEAVY else is_heavy(nodeid)
+def group_of(nodeid: str) -> str:
+    """Return the name of the group whose tests run in one process, in their order."""
+    words, _, group = nodeid.rpartition("@")
+    return group if words and group in _SHARED.values() else nodeid.partition("::")[0]
+
+
+def _place_of(item: pytest.Item) -> int:
+    return next((place for place, name in enumerate(HEAVY) if name in fixtures_of(item)), len(HEAVY))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,6 +80,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return Groups(config, log)
 
 
+class Watch:
+    """Stops a light test where it would start an engine, a Ray or ranks in this process."""
+
+    def __init__(self) -> None:
+        self._light: str | None = None
+        sys.addaudithook(self._hear)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> object:
+        self._light = item.nodeid if set(HEAVY).isdisjoint(fixtures_of(item)) else None
+        try:
+            return (yield)
+        finally:
+            self._light = None
+
+    def refuse(self, what: str) -> None:
+        if self._light is not None:
+            raise AssertionError(f"{self._light} starts {what}; one of the fixtures {', '.join(HEAVY)} is missing")
+
+    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "subprocess.Popen" and self._light is not None:
+            words = arguments[1]
+            line = " ".join(map(str, words)) if isinstance(words, list | tuple) else str(words)
+            program = next((program for program in _HEAVY_PROGRAMS if program in line), None)
+            if program is not None:
+                self.refuse(program)
+
+
 class Losses:
     """The tests whose processes were lost."""
 
@@ -101,7 +116,7 @@ class Losses:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        if crashitem.startswith(_JOINS_RAY) and crashitem not in self._once:
+        if crashitem.endswith("@ray") and crashitem not in self._once:
             self._once.add(crashitem)
             # Not the type's business: pytest shows and counts any word.
             vars(report)["outcome"] = _RUN_AGAIN
@@ -114,5 +129,9 @@ class Losses:
             terminalreporter.write_line(f"its process was lost, and it ran again: {nodeid}")
 
 
+WATCH = Watch()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Losses())
+    config.pluginmanager.register(WATCH)

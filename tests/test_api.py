@@ -251,14 +251,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_a_run_with_an_own_reward_is_trained_read_and_returned_when_it_is_finished(project: Path) -> None:
     assert "step 2: reward " in run_example(project, "own_reward.py")
     assert "rollouts were kept" in run_example(project, "read_run.py")
     assert "the run is finished" in run_example(project, "own_reward.py")
 
 
-@pytest.mark.heavy
+@pytest.mark.usefixtures("whole_run")
 def test_one_run_takes_all_stages_of_the_examples(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = project / "all_stages.py"
     script.write_text(ALL_STAGES)
@@ -269,6 +270,7 @@ def test_one_run_takes_all_stages_of_the_examples(project: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(
     ("example", "printed"),
     [
@@ -282,6 +284,7 @@ def test_an_example_runs_as_it_is_printed(project: Path, example: str, printed: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_the_run_of_an_example_is_evaluated_by_name(project: Path) -> None:
     run_example(project, "own_reward.py")
     words = [str(Path(sys.executable).with_name("megarl")), "evaluate", "runs/own_reward", "-n", "2"]

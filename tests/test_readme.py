@@ -6,6 +6,7 @@ import re
 
 import yaml
 
+from bench.figures import RECORDED, readme_table
 from megarl import errors
 from megarl.config.recipe import Recipe
 from tests.repository import ROOT
@@ -34,3 +35,16 @@ def test_every_make_target_of_the_readme_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"arithmetic"}:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_every_figure_says_where_when_and_how_it_was_measured() -> None:
+    machines, figures = RECORDED["machines"], RECORDED["figures"]
+    for name, figure in figures.items():
+        assert {"value", "unit", "by", "machine", "date", "commit"} <= set(figure), name
+        assert figure["machine"] in machines, name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", figure["date"]), name
+
+
+def test_the_table_of_figures_is_the_recorded_one() -> None:
+    table = "\n".join(readme_table())
+    assert table in README, "write it with make docs"

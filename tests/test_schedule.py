@@ -1,20 +1,30 @@
-"""A test whose process is lost: Ray may end it, and nothing else may."""
+"""Heavy tests say so by their fixtures; one whose process is lost runs again if Ray may have ended it."""
 
 from __future__ import annotations
 
+import pytest
+
+from tests.repository import ROOT
+
+FIXTURES = """
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+@pytest.fixture(scope="session")
+def real_ray(): pass
+
+@pytest.fixture(scope="session")
+def real_engines(): pass
+"""
 
 LOST = """
-import os
-from pathlib import Path
-
 def test_before(): pass
 
-def test_lost():
+def test_lost({fixture}):
     losses = Path({file!r})
     count = int(losses.read_text()) if losses.exists() else 0
     losses.write_text(str(count + 1))
@@ -24,24 +34,46 @@ def test_lost():
 def test_after(): pass
 """
 
+STARTING = """
+@pytest.fixture
+def engine(real_engines):
+    return start()
 
-@pytest.mark.parametrize(
-    ("path", "losses", "failed"),
-    [
-        ("tests/tools/doctor/test_cluster.py", 1, 0),
-        ("tests/tools/doctor/test_cluster.py", 2, 1),
-        ("tests/algorithms/test_losses.py", 1, 1),
-    ],
-)
-def test_a_test_that_joins_ray_may_lose_its_process_once(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, path: str, losses: int, failed: int
-) -> None:
+def start():
+    return subprocess.run([sys.executable, "-c", "", "-m", "megarl.engine.cpu"], check=True)
+
+def test_by_fixture(engine): pass
+
+def test_by_itself():
+    start()
+"""
+
+
+@pytest.fixture
+def scheduled(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    file = pytester.path / path
-    file.parent.mkdir(parents=True)
-    file.write_text(LOST.format(file=str(pytester.path / "losses"), losses=losses))
-    done = pytester.runpytest_subprocess("-p", "tests.schedule", "-p", "no:cacheprovider", "-n", "2", path)
+    pytester.makeini("[pytest]\nmarkers = heavy")
+    return pytester
+
+
+@pytest.mark.parametrize(("fixture", "losses", "failed"), [("real_ray", 1, 0), ("real_ray", 2, 1), ("", 1, 1)])
+def test_a_test_that_joins_ray_may_lose_its_process_once(
+    scheduled: pytest.Pytester, fixture: str, losses: int, failed: int
+) -> None:
+    file = str(scheduled.path / "losses")
+    scheduled.makepyfile(FIXTURES + LOST.format(file=file, fixture=fixture, losses=losses))
+    words = ("-p", "tests.schedule", "-p", "no:cacheprovider", "-n", "2")
+    done = scheduled.runpytest_subprocess(*words)
     counted = done.parseoutcomes()
     assert (counted["passed"], counted.get("failed", 0)) == (3, failed)
     assert done.ret == (pytest.ExitCode.TESTS_FAILED if failed else pytest.ExitCode.OK)
-    assert ("it ran again: " + path in done.stdout.str()) == path.startswith("tests/tools")
+    assert ("it ran again: " in done.stdout.str()) == bool(fixture)
+
+
+def test_a_test_is_heavy_by_its_fixtures_and_a_light_one_starts_no_engine(scheduled: pytest.Pytester) -> None:
+    scheduled.makepyfile(FIXTURES + STARTING)
+    words = ("-p", "tests.schedule", "-p", "no:cacheprovider")
+    assert scheduled.runpytest_subprocess(*words, "-m", "heavy").parseoutcomes() == {"passed": 1, "deselected": 1}
+    done = scheduled.runpytest_subprocess(*words, "-m", "not heavy")
+    assert done.parseoutcomes() == {"failed": 1, "deselected": 1}
+    assert "test_by_itself starts megarl.engine.; one of the fixtures " in done.stdout.str()

@@ -206,7 +206,7 @@ def mini_batches(samples: Sequence[TrainSample], config: EstimatorConfig, seed: 
         samples_per_update=None if seed % 2 else 3 * GROUP,
         pad_multiple=1 + seed % 4,
         micro_batch_multiple=1,
-        keeps_episodes=config.sums_over_episodes,
+        keeps_episodes=config.needs.sums_over_episodes,
     )
     batches = [share.fill() for share in make_shares(samples, packing, temperature=1.0)]
     yield from map(list, zip(*(batch.mini_batches for batch in batches), strict=True))

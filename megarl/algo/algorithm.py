@@ -10,8 +10,8 @@ import torch
 
 from megarl.algo.advantage import Credit, Outcomes, estimate
 from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
-from megarl.algo.held_credit import CreditTask
 from megarl.algo.loss import kl
+from megarl.algo.remote_credit import CreditTask
 from megarl.algo.selection import (
     Selection,
     are_scored,
@@ -69,6 +69,9 @@ class Sft:
     pairs: PreferenceStats | None = None
 
     def credit_task(self, groups: Sequence[ScoredGroup]) -> None:
+        return None
+
+    def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> None:
         return None
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.config.algorithm import AlgorithmConfig, MismatchConfig, PolicyGradientConfig, TisConfig
+from megarl.config.algorithm import AlgorithmConfig, MismatchConfig, TisConfig
 from megarl.errors import NumericsError
 
 
@@ -80,7 +80,7 @@ class MismatchMonitor:
 
     @property
     def _config(self) -> MismatchConfig | None:
-        return self.algorithm.mismatch if isinstance(self.algorithm, PolicyGradientConfig) else None
+        return self.algorithm.mismatch
 
     def _thresholds(self, config: MismatchConfig) -> tuple[_Threshold, _Threshold] | None:
         """Return the thresholds of warning and action; None until the steps of the baseline are complete."""

@@ -116,7 +116,7 @@ class CriticLoss:
 
 
 def critic_loss(
-    config: PolicyGradientConfig, tokens: ValueTokens, *, clip: float, num_loss_tokens: int, num_sequences: int
+    config: AlgorithmConfig, tokens: ValueTokens, *, clip: float, num_loss_tokens: int, num_sequences: int
 ) -> CriticLoss:
     """Return the part of one micro-batch, aggregated like the actor's loss."""
     losses = value_loss(tokens.values, tokens.old_values, tokens.returns, clip=clip)

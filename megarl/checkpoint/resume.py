@@ -15,7 +15,7 @@ from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, sync, verify
 from megarl.config.document import leaves
 from megarl.config.recipe import Recipe
-from megarl.errors import CheckpointError, FinishedError
+from megarl.errors import CheckpointError, FinishedError, first_line
 from megarl.system.faults import reach, step_in
 
 _IDENTITY: Mapping[str, tuple[str, ...] | None] = {
@@ -268,4 +268,4 @@ def read_state(folder: Path) -> RunState:
     try:
         return _STATE.validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error

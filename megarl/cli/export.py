@@ -13,7 +13,7 @@ import typer
 
 from megarl.checkpoint.folder import CONFIG_FILE, ModelSource
 from megarl.cli.display import count_bytes, make_console
-from megarl.errors import CheckpointError, MachineError
+from megarl.errors import CheckpointError, MachineError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +155,7 @@ def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> tor
             folder, dtype=torch_dtype(dtype), local_files_only=True, output_loading_info=True
         )
     except (AttributeError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
             raise CheckpointError(f"{folder}: loaded with transformers it has {kind}: {sorted(report[kind])[:3]}")

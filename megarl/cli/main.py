@@ -10,11 +10,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
-from typer._click import Context, HelpFormatter
 from typer.core import TyperGroup
 
 from megarl import __version__
@@ -39,12 +39,20 @@ GROUPS = {
 """The commands in the order of a day."""
 
 
+class _HelpText(Protocol):
+    """The part of Typer's help formatter that is used here; Typer exports no name for it."""
+
+    def section(self, name: str) -> AbstractContextManager[None]: ...
+
+    def write_dl(self, rows: Sequence[tuple[str, str]]) -> None: ...
+
+
 class _GroupedHelp(TyperGroup):
     """Lists the commands by what they are for, with whole sentences."""
 
-    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+    def format_commands(self, ctx: object, formatter: _HelpText) -> None:
         for title, names in GROUPS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
+            found = [(name, self.commands.get(name)) for name in names]
             rows = [(name, command.get_short_help_str(limit=200)) for name, command in found if command is not None]
             with formatter.section(title):
                 formatter.write_dl(rows)

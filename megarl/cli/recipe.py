@@ -17,11 +17,11 @@ import typer
 from megarl.config.checks.advice import advise
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.environment import EnvironmentConfig
-from megarl.config.load import explain, load_recipe, read_recipe
+from megarl.config.load import CheckedRecipe, explain, inspect_recipe, read_recipe
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.schema import json_schema, reference
-from megarl.errors import Problem
+from megarl.errors import ConfigError, MegarlError, Problem
 from megarl.reward.build import check_reward
 
 RecipePath = Annotated[
@@ -38,20 +38,34 @@ def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = F
 
     With `downloads`, models that are named as on the Hugging Face hub are fetched.
     """
+    checked = _inspected(path, overrides, downloads=downloads)
+    if problems := (*checked.not_cached, *checked.problems):
+        raise ConfigError(str(path), problems)
+    _check_columns(checked.recipe)
+    _print_warnings(checked.recipe)
+    return checked.recipe
+
+
+def _inspected(path: Path, overrides: list[str] | None, *, downloads: bool = False) -> CheckedRecipe:
     checks = (
         check_recipe,
         lambda recipe: check_reward(recipe.reward),
         lambda recipe: _environment_problems(recipe.environment),
     )
-    recipe = load_recipe(path, overrides or (), checks=checks, downloads=downloads)
+    return inspect_recipe(path, overrides or (), checks=checks, downloads=downloads)
 
-    from megarl.data.rows import advise_template
+
+def _check_columns(recipe: Recipe) -> None:
     from megarl.run.preflight import check_columns
 
     check_columns(recipe.data, recipe.algorithm)
+
+
+def _print_warnings(recipe: Recipe) -> None:
+    from megarl.data.rows import advise_template
+
     for warning in (*advise(recipe, read_model_shape(recipe.model.path)), *advise_template(recipe.data)):
         print(f"warning: {warning}", file=sys.stderr)
-    return recipe
 
 
 def _environment_problems(config: EnvironmentConfig | None) -> list[Problem]:
@@ -95,38 +109,79 @@ def validate(
     overrides: Overrides = None,
     is_explained: Annotated[bool, typer.Option("--explain", help="Print every value and where it was set.")] = False,
     is_quick: Annotated[
-        bool, typer.Option("--quick", help="Only the recipe and its files: no rows, no call of the reward, no GPU.")
+        bool, typer.Option("--quick", help="Only the recipe and its files: no rows, no call of the reward.")
+    ] = False,
+    is_here: Annotated[
+        bool,
+        typer.Option("--here", help="Also check what the run needs of this machine: GPUs, packages, ports, the hub."),
     ] = False,
 ) -> None:
-    """Report every problem of a recipe, its data and its reward. Starts nothing.
+    """Report every problem of a recipe, its data and its reward, on any machine. Starts nothing.
 
-    Reads all rows, scores the ground truth of a row of each data source, and looks for the GPU and the metrics port.
+    Reads all rows, scores the ground truth of a row of each data source and computes whether the run fits its GPUs.
+    What only the machines of the run can tell is listed as not checked here; `megarl train` checks it, and `--here` on
+    this machine. Several problems of different kinds end with exit code 2.
     """
-    checked = load_checked(recipe, overrides)
+    checked = _inspected(recipe, overrides)
     if is_explained:
         print_explanation(recipe, overrides or [])
-    summary = ""
     if not is_quick:
-        from megarl.run.launch import ray_address_of
-        from megarl.run.preflight import check_start
+        summary = _validate_inputs(checked, str(recipe), is_here=is_here)
+    elif problems := (*(checked.not_cached if is_here else ()), *checked.problems):
+        raise ConfigError(str(recipe), problems)
+    else:
+        _check_columns(checked.recipe)
+        summary = ""
+    if not checked.not_cached:
+        _print_warnings(checked.recipe)
+    run = checked.recipe.run
+    length = " or ".join([f"{run.epochs} epoch(s)"] * bool(run.epochs) + [f"{run.steps} steps"] * bool(run.steps))
+    kind, folder = checked.recipe.algorithm.kind, checked.recipe.run_folder
+    print(f"{recipe}: ok: {kind}, {length}{summary}, runs in {folder}")
 
-        # A recipe of several nodes runs elsewhere: the GPUs of this machine say nothing about it.
-        is_wide = any(pool.nodes > 1 for pool in checked.pools.values())
-        # Off a terminal, standard error has the problems alone.
-        with telling_rows(partial(print, file=sys.stderr)) if sys.stderr.isatty() else nullcontext():
-            address = "elsewhere" if is_wide else ray_address_of(checked.run)
-            inputs = check_start(checked, address=address, keeps_rows=False)
-        held_out = f", {len(inputs.eval)} held out" if inputs.eval else ""
-        summary = f", {inputs.train.num_prompts} prompts{held_out}"
-        if checked.environment is not None:
-            from megarl.episodes.build import rehearse
 
-            limit = checked.sampling.max_response_tokens
-            if line := rehearse(checked.environment, inputs.tokenizer, max_response_tokens=limit):
-                print(line)
-    steps, epochs = checked.run.steps, checked.run.epochs
-    length = " or ".join([f"{epochs} epoch(s)"] * bool(epochs) + [f"{steps} steps"] * bool(steps))
-    print(f"{recipe}: ok: {checked.algorithm.kind}, {length}{summary}, runs in {checked.run_folder}")
+def _validate_inputs(checked: CheckedRecipe, source: str, *, is_here: bool) -> str:
+    """Check what a run reads; raise every problem, or return how many prompts there are."""
+    from megarl.run.preflight import Findings, find_problems
+
+    recipe = checked.recipe
+    # Off a terminal, standard error has the problems alone.
+    with telling_rows(partial(print, file=sys.stderr)) if sys.stderr.isatty() else nullcontext():
+        findings = find_problems(checked)
+    errors = list(findings.errors)
+    if is_here:
+        errors += _errors_here(checked)
+    else:
+        for need in findings.unchecked:
+            print(f"not checked here: {need}")
+    inputs = findings.inputs
+    Findings(inputs=inputs, errors=tuple(errors)).raise_errors(source)
+    if inputs is None:
+        return ""
+    if recipe.environment is not None:
+        from megarl.episodes.build import rehearse
+
+        limit = recipe.sampling.max_response_tokens
+        if line := rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit):
+            print(line)
+    return f", {inputs.train.num_prompts} prompts" + (f", {len(inputs.eval)} held out" if inputs.eval else "")
+
+
+def _errors_here(checked: CheckedRecipe) -> list[MegarlError]:
+    """Return what this machine lacks for the run, as `megarl train` would refuse it."""
+    from megarl.run.launch import find_token, ray_address_of, refuse_nodes_without_cluster
+    from megarl.run.preflight import machine_errors, noting
+
+    recipe, address = checked.recipe, ray_address_of(checked.recipe.run)
+    errors: list[MegarlError] = []
+    if checked.not_cached:
+        errors.append(ConfigError(recipe.run.name, checked.not_cached))
+    with noting(errors):
+        refuse_nodes_without_cluster(recipe.pools, address)
+    if address is not None:
+        with noting(errors):
+            find_token(allows_none=recipe.cluster.allows_no_token)
+    return [*errors, *machine_errors(recipe, address)]
 
 
 def print_explanation(recipe: Path, overrides: list[str]) -> None:

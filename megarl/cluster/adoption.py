@@ -1,27 +1,16 @@
-"""A driver takes over from one that died: it finds actors by their names, and trainer ranks at a checkpoint."""
+"""Finds the actors that outlived the driver before this one, by their names."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import ray
 from ray.actor import ActorHandle
 
-from megarl.errors import WorkerError
-
-logger = logging.getLogger(__name__)
-
-Rank = TypeVar("Rank", covariant=True)
-
 _NUMBER = "#"
 """Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
-_RANKS_S = 60.0
-"""For ranks of an earlier driver to end the calls that it began."""
 
 
 class AdoptableActors:
@@ -54,24 +43,3 @@ class AdoptableActors:
     def take(self, name: str) -> ActorHandle | None:
         """Return the actor of this name that an earlier driver left, once."""
         return self.left.pop(name, None)
-
-
-class AdoptableRanks(Protocol[Rank]):
-    """The ranks of one model, as `ranks.ranks.RankGroup` has them."""
-
-    role: str
-
-    async def adopt(self, fill: Callable[[Rank], bool], *, timeout_s: float) -> bool: ...
-
-
-async def adopt_ranks(ranks: AdoptableRanks[Rank], fill: Callable[[Rank], bool], *, is_shared: bool) -> bool:
-    """Take over the ranks that an earlier driver left; return False if they must be started again."""
-    try:
-        if is_shared:
-            raise WorkerError("they may have given up memory to engines of their devices")
-        is_there = await ranks.adopt(fill, timeout_s=_RANKS_S)
-    except WorkerError as error:
-        logger.warning("role=%s ranks are not adopted, but started again: %s", ranks.role, error)
-        return False
-    logger.info("adopted role=%s %s", ranks.role, "as they are" if is_there else "with the checkpoint")
-    return True

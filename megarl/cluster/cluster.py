@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+
+# Ray's public calls give the free resources of the whole cluster only.
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -29,7 +32,7 @@ from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.env import visible_gpus
-from megarl.errors import MachineError
+from megarl.errors import MachineError, first_line
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
 from megarl.weights.algebra.locality import Gpu
@@ -259,6 +262,11 @@ def live_nodes() -> list[Mapping[str, object]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def free_devices(resource: str) -> dict[str, int]:
+    """Return how many devices of a kind are not reserved on each live node, by Ray's id of the node."""
+    return {node: int(free.get(resource, 0)) for node, free in available_resources_per_node().items()}
+
+
 def address_of(node: str) -> str:
     """Return the address of a node, from Ray's id of it."""
     return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), node)
@@ -312,8 +320,7 @@ def joined(address: str, *, log_hint: str = "", namespace: str | None = None) ->
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MachineError(f"cannot join Ray at {address}: {reason}{log_hint}") from None
+        raise MachineError(f"cannot join Ray at {address}: {first_line(error)}{log_hint}") from None
     try:
         yield
     finally:

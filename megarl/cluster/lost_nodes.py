@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from megarl.cluster.cluster import (
@@ -20,13 +19,14 @@ from megarl.cluster.cluster import (
     address_of,
     devices_of,
     find_gpus,
+    free_devices,
     live_nodes,
     name_nodes,
 )
 from megarl.cluster.node_faults import NodeFaults
 from megarl.cluster.tasks import beside
 from megarl.cluster.worker_group import LostRanksError
-from megarl.errors import MachineError, WorkerError
+from megarl.errors import MachineError, WorkerError, first_line
 from megarl.observe.observer import Observer
 
 _POLL_S = 1.0
@@ -105,10 +105,6 @@ async def failure_of(ask: Callable[[], object]) -> str | None:
     return None
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _lost(pool: Pool) -> list[NodeBundle]:
     """Return the bundles without a living node, after noting the new node of those that were moved."""
     return [bundle for bundle in _without_node(pool.bundles) if not (bundle.is_bound and move_to_spare(pool, bundle))]
@@ -146,10 +142,10 @@ def move_to_spare(pool: Pool, bundle: NodeBundle) -> bool:
     Nothing may run in it. Its devices on the node before stay reserved, so that no one else starts there.
     """
     used = {other.node for other in pool.bundles}
-    free = available_resources_per_node()
+    free = free_devices(bundle.resource)
     for node in live_nodes():
         key, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
-        if key in used or address in pool.faults.excluded or free.get(key, {}).get(bundle.resource, 0) < bundle.size:
+        if key in used or address in pool.faults.excluded or free.get(key, 0) < bundle.size:
             continue
         there = reserve_on(address, resource=bundle.resource, size=bundle.size)
         if there is None:

@@ -1,7 +1,12 @@
-"""The recipe's `algorithm` section: one tagged section per estimator, with the loss and its corrections inside."""
+"""The recipe's `algorithm` section: one tagged section per kind, and in it the sections of its loss, KL and filter.
+
+Each kind states what it needs of a run as an `AlgorithmNeeds`; code outside `config` and `algo` reads that value and
+does not ask for the kind.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -15,6 +20,50 @@ Aggregation: TypeAlias = Annotated[
         "split."
     ),
 ]
+
+RowKind: TypeAlias = Literal["prompts", "demonstrations", "pairs"]
+"""The contents of a row of data: a prompt with its ground truth, with an answer, or with two answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmNeeds:
+    """The requirements of an algorithm on data, models and rollouts."""
+
+    rows: RowKind = "prompts"
+    """The rows to train on."""
+    has_engines: bool = True
+    """Engines generate answers to train on; without them it trains on answers of the data alone."""
+    compares_group: bool = True
+    """At least two answers to each prompt."""
+    has_baseline: bool = False
+    """One more rollout per prompt, nearly greedy, which is scored and not trained on."""
+    has_critic: bool = False
+    implicit_reward_beta: float | None = None
+    """The critic is a language model, and its log-ratio to its start times this rewards each token; None: it has a
+    value head, and its values are the baseline of each token."""
+    is_scorer: bool = False
+    """The policy itself has a value head in place of the language head."""
+    self_play_steps: int | None = None
+    """The policy plays against itself: the reference takes its weights after so many steps."""
+    has_logprobs: bool = False
+    """Credit uses the log-probabilities of the policy before the step."""
+    fetches_columns: bool = False
+    """The driver gets every number per token, which otherwise stay on the ranks that computed them."""
+    sums_over_episodes: bool = False
+    """The loss of a token depends on the other tokens of its episode."""
+    components: tuple[tuple[str, str], ...] = ()
+    """Components that the reward must have, each with the key of the recipe that names it."""
+    user_code: tuple[tuple[str, str], ...] = ()
+    """References to the user's code, each with its key."""
+
+    @property
+    def answers_per_row(self) -> int:
+        """Answers of the data to each prompt."""
+        return {"prompts": 0, "demonstrations": 1, "pairs": 2}[self.rows]
+
+    def samples_per_prompt(self, rollouts_per_prompt: int) -> int:
+        """Return how many answers to each prompt are trained on: those of the data and those of engines."""
+        return self.answers_per_row + (rollouts_per_prompt if self.has_engines else 0)
 
 
 class PpoLossConfig(Section):
@@ -263,6 +312,20 @@ class SftConfig(Section):
 
     kind: Literal["sft"]
 
+    # The keys of other kinds, which this one does not have.
+    loss: ClassVar[None] = None
+    aggregation: ClassVar[Aggregation] = "token_mean"
+    horizon_tokens: ClassVar[None] = None
+    entropy_coef: ClassVar[float] = 0.0
+    kl: ClassVar[None] = None
+    distillation: ClassVar[None] = None
+    correction: ClassVar[None] = None
+    mismatch: ClassVar[None] = None
+    filter: ClassVar[None] = None
+    overlong: ClassVar[None] = None
+
+    needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(rows="demonstrations", has_engines=False, compares_group=False)
+
 
 class PolicyGradientConfig(Section):
     """The keys that all estimators over rollouts share."""
@@ -288,22 +351,46 @@ class PolicyGradientConfig(Section):
     filter: FilterConfig | None = None
     overlong: OverlongConfig | None = None
 
-    @property
-    def needs_logprobs(self) -> bool:
-        """Whether credit needs the log-probabilities of the policy before the step."""
-        return isinstance(self.kl, KlRewardConfig)
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds()
+    """The needs of the kind, whatever its keys are."""
 
     @property
-    def sums_over_episodes(self) -> bool:
-        """Whether the loss of a token depends on the others of its episode."""
-        is_of_sequences = isinstance(self.loss, (GspoLossConfig, GmpoLossConfig, SppoLossConfig, FunctionLossConfig))
-        return is_of_sequences or (self.correction is not None and self.correction.level == "sequence")
+    def needs(self) -> AlgorithmNeeds:
+        return replace(
+            self.kind_needs,
+            has_logprobs=self.kind_needs.has_logprobs or isinstance(self.kl, KlRewardConfig),
+            fetches_columns=self.estimator is not None,
+            sums_over_episodes=self._sums_over_episodes,
+            components=self._components,
+            user_code=self._user_code,
+        )
+
+    @property
+    def _sums_over_episodes(self) -> bool:
+        if isinstance(self.loss, (GspoLossConfig, GmpoLossConfig, SppoLossConfig, FunctionLossConfig)):
+            return True
+        return self.correction is not None and self.correction.level == "sequence"
+
+    @property
+    def _components(self) -> tuple[tuple[str, str], ...]:
+        name = None if self.filter is None else self.filter.component
+        return () if name is None else (("algorithm.filter.component", name),)
+
+    @property
+    def _user_code(self) -> tuple[tuple[str, str], ...]:
+        codes = {
+            "algorithm.estimator": self.estimator,
+            "algorithm.loss.code": self.loss.code if isinstance(self.loss, FunctionLossConfig) else None,
+            "algorithm.filter.code": None if self.filter is None else self.filter.code,
+        }
+        return tuple((key, code) for key, code in codes.items() if code is not None)
 
 
 class GaeConfig(PolicyGradientConfig):
     """PPO: the value of a critic (`roles.critic`) is the baseline of every token. Needs no group."""
 
     kind: Literal["gae"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(has_critic=True, compares_group=False)
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token the policy chose."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -328,6 +415,7 @@ class ReinforcePpConfig(PolicyGradientConfig):
     """Rewards to go, normalised over the step: needs no group."""
 
     kind: Literal["reinforce_pp"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(compares_group=False)
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token the policy chose."""
 
@@ -336,6 +424,7 @@ class RemaxConfig(PolicyGradientConfig):
     """Rewards to go minus the reward of a greedy rollout, which is generated for every prompt as well."""
 
     kind: Literal["remax"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(has_baseline=True, compares_group=False)
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token the policy chose."""
 
@@ -344,6 +433,7 @@ class DistillConfig(PolicyGradientConfig):
     """Learns from `roles.teacher` alone: rewards are measured and not trained on. Needs no group."""
 
     kind: Literal["distill"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(compares_group=False)
     distillation: DistillationConfig = ReverseKlConfig(kind="reverse_kl")
 
 
@@ -354,16 +444,17 @@ class GdpoConfig(PolicyGradientConfig):
     weights: Annotated[dict[str, float], Field(min_length=1)]
     """Weight of each component to use; the score itself is not used."""
 
+    @property
+    def _components(self) -> tuple[tuple[str, str], ...]:
+        return (*((f"algorithm.weights.{name}", name) for name in self.weights), *super()._components)
+
 
 class PairConfig(PolicyGradientConfig):
     """The kinds that learn from pairs of answers, one better than the other; each has its own loss of a pair."""
 
     loss: LossConfig = GpgLossConfig(kind="gpg")
     aggregation: Aggregation = "seq_mean_token_sum"
-
-    @property
-    def needs_logprobs(self) -> bool:
-        return True
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(has_logprobs=True)
 
 
 class SimpoConfig(Section):
@@ -399,6 +490,7 @@ class DpoConfig(PreferenceConfig):
     """Raises the chosen answer of each row of the data over the rejected one; generates nothing to train on."""
 
     kind: Literal["dpo"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(rows="pairs", has_engines=False, has_logprobs=True)
 
 
 class SpinConfig(PreferenceConfig):
@@ -406,8 +498,15 @@ class SpinConfig(PreferenceConfig):
     policy at the start of the iteration."""
 
     kind: Literal["spin"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(
+        rows="demonstrations", compares_group=False, has_logprobs=True
+    )
     iteration_steps: PositiveInt = 20
     """After so many steps the reference takes the policy's weights."""
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        return replace(super().needs, self_play_steps=self.iteration_steps)
 
 
 class RewardModelConfig(PairConfig):
@@ -415,6 +514,9 @@ class RewardModelConfig(PairConfig):
     score of the rejected one). `model` of a checkpoint is a sequence classifier."""
 
     kind: Literal["reward_model"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(
+        rows="pairs", has_engines=False, is_scorer=True, has_logprobs=True
+    )
 
 
 class SppoConfig(PolicyGradientConfig):
@@ -432,6 +534,7 @@ class PrimeConfig(PolicyGradientConfig):
     log-ratio to its start rewards every token."""
 
     kind: Literal["prime"]
+    kind_needs: ClassVar[AlgorithmNeeds] = AlgorithmNeeds(has_critic=True)
     beta: PositiveFloat = 0.05
     """Scale of the rewards of tokens."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -440,6 +543,10 @@ class PrimeConfig(PolicyGradientConfig):
     """Weight of the rewards of tokens beside the outcome's."""
     right_from: float = 1.0
     """A reward of at least this is labelled right."""
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        return replace(super().needs, implicit_reward_beta=self.beta)
 
 
 EstimatorConfig: TypeAlias = (

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import yaml
 
-from megarl.errors import ConfigError, Problem
+from megarl.errors import ConfigError, Problem, first_line
 
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_DEPTH = 32
@@ -251,7 +251,7 @@ def _yaml_sentence(error: yaml.YAMLError) -> str:
         return where + ", ".join(words for words in (error.context, error.problem) if words)
     if isinstance(error, yaml.reader.ReaderError):
         return f"character #x{error.character:02x} is not allowed"
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _at(tree: dict[str, Tree], key: Key) -> Tree:

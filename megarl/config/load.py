@@ -34,6 +34,16 @@ class ReadRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRecipe:
+    """A recipe that obeys the schema, and what else is wrong with it."""
+
+    recipe: Recipe
+    problems: tuple[Problem, ...]
+    not_cached: tuple[Problem, ...]
+    """Models that are named as on the Hugging Face hub, and are not in its local cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """One value of a recipe; without an origin it is the default."""
 
@@ -53,24 +63,36 @@ def load_recipe(
 
     Names of the Hugging Face hub become folders of its local cache; with `downloads` they are fetched first.
     """
+    checked = inspect_recipe(path, overrides, checks=checks, downloads=downloads)
+    if problems := (*checked.not_cached, *checked.problems):
+        raise ConfigError(str(path), problems)
+    return checked.recipe
+
+
+def inspect_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    checks: Sequence[Callable[[Recipe], list[Problem]]],
+    downloads: bool = False,
+) -> CheckedRecipe:
+    """Do as `load_recipe`, and return the problems with the recipe; raise ConfigError for what the schema refuses."""
     document = _overridden(path, overrides)
     try:
         read = validated(document, source=str(path))
     except ConfigError as error:
         further = _further_problems(document, error.problems, checks)
         raise ConfigError(str(path), (*error.problems, *further)) from None
-    recipe, problems = _checked(read, checks, downloads=downloads)
-    if problems:
-        raise ConfigError(str(path), tuple(problems))
-    return recipe
+    return _checked(read, checks, downloads=downloads)
 
 
 def _checked(
     read: ReadRecipe, checks: Sequence[Callable[[Recipe], list[Problem]]], *, downloads: bool
-) -> tuple[Recipe, list[Problem]]:
+) -> CheckedRecipe:
     recipe, missing = with_local_models(read.recipe, downloads=downloads)
     found = [problem for check in checks for problem in check(recipe)]
-    return recipe, [*missing, *(problem for problem in found if problem.key not in {each.key for each in missing})]
+    others = [problem for problem in found if problem.key not in {each.key for each in missing}]
+    return CheckedRecipe(recipe=recipe, problems=tuple(others), not_cached=tuple(missing))
 
 
 def _further_problems(
@@ -90,7 +112,8 @@ def _further_problems(
         read = ReadRecipe(recipe=Recipe.model_validate(tree), document=document)
     except ValidationError:
         return []
-    found = _checked(read, checks, downloads=False)[1]
+    checked = _checked(read, checks, downloads=False)
+    found = (*checked.not_cached, *checked.problems)
     doubted = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, in_doubt))})(?=\.|: )")
     return [problem for problem in found if not doubted.search(str(problem))]
 

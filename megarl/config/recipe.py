@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, SftConfig, SpinConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
@@ -375,15 +375,7 @@ class Recipe(Section):
     @property
     def samples_per_prompt(self) -> int:
         """Answers to each prompt that are trained on: those of the data, or a group of rollouts."""
-        match self.algorithm:
-            case SftConfig():
-                return 1
-            case pairs if isinstance(pairs, GivenPairsConfig):
-                return 2
-            case SpinConfig():
-                return self.sampling.rollouts_per_prompt + 1
-            case _:
-                return self.sampling.rollouts_per_prompt
+        return self.algorithm.needs.samples_per_prompt(self.sampling.rollouts_per_prompt)
 
     @property
     def num_engines(self) -> int:
@@ -396,7 +388,7 @@ class Recipe(Section):
     def replays_routing(self, shape: ModelShape) -> bool:
         """Whether the actor follows the experts that engines chose."""
         rollout, routing = self.roles.rollout, self.train.routing
-        if rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
+        if rollout is None or shape.experts is None or not self.algorithm.needs.has_engines:
             return False
         return routing == "replay" or (routing is None and rollout.pool is not None)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -46,9 +48,137 @@ def json_schema() -> Schema:
 
 
 def reference() -> str:
-    """Return the reference in Markdown: one table per section."""
+    """Return the reference in Markdown: a table per section. A section or a row that occurs again is a link."""
     schema = _plain_schema()
-    return "\n".join([_INTRODUCTION, *_section(schema, schema, "", set())]).rstrip() + "\n"
+    tables = _unique_tables(schema)
+    first_of_title: dict[str, _Table] = {}
+    first_of_row: dict[tuple[str, ...], _Table] = {}
+    for table in sorted(tables, key=lambda each: each.depth):
+        if first_of_title.setdefault(table.title, table) is table:
+            for row in table.rows:
+                first_of_row.setdefault(row.text, table)
+    lines = [_INTRODUCTION]
+    for table in tables:
+        if first_of_title[table.title] is table:
+            lines += _written(table, first_of_row, first_of_title)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    name: str
+    text: tuple[str, ...]
+    """Name, type, default and meaning: equal in sections that share the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """One section of the reference."""
+
+    heading: str
+    path: str
+    """Before the names of its keys."""
+    title: str
+    """Of the section in the schema: sections at several keys have one title."""
+    about: str
+    rows: tuple[_Row, ...]
+    inner: tuple[tuple[str, tuple[_Table, ...]], ...]
+    """The tables of each key that holds sections."""
+
+    @property
+    def depth(self) -> int:
+        return self.path.count(".")
+
+    @property
+    def link(self) -> str:
+        anchor = re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+        return f"[{self.heading}](#{anchor})"
+
+
+def _unique_tables(root: Schema) -> list[_Table]:
+    """Return all tables in the order of the recipe; kinds of an algorithm share the tables of their losses."""
+    found: dict[str, _Table] = {}
+
+    def add(table: _Table) -> None:
+        if found.setdefault(table.heading, table) is table or table.title != found[table.heading].title:
+            for _, children in table.inner:
+                for child in children:
+                    add(child)
+
+    for name, field in _children(root, "properties").items():
+        is_required = name in _strings(root, "required")
+        for heading, section in _sections_of(root, field):
+            add(_table(root, section, field, key=name, heading=f"{name}{heading}", is_required=is_required))
+    return list(found.values())
+
+
+def _table(root: Schema, section: Schema, field: Schema, *, key: str, heading: str, is_required: bool) -> _Table:
+    path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
+    path = f"{key}.<number>." if field.get("type") == "array" else path
+    rows: list[_Row] = []
+    inner: list[tuple[str, tuple[_Table, ...]]] = []
+    for name, child in _children(section, "properties").items():
+        is_child_required = name in _strings(section, "required")
+        sections = list(_sections_of(root, child))
+        if sections:
+            tables = (
+                _table(
+                    root,
+                    each,
+                    child,
+                    key=f"{path}{name}",
+                    heading=f"{path}{name}{kind}",
+                    is_required=is_child_required,
+                )
+                for kind, each in sections
+            )
+            inner.append((name, tuple(tables)))
+        else:
+            default = "" if is_child_required else f"`{_as_yaml(child.get('default'))}`"
+            rows.append(_Row(name=name, text=(name, _type(child), default, _cell(child))))
+    return _Table(
+        heading=heading,
+        path=path,
+        title=str(section["title"]),
+        about=_about(field, section, is_required=is_required),
+        rows=tuple(rows),
+        inner=tuple(inner),
+    )
+
+
+def _written(
+    table: _Table,
+    first_of_row: Mapping[tuple[str, ...], _Table],
+    first_of_title: Mapping[str, _Table],
+) -> Iterator[str]:
+    """Yield heading, sentences and table of one section, and where the keys are that it shares with others."""
+    own = [
+        f"| `{table.path}{row.name}` | {' | '.join(row.text[1:])} |"
+        for row in table.rows
+        if row.name == "kind" or first_of_row[row.text] is table
+    ]
+    shared: dict[str, list[str]] = {}
+    for row in table.rows:
+        if row.name != "kind" and (first := first_of_row[row.text]) is not table:
+            shared.setdefault(first.link, []).append(f"`{row.name}`")
+    repeated = [(name, children) for name, children in table.inner if _is_elsewhere(children[0], first_of_title)]
+    for name, children in repeated if table.rows else ():
+        link = first_of_title[children[0].title].link
+        shared.setdefault(link, []).append(f"`{name}`" + " of any such kind" * (len(children) > 1))
+    if own or shared or table.about:
+        yield from (f"## {table.heading}", "")
+    if table.about:
+        yield from (table.about, "")
+    if own:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *own, "")
+    for link, names in shared.items():
+        yield from (f"As in {link}: {', '.join(names)}.", "")
+    for _, (child, *_others) in () if table.rows else repeated:
+        yield from (f"## {child.heading}", "", child.about, "", f"Keys: {first_of_title[child.title].link}.", "")
+
+
+def _is_elsewhere(table: _Table, first_of_title: Mapping[str, _Table]) -> bool:
+    return first_of_title[table.title].heading != table.heading
 
 
 def _plain_schema() -> Schema:
@@ -60,46 +190,11 @@ def _plain_schema() -> Schema:
     return schema
 
 
-def _section(root: Schema, section: Schema, path: str, written: set[str]) -> Iterator[str]:
-    """Yield the table of the section's own keys, then the sections in it.
-
-    `written` holds what is written already: the kinds of an algorithm share their losses.
-    """
-    properties = _children(section, "properties")
-    required = _strings(section, "required")
-    nested: list[str] = []
-    rows: list[str] = []
-    for name, field in properties.items():
-        key = f"{path}{name}"
-        sections = list(_sections_of(root, field))
-        if "additionalProperties" in field and any(
-            heading and child["title"] in written for heading, child in sections
-        ):
-            sections = []  # the kinds of one reward, by source: they have been described
-        if not sections:
-            default = "" if name in required else f"`{_as_yaml(field.get('default'))}`"
-            rows.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field)} |")
-        for heading, child in sections:
-            if f"{key}{heading}" in written:
-                continue
-            written |= {f"{key}{heading}", str(child["title"])}
-            child_path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
-            child_path = f"{key}.<number>." if field.get("type") == "array" else child_path
-            inner = list(_section(root, child, child_path, written))
-            about = list(_about(field, child, is_required=name in required))
-            has_own_keys = bool(inner) and inner[0].startswith("|")
-            nested += [*([f"## {key}{heading}", ""] if has_own_keys or about else []), *about, *inner]
-    if rows:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows, "")
-    yield from nested
-
-
-def _about(field: Schema, section: Schema, *, is_required: bool) -> Iterator[str]:
+def _about(field: Schema, section: Schema, *, is_required: bool) -> str:
     texts = [str(text) for text in (field.get("description"), section.get("description")) if text]
     if not is_required and field.get("default") is None and "null" in _types(field):
         texts.append("May be left out.")
-    if texts:
-        yield from (" ".join(dict.fromkeys(texts)), "")
+    return " ".join(dict.fromkeys(texts))
 
 
 def _sections_of(root: Schema, field: Schema) -> Iterator[tuple[str, Schema]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import RolesConfig
 from megarl.errors import DataError
 
@@ -29,7 +29,7 @@ class Teaching:
 
 def teaching_of(algorithm: AlgorithmConfig, roles: RolesConfig, vocab: int) -> Teaching | None:
     """Return the question of a recipe; None if it has no teacher on engines. `vocab` is that of the policy."""
-    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    distillation = algorithm.distillation
     sources = tuple((role, each.sources) for role, each in roles.teachers.items() if each.kind == "engines")
     if distillation is None or not sources:
         return None

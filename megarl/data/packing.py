@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.errors import DataError
+from megarl.system.sizes import round_up
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
@@ -72,7 +73,7 @@ def plan_packs(
     """
     assert lengths, "nothing to pack"
     if packing.sequence_multiple > 1:
-        lengths = [_round_up(length, packing.sequence_multiple) for length in lengths]
+        lengths = [round_up(length, packing.sequence_multiple) for length in lengths]
     costs = packing.cost.of(lengths)
     longest, capacity = max(lengths), packing.tokens_per_micro_batch
     assert longest <= capacity, f"a sample has {longest} tokens, a micro-batch {capacity}"
@@ -87,7 +88,7 @@ def plan_packs(
             MiniBatchPlan(
                 members=tuple(members),
                 shares=tuple(tuple(tuple(sorted(bin_)) for bin_ in share) for share in shares),
-                num_tokens=_round_up(fullest, packing.pad_multiple),
+                num_tokens=round_up(fullest, packing.pad_multiple),
             )
         )
     return tuple(plans)
@@ -155,7 +156,7 @@ def _slowest(shares: Sequence[_Bins], lengths: Sequence[int], packing: Packing) 
     """Return the work of the rank with the most of it, padding included."""
     cost = packing.cost
     fullest = max(_sum(bin_, lengths) for share in shares for bin_ in share)
-    padded = cost.per_token * len(shares[0]) * _round_up(fullest, packing.pad_multiple)
+    padded = cost.per_token * len(shares[0]) * round_up(fullest, packing.pad_multiple)
     if not cost.per_squared_token:
         return padded
     squares = (sum(lengths[i] * lengths[i] for bin_ in share for i in bin_) for share in shares)
@@ -168,7 +169,7 @@ def _fill_ranks(
     """Give each sample to the rank with the least work, then fill the micro-batches of each rank."""
     owned = _spread(longest_first, costs, packing.data_parallel)
     tight = [_best_fit(ids, lengths, packing.tokens_per_micro_batch) for ids in owned]
-    num_bins = _round_up(max(map(len, tight)), packing.micro_batch_multiple)
+    num_bins = round_up(max(map(len, tight)), packing.micro_batch_multiple)
     shares = [_even(ids, bins, lengths, num_bins, packing) for ids, bins in zip(owned, tight, strict=True)]
     return [sorted(share, key=lambda bin_: -_sum(bin_, lengths)) for share in shares]
 
@@ -176,7 +177,7 @@ def _fill_ranks(
 def _fill_all(longest_first: Sequence[int], lengths: Sequence[int], packing: Packing) -> _Bins:
     """Return as few micro-batches as the budget allows, filled evenly: the fullest one sets the length of all."""
     tight = _best_fit(longest_first, lengths, packing.tokens_per_micro_batch)
-    num_bins = _round_up(len(tight), packing.data_parallel * packing.micro_batch_multiple)
+    num_bins = round_up(len(tight), packing.data_parallel * packing.micro_batch_multiple)
     return _even(longest_first, tight, lengths, num_bins, packing)
 
 
@@ -234,7 +235,3 @@ def _share_out(bins: _Bins, costs: Sequence[float], packing: Packing) -> list[_B
 
 def _sum(members: Sequence[int], numbers: Sequence[_Number]) -> _Number:
     return sum(map(numbers.__getitem__, members))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

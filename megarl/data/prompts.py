@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from megarl.config.algorithm import RowKind
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import (
     DataRow,
@@ -59,8 +60,6 @@ _MAX_WORKERS = 16
 _PARTS_PER_WORKER = 4
 """Batches of rows that wait for each worker: more would only take memory."""
 
-RowKind: TypeAlias = Literal["prompts", "demonstrations", "pairs"]
-"""Questions alone, with an answer to imitate, or with a better and a worse answer."""
 _Encoded: TypeAlias = tuple[list[TokenArray], list[tuple[TokenArray, BoolArray]]]
 """The prompts of some rows; and the demonstrations of those that have one, with what of them is imitated."""
 

@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError
-from megarl.tokens import ContentHandle
+from megarl.errors import DataError, MachineError, first_line
+from megarl.tokens import COLUMNS, ContentHandle, TokenColumn
 from megarl.types import (
     DEMONSTRATION,
     Episode,
@@ -205,7 +205,7 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_LISTED)).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return rows
 
 
@@ -218,7 +218,7 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
         has_times = "began" in pq.read_schema(path).names
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_TIMED)).to_pylist() if has_times else []
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return sorted((row for row in rows if row["began"] is not None), key=lambda row: float(row["began"]))
 
 
@@ -233,30 +233,31 @@ def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
                 raise DataError(f"{path}: has no row {row}")
             (columns,) = file.read_row_group(group).slice(row - (ends[group] - sizes[group]), 1).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return {**columns, "components": dict(columns["components"])}
 
 
 def _columns(samples: Sequence[TrainSample]) -> dict[str, Any]:
+    """Return the tokens and text of each sample, and every single number per token."""
+    singles = [column for column in COLUMNS if column.is_single]
     return {
         "prompt_ids": [sample.prompt_ids for sample in samples],
-        "token_ids": [sample.rollout.token_ids for sample in samples],
         "text": [sample.rollout.text for sample in samples],
         "finish_reason": [sample.rollout.finish_reason.value for sample in samples],
-        "loss_mask": [sample.rollout.loss_mask for sample in samples],
-        "versions": [sample.rollout.versions for sample in samples],
-        "rollout_logprobs": [sample.rollout.logprobs for sample in samples],
-        "old_logprobs": _floats([sample.old_logprobs for sample in samples]),
-        "reference_logprobs": _floats([sample.reference_logprobs for sample in samples]),
-        "advantages": [sample.advantages for sample in samples],
-        "values": _floats([sample.values for sample in samples]),
-        "returns": _floats([sample.returns for sample in samples]),
+        **{column.packed_as or column.name: _column(column, samples) for column in singles},
     }
 
 
-def _floats(arrays: Sequence[FloatArray | None]) -> pa.Array:
+def _column(column: TokenColumn, samples: Sequence[TrainSample]) -> pa.Array:
     """Return a column whose type does not depend on whether there are values."""
-    return pa.array(arrays, pa.list_(pa.float32()))
+    match column.owner:
+        case "content":
+            arrays = [getattr(sample.rollout.content.load(), column.name) for sample in samples]
+        case "rollout":
+            arrays = [getattr(sample.rollout, column.name) for sample in samples]
+        case "sample":
+            arrays = [getattr(sample, column.name) for sample in samples]
+    return pa.array(arrays, pa.list_(pa.from_numpy_dtype(column.dtype)))
 
 
 def _decode_singles(

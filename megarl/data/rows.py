@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.recipe import DataConfig
-from megarl.errors import DataError, Problem
+from megarl.errors import DataError, Problem, first_line
 from megarl.types import JsonValue
 
 _EXTRA = "extra_info"
@@ -205,7 +205,7 @@ def _check_file(path: Path, columns: Sequence[_Column]) -> None:
     try:
         schema, num_rows = pq.read_schema(path), pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {_one_line(error)}") from error
+        raise DataError(f"{path} cannot be read as parquet: {first_line(error)}") from error
     if num_rows == 0:
         raise DataError(f"{path} is empty; a data set needs at least one row")
     kinds = {field.name: field.type for field in schema}
@@ -237,11 +237,7 @@ def _raw(batch: RowBatch) -> list[Mapping[str, JsonValue]]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     # Text that is not UTF-8, a field of a struct or a key of a map that is there twice.
-    return DataError(f"{path} cannot be read to its end: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return DataError(f"{path} cannot be read to its end: {first_line(error)}")
 
 
 class _RowError(DataError):

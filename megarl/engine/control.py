@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from megarl.engine.client import EngineClient
 from megarl.engine.commands import (

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import assert_never
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from megarl.engine.commands import (
     CommandMessage,
@@ -26,7 +26,7 @@ from megarl.engine.commands import (
     to_bytes,
 )
 from megarl.engine.tool_commands import ToolCommand, ToolCommandHandler
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_line
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.fp8 import probe_products
 from megarl.weights.executors.group import TransferGroup
@@ -137,6 +137,4 @@ _TOOLS = ToolCommandHandler()
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    message = lines[0] if lines else ""
-    return message if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {message}"
+    return first_line(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {first_line(error)}"

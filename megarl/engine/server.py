@@ -117,7 +117,7 @@ def _encode(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> str:
 def host_store(arguments: Sequence[str]) -> object:
     """Host the store of this engine's ranks and direct them to it; the store lives as long as what is returned."""
     # torch takes seconds to import, and only the server needs it.
-    from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415
+    from torch.distributed import TCPStore  # noqa: PLC0415
 
     named = _value_of("--dist-init-addr", arguments)
     if named is not None and _value_of("--node-rank", arguments) not in (None, "0"):

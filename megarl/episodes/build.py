@@ -31,9 +31,9 @@ from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem
+from megarl.system.sizes import GIB
 
 _BUILT_IN = Path(__file__).parent / "built_in"
-_GIB = 1 << 30
 _SANDBOX_SHARE = 0.8
 """The sandbox ends code earlier than the call's deadline, so that the model is told and the episode goes on."""
 
@@ -165,7 +165,7 @@ def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:
     return EnvironmentTask(
         classes=classes,
         has_user_class=config.path is not None,
-        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
         cpu_s=config.cpu_s,
         call_deadline_s=config.call_deadline_s,
     )

@@ -27,6 +27,7 @@ from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Row, SampledTurn, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
 from megarl.errors import ConfigError, DataError, EnvironmentLostError, MegarlError, Problem
+from megarl.system.sizes import GIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import JsonValue, Score, TokenArray
 
@@ -262,7 +263,6 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
 
 
-_GIB = 1 << 30
 _USER_FUNCTION = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
 
 
@@ -272,7 +272,7 @@ def agent_task(config: ChatEnvironmentConfig) -> EnvironmentTask:
         classes=[LoadedClass(path=str(config.path.resolve()), name=None, options={})],
         agent=config.name,
         has_user_class=False,
-        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
         cpu_s=config.cpu_s,
         call_deadline_s=config.wall_s,
     )

@@ -73,11 +73,6 @@ class Metric:
             return tuple(f"{self.full_name}_{part}" for part in ("bucket", "sum", "count"))
         return (self.full_name,)
 
-    @property
-    def max_series(self) -> int:
-        # A histogram has a bucket without an upper bound, a sum and a count.
-        return self.limit * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
-
 
 def _gauge(section: Section, name: str, text: str, *labels: str, source: str = "") -> Metric:
     return Metric(name=name, kind="gauge", section=section, text=text, labels=labels, source=source)

@@ -18,7 +18,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
-from megarl.errors import MachineError
+from megarl.errors import MachineError, first_line
 from megarl.observe.catalogue import Section
 from megarl.observe.events import Evaluated, Record, RunFinished, RunStarted, RunStatus, StepFinished
 from megarl.observe.meter import Meter
@@ -103,12 +103,12 @@ class LoggerSink:
                     each.log(step, numbers)
                 except Exception as error:  # noqa: BLE001 - third-party code and a network: the run goes on without it
                     self._loggers.remove(each)
-                    logger.warning("%s failed and gets no more numbers: %s", each.name, _one_line(error))
+                    logger.warning("%s failed and gets no more numbers: %s", each.name, first_line(error))
         for each in self._loggers:
             try:
                 each.close(self._status)
             except Exception as error:  # noqa: BLE001 - as above
-                logger.warning("%s could not be closed: %s", each.name, _one_line(error))
+                logger.warning("%s could not be closed: %s", each.name, first_line(error))
 
 
 class TensorboardLogger:
@@ -165,7 +165,7 @@ class WandbLogger:
             )
         except wandb.Error as error:
             raise MachineError(
-                f"{self.name}: {_one_line(error)}; `mode: offline` needs no network, `wandb sync` sends it later"
+                f"{self.name}: {first_line(error)}; `mode: offline` needs no network, `wandb sync` sends it later"
             ) from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -196,7 +196,7 @@ class MlflowLogger:
                 _saved_id(id_file, run_id)
             self._run_id = id_file.read_text()
         except mlflow.MlflowException as error:
-            raise MachineError(f"{self.name}.tracking_uri {config.tracking_uri}: {_one_line(error)}") from error
+            raise MachineError(f"{self.name}.tracking_uri {config.tracking_uri}: {first_line(error)}") from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -216,7 +216,3 @@ def _saved_id(path: Path, fresh: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(fresh)
     return path.read_text()
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

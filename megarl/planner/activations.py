@@ -12,6 +12,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, Device
+from megarl.system.sizes import round_up
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -63,7 +64,7 @@ class ModelWork:
         device: Device,
         lora: LoraConfig | None = None,
     ) -> ModelWork:
-        tokens = _round_up(tokens_per_micro_batch, split.pack_multiple) // split.context
+        tokens = round_up(tokens_per_micro_batch, split.pack_multiple) // split.context
         return cls(shape=shape, split=split, tokens=tokens, device=device, lora=lora)
 
     def chunk_layers(self, stage: int) -> int:
@@ -320,7 +321,3 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
     in_attention = 3 * item * _gathered(shape, split)
     gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
-from megarl.config.algorithm import AlgorithmConfig, PrimeConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, SamplingConfig
@@ -368,7 +368,8 @@ def find_shapes(
     own = None if roles.critic is None else roles.critic.path
     body = policy if own is None else _find_shape(own, "roles.critic.path")[0]
     teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teacher_ranks.items()}
-    critic = body if isinstance(algorithm, PrimeConfig) else body.as_critic()
+    is_language_model = algorithm is not None and algorithm.needs.implicit_reward_beta is not None
+    critic = body if is_language_model else body.as_critic()
     return RoleShapes(policy=policy, critic=critic, source=source, teachers=teachers)
 
 

@@ -19,12 +19,13 @@ from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConf
 from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
-from megarl.planner.hardware import GIB, GpuModel, gpu_of
+from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers, snapshot_bytes
 from megarl.planner.memory import EngineMemory, StageMemory
 from megarl.planner.replay import RecordedRun, Replay, replay
 from megarl.planner.reshard import Reshard, reshard
 from megarl.planner.timing import Timing, estimate
+from megarl.system.sizes import GIB
 
 NUM_PROPOSALS = 3
 _FACTORS = (2, 4)

@@ -9,8 +9,7 @@ from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import Scaling
 from megarl.config.section import GpuName
 from megarl.errors import ConfigError, Problem
-
-GIB = 1 << 30
+from megarl.system.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

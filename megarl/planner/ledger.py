@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
-from megarl.planner.hardware import GIB
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
     ENGINE_CONTEXT_BYTES,
@@ -28,6 +27,7 @@ from megarl.planner.memory import (
     EngineMemory,
     StageMemory,
 )
+from megarl.system.sizes import GIB
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 from megarl.weights.algebra.slices import ITEM_BYTES
 
@@ -115,7 +115,7 @@ class _PoolLedgers:
         models = {role: deployment.models[role] for role in roles if role in deployment.models}
         prefixes = {role: "" if len(models) == 1 else f"{role} " for role in models}
         self._models = {
-            role: _ModelMemory(deployment, model, prefix=prefixes[role], kl=kl_config(algorithm))
+            role: _ModelMemory(deployment, model, prefix=prefixes[role], kl=algorithm.kl)
             for role, model in models.items()
         }
         self._engine = deployment.engine if "rollout" in roles else None
@@ -301,10 +301,6 @@ def _num_communicators(model: PlannedModel) -> int:
     parallel = model.placement.parallel
     sizes = (parallel.tensor, parallel.pipeline, parallel.replicas, parallel.expert, parallel.world_size)
     return sum(size > 1 for size in (*sizes, parallel.context))
-
-
-def kl_config(algorithm: AlgorithmConfig) -> KlConfig | None:
-    return algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
 
 
 def saves(checkpoint: CheckpointConfig) -> bool:

@@ -12,6 +12,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.planner.hardware import GpuModel
+from megarl.system.sizes import round_up
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
 from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
@@ -165,7 +166,7 @@ def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronPara
     for chunk in range(parallel.virtual_pipeline):
         layers = len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
         sizes = {
-            name: repeats(name, layers) * _round_up(prod(spec.shape), PARAM_ALIGNMENT)
+            name: repeats(name, layers) * round_up(prod(spec.shape), PARAM_ALIGNMENT)
             for name, spec in holding.tensors.items()
             if name.startswith(f"chunk{chunk}.")
         }
@@ -173,8 +174,8 @@ def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronPara
         tied = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
         experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
         rest = sum(sizes.values()) - sum(tied) - experts
-        dense += sum(_round_up(size, math.lcm(parallel.replicas, BUCKET_ALIGNMENT)) for size in (*tied, rest))
-        expert += _round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
+        dense += sum(round_up(size, math.lcm(parallel.replicas, BUCKET_ALIGNMENT)) for size in (*tied, rest))
+        expert += round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
     return GradientBuffers(dense=dense, expert=expert)
 
 
@@ -288,7 +289,3 @@ def _is_vocabulary(local_name: str) -> bool:
 
 def _is_expert(local_name: str) -> bool:
     return ".experts." in local_name
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step

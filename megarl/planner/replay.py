@@ -19,7 +19,6 @@ from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, RunStarted, StepFinished, read_events
 from megarl.planner.deployment import StepWorkload
 from megarl.planner.hardware import GpuModel, gpu_named
-from megarl.planner.ledger import kl_config
 from megarl.planner.timing import PhaseName, Timing
 
 GENERATE, ASSIGN, UPDATE, PUBLISH, OTHER = "generate", "assign", "update", "publish", "other"
@@ -158,7 +157,7 @@ def replay(run: RecordedRun, timings: Sequence[Timing]) -> Replay:
 
 def part_seconds(timing: Timing, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Return the modelled seconds of each part, as if generating and training alternated."""
-    is_in_reward = isinstance(kl_config(algorithm), KlRewardConfig)
+    is_in_reward = isinstance(algorithm.kl, KlRewardConfig)
     part_of = {
         PhaseName.ROLLOUT: GENERATE,
         PhaseName.OLD: ASSIGN if is_in_reward else UPDATE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, OfflineConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
@@ -29,7 +29,7 @@ from megarl.planner.hardware import (
     PREFILL_EFFICIENCY,
     SWITCH_S,
 )
-from megarl.planner.ledger import kl_config, offload_of
+from megarl.planner.ledger import offload_of
 from megarl.planner.memory import EngineMemory
 from megarl.planner.training_time import TrainingTime, num_multiplied
 
@@ -93,10 +93,7 @@ def estimate(
 ) -> Timing:
     """Return the time of a step: generating and training alternate, or with `max_staleness` above 0 run concurrently
     except for the publish. `snapshots` are the bytes per rank of each stage that a checkpoint copies, by role."""
-    is_offline = isinstance(algorithm, OfflineConfig)
-    # A row of pairs has two answers.
-    per_prompt = {"sft": 1, "dpo": 2, "reward_model": 2}.get(algorithm.kind, sampling.rollouts_per_prompt)
-    sequences = train.prompts_per_step * per_prompt
+    sequences = train.prompts_per_step * algorithm.needs.samples_per_prompt(sampling.rollouts_per_prompt)
     models = {
         role: TrainingTime(
             model,
@@ -109,7 +106,7 @@ def estimate(
         for role, model in deployment.models.items()
     }
     running, rollout = 0, list[PhaseTime]()
-    if deployment.engine is not None and not is_offline:
+    if deployment.engine is not None and algorithm.needs.has_engines:
         num_rounds, num_prompts = generated_prompts(algorithm, train, workload)
         # Prompts of so many steps are under way at once, and only the last of them waits for its longest response.
         num_steps = max(1, train.max_staleness)
@@ -119,7 +116,7 @@ def estimate(
         seconds = num_rounds * engines.seconds(num_prompts=num_steps * num_prompts) / num_steps
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=seconds, is_waited_for=True)]
     publish = [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)] if deployment.engine else []
-    scoring, learning = _work(deployment, models, train, kl_config(algorithm))
+    scoring, learning = _work(deployment, models, train, algorithm.kl)
     pools = deployment.roles.used_pools
     training = [*_side_by_side(scoring, pools), *_side_by_side(learning, pools)]
     if train.max_staleness > 0:
@@ -142,7 +139,7 @@ def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig, workload: 
     Dropped groups are replaced in a further round, unless oversampling has replaced them already. With `max_staleness`
     prompts are replaced at once.
     """
-    filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+    filtering = algorithm.filter
     oversampling = 1.0 if filtering is None else filtering.oversampling
     at_once = train.prompts_per_step * oversampling
     kept_share = workload.kept_share if filtering is not None else None

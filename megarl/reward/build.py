@@ -39,13 +39,12 @@ from megarl.reward.scorer import (
     ScoringBackend,
 )
 from megarl.stages import Scorer
+from megarl.system.sizes import GIB, MIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import RolloutGroup, Score, ScoredGroup
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
-_GIB = 1 << 30
-_MIB = 1 << 20
 _SANDBOX_GRACE_S = 20.0
 """The sandbox enforces the deadline itself; a worker that is this much later is broken."""
 
@@ -180,7 +179,7 @@ def scoring_task(config: WorkerRewardConfig) -> ScoringTask:
             options=options,
             weights=weights,
             scores_groups=scores_groups,
-            memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+            memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
             cpu_s=config.cpu_s,
         ),
         workers=config.workers,
@@ -216,8 +215,8 @@ def _code_tests_task(config: CodeTestsRewardConfig) -> ScoringTask:
 
 def _limits(config: CodeTestsRewardConfig) -> Limits:
     return Limits(
-        memory_bytes=int(config.memory_gib * _GIB),
-        disk_bytes=config.disk_mib * _MIB,
+        memory_bytes=int(config.memory_gib * GIB),
+        disk_bytes=config.disk_mib * MIB,
         max_processes=config.max_processes,
         max_output_bytes=config.max_output_bytes,
     )
@@ -297,9 +296,10 @@ class ComposedScorer:
             for task in tasks:
                 task.cancel()
         per_rollout = (dict(zip(self._scorers, scores, strict=True)) for scores in zip(*by_part, strict=True))
-        return ScoredGroup(group=group, scores=tuple(map(self._compose, per_rollout)))
+        uid = group.prompt.uid
+        return ScoredGroup(group=group, scores=tuple(self._compose(scores, uid) for scores in per_rollout))
 
-    def _compose(self, scores: Mapping[str, Score]) -> Score:
+    def _compose(self, scores: Mapping[str, Score], uid: str) -> Score:
         """Return the score of one rollout; its components are the parts' scores and, as `part.name`, their own."""
         total, is_open = 0.0, True
         components: dict[str, float] = {}
@@ -311,8 +311,24 @@ class ComposedScorer:
         if any(score.is_masked for score in scores.values()):
             return Score(value=0.0, components={}, is_masked=True)
         predictions = (score.prediction for score in scores.values() if score.prediction is not None)
-        value = total if is_open else self._config.closed_score
-        return Score(value=value, components=components, prediction=next(predictions, None))
+        prediction = next(predictions, None)
+        if not is_open:
+            return Score(value=self._config.closed_score, components=components, prediction=prediction)
+        return Score(value=total, components=components, prediction=prediction, tokens=self._token_rewards(scores, uid))
+
+    def _token_rewards(self, scores: Mapping[str, Score], uid: str) -> tuple[float, ...] | None:
+        """Return the weighted sum of the parts' rewards of single tokens; None if no part gives any."""
+        by_part = {name: score.tokens for name, score in scores.items() if score.tokens is not None}
+        if not by_part:
+            return None
+        if len(set(map(len, by_part.values()))) > 1:
+            counts = ", ".join(f"{name} {len(rewards)}" for name, rewards in by_part.items())
+            raise RewardError(
+                f"prompt {uid}: the parts of reward.parts give `tokens` of different lengths ({counts}): "
+                "return one number for each token in all of them"
+            )
+        weighted = ([self._config.parts[name].weight * each for each in rewards] for name, rewards in by_part.items())
+        return tuple(map(sum, zip(*weighted, strict=True)))
 
     def close(self) -> None:
         for scorer in self._scorers.values():

@@ -12,18 +12,8 @@ from pathlib import Path
 import ray
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
-from megarl.checkpoint.carried import read_carried, take_open_step
-from megarl.checkpoint.manifest import FileDigest
+from megarl.checkpoint.carried import read_groups, take_open_step
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import (
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    RemaxConfig,
-    RewardModelConfig,
-    SpinConfig,
-)
-from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.config.reward import RewardConfig
 from megarl.config.teaching import teaching_of
@@ -34,9 +24,8 @@ from megarl.engine.dispatch import divide_engines
 from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
-from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import critic_folder, critic_shape
-from megarl.ranks.trainer import ModelsTrainer, build_trainer
+from megarl.ranks.trainer import ModelsTrainer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
 from megarl.rollout.frozen import FrozenEngines
@@ -55,9 +44,9 @@ from megarl.run.evaluate import (
     PairEvaluator,
     ScheduledEvaluation,
 )
+from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.preflight import Inputs
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.run.saver import RunSaver, SavedModel
 from megarl.serving.adapter_publisher import AdapterPublisher
@@ -66,7 +55,6 @@ from megarl.serving.connect import NoPublisher, Roles
 from megarl.serving.frozen import FrozenRole, models_of, open_access
 from megarl.serving.serving import ExternalServing, ManagedServing, NoServing
 from megarl.stages import Algorithm, GroupSource, Publisher, Scorer, Stages, Trainer
-from megarl.train.interface import TrainedCalls
 from megarl.types import PolicyVersion
 
 
@@ -92,7 +80,7 @@ class LoopBuilder:
         prompts, algorithm = self._prompts(), self._algorithm()
         groups = self._groups()
         buffer = self._buffer(prompts, groups)
-        models = build_trainer(
+        models = ModelsTrainer.of(
             recipe,
             self.inputs.shape,
             self.roles.trainers,
@@ -146,13 +134,13 @@ class LoopBuilder:
 
     def _buffer(self, prompts: PromptStream, groups: TaskGroups | GivenGroups) -> Buffer:
         resume, algorithm, train = self.resume, self.recipe.algorithm, self.recipe.train
-        filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+        filtering = algorithm.filter
         buffer = Buffer(
             prompts_per_step=train.prompts_per_step,
             max_staleness=train.max_staleness,
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
-            carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
             restore=groups.restore if isinstance(groups, TaskGroups) else None,
         )
         self.observer.watch_queue(
@@ -163,12 +151,11 @@ class LoopBuilder:
         return buffer
 
     def _groups(self) -> TaskGroups | GivenGroups:
-        recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
+        recipe, needs = self.recipe, self.recipe.algorithm.needs
+        if not needs.has_engines or self.workers is None:
             # The first answer of a pair is the better one.
-            values = (1.0, 0.0) if isinstance(recipe.algorithm, GivenPairsConfig) else (1.0,)
-            is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
-            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=is_scorer)
+            values = (1.0, 0.0) if needs.rows == "pairs" else (1.0,)
+            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=needs.is_scorer)
             return GivenGroups(answers, DemonstrationScorer(values))
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
@@ -177,11 +164,11 @@ class LoopBuilder:
             seed=recipe.run.seed,
             in_flight=recipe.in_flight,
             generator=recipe.sampling.generator,
-            baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
+            baseline=nearly_greedy if needs.has_baseline else None,
             has_routes=recipe.replays_routing(self.inputs.shape),
             teaching=teaching_of(recipe.algorithm, recipe.roles, self.inputs.shape.vocab),
         )
-        if isinstance(recipe.algorithm, SpinConfig):
+        if needs.self_play_steps is not None:
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
 
@@ -208,7 +195,7 @@ class LoopBuilder:
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
-        if isinstance(recipe.algorithm, OfflineConfig):
+        if not recipe.algorithm.needs.has_engines:
             return models
         sampler = RolloutSampler(
             config=recipe.observe.rollouts,
@@ -246,7 +233,7 @@ class LoopBuilder:
         probe = CanaryProbe.of(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=1.0 if isinstance(recipe.algorithm, OfflineConfig) else recipe.sampling.temperature,
+            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
             dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
@@ -266,10 +253,11 @@ class LoopBuilder:
         critic = None
         if trainers.critic is not None and recipe.roles.critic is not None:
             shape = critic_shape(recipe.roles.critic, inputs.shape, recipe.algorithm)
-            critic = _saved_model(trainers.critic, shape, critic_folder(recipe.roles.critic, recipe.model.path))
+            folder = critic_folder(recipe.roles.critic, recipe.model.path)
+            critic = SavedModel(ranks=trainers.critic, shape=shape, source_folder=folder)
         return RunSaver(
             recipe,
-            actor=_saved_model(trainers.actor, inputs.shape, recipe.model.path),
+            actor=SavedModel(ranks=trainers.actor, shape=inputs.shape, source_folder=recipe.model.path),
             critic=critic,
             algorithm=algorithm,
             prompts=prompts,
@@ -307,7 +295,7 @@ class LoopBuilder:
                 phases=self.roles.phases,
                 samples_per_call=recipe.train.prompts_per_step,
             )
-        if inputs.eval_pairs and isinstance(algorithm, PolicyGradient):
+        if inputs.eval_pairs:
             evaluator = PairEvaluator(
                 config,
                 pairs=inputs.eval_pairs,
@@ -346,16 +334,6 @@ class LoopBuilder:
             write=self._write,
             run_folder=recipe.run_folder.absolute(),
         )
-
-
-def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folder: Path) -> SavedModel:
-    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
-        written = await ranks.call_beside(TrainedCalls.write, folder, companions)
-        return {name: digest for files in written for name, digest in files.items()}
-
-    return SavedModel(
-        snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
-    )
 
 
 _PER_NODE = 1  # by default, in runs of several nodes

@@ -30,7 +30,8 @@ from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
 from megarl.run.driver_process import drive_again
 from megarl.run.exit_notice import exit_notice
-from megarl.run.preflight import Inputs, check_start
+from megarl.run.inputs import Inputs
+from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
 from megarl.system.lease import JoinedLease, Lease, digest_program
 from megarl.system.run_lock import refuse_locked, run_lock

@@ -1,44 +1,39 @@
-"""The checks before a run: machine, columns, rows, reward. All that can fail before anything is moved or started."""
+"""The checks before a run: machine, columns, rows, reward. All that can fail before anything is moved or started.
+
+`find_problems` makes those that need neither the GPUs nor the network of a run; `check_start` makes all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from megarl import __version__
 from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
-from megarl.config.algorithm import (
-    AlgorithmConfig,
-    DpoConfig,
-    FunctionLossConfig,
-    GdpoConfig,
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    RewardModelConfig,
-    SftConfig,
-    SpinConfig,
-)
-from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
+from megarl.config.algorithm import AlgorithmConfig, AlgorithmNeeds
+from megarl.config.checks.recipe import check_without_files
+from megarl.config.kernels import check_packages
+from megarl.config.load import CheckedRecipe
+from megarl.config.model import ModelShape
+from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
-from megarl.data.prompts import PromptReader, PromptSet, RowKind
-from megarl.data.rows import check_files, check_pairs
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys
 from megarl.episodes.build import rehearse
-from megarl.episodes.play import tools_of
-from megarl.errors import CheckpointError, DataError, MachineError
+from megarl.errors import CheckpointError, ConfigError, DataError, MachineError, MegarlError, Problem
 from megarl.observe.prometheus import MetricsEndpoint
+from megarl.planner.deployment import find_shapes
+from megarl.planner.fit import check_fit
+from megarl.planner.hardware import gpu_of
 from megarl.reward.build import build_scorer
+from megarl.run.inputs import Inputs, read_inputs, read_shape
 from megarl.serving.file_publisher import check_running
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
@@ -52,25 +47,189 @@ _MAX_TRIED = 64
 """Data sources whose reward is tried before a run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the checks of a recipe found."""
+
+    inputs: Inputs | None
+    """None where model, tokenizer or rows cannot be read."""
+    errors: tuple[MegarlError, ...]
+    unchecked: tuple[str, ...] = ()
+    """What only the machines of the run can tell."""
+
+    def raise_errors(self, source: str) -> None:
+        """Raise what was found: one error as it is, several as the problems of one ConfigError."""
+        others = [error for error in self.errors if not isinstance(error, ConfigError)]
+        if len(others) == len(self.errors) == 1:
+            raise others[0]
+        problems = [problem for error in self.errors for problem in _problems(error)]
+        if problems:
+            raise ConfigError(source, tuple(dict.fromkeys(problems)))
+
+
+def _problems(error: MegarlError) -> tuple[Problem, ...]:
+    return error.problems if isinstance(error, ConfigError) else (Problem(key="", message=str(error)),)
+
+
+@contextmanager
+def noting(errors: list[MegarlError]) -> Iterator[None]:
+    """Add an error of the block to `errors` instead of raising it."""
+    try:
+        yield
+    except MegarlError as error:
+        errors.append(error)
+
+
 def check_start(recipe: Recipe, *, address: str | None, keeps_rows: bool = True) -> Inputs:
-    """Check the machine, read the inputs, ask frozen models that run already and try the reward: all that can fail
-    before a run moves or starts anything.
+    """Check the machine, then model, data and reward; raise everything that is wrong with either.
 
     `address` is that of the Ray cluster to join. `keeps_rows` as in `read_inputs`.
     """
-    refuse_missing_gpu(recipe.run.device, address)
-    _try_port(recipe.observe, recipe.network)
-    for key, code in _codes(recipe.algorithm, recipe.sampling):
-        load_code(code, key=key)
-    inputs = read_inputs(recipe, keeps_rows=keeps_rows)
-    check_weights(recipe.model.path, inputs.shape)
-    if recipe.environment is not None:
-        limit = recipe.sampling.max_response_tokens
-        rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit)
-    asyncio.run(check_running(recipe.roles.frozen, device=recipe.run.device))
-    if not isinstance(recipe.algorithm, OfflineConfig):
-        asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
-    return inputs
+    # Reading a million rows takes minutes: a missing GPU is reported first.
+    Findings(inputs=None, errors=machine_errors(recipe, address)).raise_errors(recipe.run.name)
+    findings = _check_inputs(recipe, wrong=(), keeps_rows=keeps_rows)
+    findings.raise_errors(recipe.run.name)
+    assert findings.inputs is not None, "no inputs, and no error that says why"
+    return findings.inputs
+
+
+def find_problems(checked: CheckedRecipe) -> Findings:
+    """Check everything that can be checked on any machine, and name what cannot.
+
+    Parts of the recipe with a problem already are left out: their other problems would be consequences of it.
+    """
+    recipe = checked.recipe
+    errors: list[MegarlError] = [ConfigError(recipe.run.name, checked.problems)] if checked.problems else []
+    wrong = {problem.key.partition(".")[0] for problem in (*checked.problems, *checked.not_cached)}
+    fit_errors, is_fit_checked = _check_fit(recipe, checked.problems)
+    errors += fit_errors
+    findings = _check_inputs(recipe, wrong=wrong, keeps_rows=False)
+    unchecked = [f"{problem.key}: {problem.message}" for problem in checked.not_cached]
+    unchecked += machine_needs(recipe)
+    if recipe.run.device != "cpu" and not is_fit_checked:
+        unchecked.append("whether it fits its GPUs: set cluster.gpu, and name a model that is here")
+    return Findings(inputs=findings.inputs, errors=(*errors, *findings.errors), unchecked=tuple(unchecked))
+
+
+def machine_errors(recipe: Recipe, address: str | None) -> tuple[MegarlError, ...]:
+    """Return what this machine lacks: a GPU, packages, a free port, engines that must run already."""
+    errors: list[MegarlError] = []
+    with noting(errors):
+        refuse_missing_gpu(recipe.run.device, address)
+    if packages := tuple(check_packages(recipe.roles, device=recipe.run.device)):
+        errors.append(ConfigError(recipe.run.name, packages))
+    with noting(errors):
+        _try_port(recipe.observe, recipe.network)
+    with noting(errors):
+        asyncio.run(check_running(recipe.roles.frozen, device=recipe.run.device))
+    return tuple(errors)
+
+
+def machine_needs(recipe: Recipe) -> Iterator[str]:
+    """Yield what a run needs of its machines beside files: what `machine_errors` and `train` look for."""
+    if recipe.run.device != "cpu":
+        is_wide = any(pool.nodes > 1 for pool in recipe.pools.values())
+        yield f"{sum(pool.gpus for pool in recipe.pools.values())} GPUs" + " of a Ray cluster" * is_wide
+    yield from (
+        f"{problem.key}: the package it needs" for problem in check_packages(recipe.roles, device=recipe.run.device)
+    )
+    if recipe.observe.metrics_port:
+        yield f"observe.metrics_port: whether {recipe.observe.metrics_port} is free"
+    yield from (
+        f"roles.{role}.endpoints: their engines" for role, on in recipe.roles.on_engines.items() if on.endpoints
+    )
+
+
+_SIZE_KEYS = frozenset({"algorithm", "cluster", "model", "pools", "roles", "sampling", "train"})
+"""Sections that determine the memory of a run."""
+
+
+def _check_fit(recipe: Recipe, problems: Collection[Problem]) -> tuple[list[MegarlError], bool]:
+    """Return why the run cannot be placed or does not fit its GPUs, and whether that could be computed.
+
+    The shape of a public model is known without its folder.
+    """
+    keys = {problem.key for problem in problems} - {"model.path"}
+    if recipe.run.device == "cpu" or any(key.partition(".")[0] in _SIZE_KEYS for key in keys):
+        return [], True
+    try:
+        shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    except ConfigError:
+        return [], False
+    if misplaced := tuple(check_without_files(recipe, shapes.policy, critic=shapes.critic)):
+        return [ConfigError(recipe.run.name, misplaced)], True
+    errors: list[MegarlError] = []
+    if recipe.cluster.gpu is not None:
+        with noting(errors):
+            check_fit(recipe, gpu_of(recipe.cluster))
+    return errors, recipe.cluster.gpu is not None
+
+
+def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -> Findings:
+    """Load the user's code, read model and rows, rehearse the environment and try the reward.
+
+    `wrong` has the sections with known problems. Without a usable model, rows are checked but not tokenised.
+    """
+    errors: list[MegarlError] = []
+    codes = list(recipe.algorithm.needs.user_code)
+    if recipe.sampling.generator is not None:
+        codes.append(("sampling.generator", recipe.sampling.generator))
+    for key, code in codes:
+        with noting(errors):
+            load_code(code, key=key)
+    inputs, needs, wrong = None, recipe.algorithm.needs, set(wrong)
+    if "data" not in wrong:
+        try:
+            check_columns(recipe.data, recipe.algorithm)
+        except DataError as error:
+            errors.append(error)
+            wrong.add("data")
+    if "model" not in wrong:
+        with noting(errors):
+            check_weights(recipe.model.path, read_shape(recipe))
+    if not {"model", "data", "environment"} & wrong:
+        with noting(errors):
+            inputs = read_inputs(recipe, keeps_rows=keeps_rows)
+    elif "data" not in wrong:
+        with noting(errors):
+            _check_rows(recipe.data, recipe.algorithm)
+    if inputs is not None and recipe.environment is not None:
+        with noting(errors):
+            rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=recipe.sampling.max_response_tokens)
+    if needs.has_engines and not {"data", "reward"} & wrong:
+        with noting(errors):
+            prompts = _first_prompts(recipe.data) if inputs is None else (*inputs.train.prompts, *inputs.eval)
+            asyncio.run(_try_reward(recipe.reward, needs, tuple(prompts)))
+    return Findings(inputs=inputs, errors=tuple(errors))
+
+
+def _check_rows(data: DataConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise a DataError for the first bad row of a file; needs no tokenizer."""
+    if algorithm.needs.rows == "pairs":
+        return  # the two answers of a row are read as two rows, by the tokenizer's reader
+    as_demonstrations = algorithm.needs.rows != "prompts"
+    for _, batches in groupby(row_batches(data.train, row_keys(data)), key=lambda batch: batch.path):
+        refuse_bad_rows(
+            [error for batch in batches for error in checked_rows(batch, data, as_demonstrations=as_demonstrations)[1]]
+        )
+
+
+def _first_prompts(data: DataConfig) -> Iterator[Prompt]:
+    """Yield the good ones of the first rows of each file, without tokens: rewards read their other fields."""
+    for path in data.train:
+        batch = next(row_batches([path], row_keys(data)), None)
+        rows = [] if batch is None else checked_rows(batch, data, as_demonstrations=False)[0]
+        for row in rows:
+            yield Prompt(
+                uid=row.uid,
+                position=0,
+                epoch=0,
+                token_ids=np.zeros(0, dtype=np.int32),
+                data_source=row.data_source,
+                ground_truth=row.ground_truth,
+                extra_info=row.extra_info,
+                messages=row.chat,
+            )
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
@@ -93,8 +252,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
-    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig | SpinConfig))
-    if isinstance(algorithm, GivenPairsConfig):
+    check_files(data.train, data, as_demonstrations=algorithm.needs.rows != "prompts")
+    if algorithm.needs.rows == "pairs":
         check_pairs((*data.train, *data.eval_pairs), data)
     check_files(data.eval, data, as_demonstrations=False)
     check_files((*data.eval_demonstrations, *data.eval_pairs), data, as_demonstrations=True)
@@ -109,20 +268,6 @@ def refuse_missing_gpu(device: Device, address: str | None) -> None:
         )
 
 
-def _codes(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reference of every piece of the user's own code but the reward."""
-    if sampling.generator is not None:
-        yield "sampling.generator", sampling.generator
-    if isinstance(algorithm, SftConfig):
-        return
-    if algorithm.estimator is not None:
-        yield "algorithm.estimator", algorithm.estimator
-    if isinstance(algorithm.loss, FunctionLossConfig):
-        yield "algorithm.loss.code", algorithm.loss.code
-    if algorithm.filter is not None and algorithm.filter.code is not None:
-        yield "algorithm.filter.code", algorithm.filter.code
-
-
 def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
     """Raise MachineError if the metrics port cannot be listened on."""
     if observe.metrics_port:
@@ -130,7 +275,7 @@ def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
         MetricsEndpoint(CollectorRegistry(), port=observe.metrics_port, host=host).close()
 
 
-async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, prompts: Sequence[Prompt]) -> None:
+async def _try_reward(config: RewardConfig, needs: AlgorithmNeeds, prompts: Sequence[Prompt]) -> None:
     """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
     if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
         return  # its engines do not run yet
@@ -141,7 +286,7 @@ async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, pro
     try:
         for prompt in islice(firsts.values(), _MAX_TRIED):
             scored = await scorer.score(_answered(prompt))
-            for key, name in _wanted_components(algorithm):
+            for key, name in needs.components:
                 if not scored.scores[0].is_masked and name not in scored.scores[0].components:
                     known = ", ".join(scored.scores[0].components) or "none"
                     raise DataError(
@@ -162,83 +307,3 @@ def _answered(prompt: Prompt) -> RolloutGroup:
         finish_reason=FinishReason.STOP,
     )
     return RolloutGroup(prompt=prompt, rollouts=(rollout,))
-
-
-def _wanted_components(algorithm: PolicyGradientConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(algorithm, GdpoConfig):
-        yield from ((f"algorithm.weights.{name}", name) for name in algorithm.weights)
-    if algorithm.filter is not None and algorithm.filter.component is not None:
-        yield "algorithm.filter.component", algorithm.filter.component
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    shape: ModelShape
-    tokenizer: Tokenizer
-    train: PromptSet
-    eval: tuple[Prompt, ...]
-    eval_demonstrations: tuple[Prompt, ...] = ()
-    eval_pairs: tuple[Prompt, ...] = ()
-
-    @property
-    def tools_digest(self) -> str | None:
-        """Digest of the tools that prompts name, in their order; None without any."""
-        tools = self.tokenizer.tools
-        return hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest() if tools else None
-
-    def answers_digest(self, recipe: str) -> str:
-        """Return a digest of what answers to prompts and their scores depend on, beside the weights."""
-        parts = (recipe, self.train.digest, self.tools_digest, __version__)
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
-    """Read and check everything; raise a DataError or ConfigError that names the file.
-
-    Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
-    """
-    shape = read_model_shape(recipe.model.path)
-    is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
-    if is_scorer:
-        shape = shape.as_critic()
-    tools = () if recipe.environment is None else tools_of(recipe.environment)
-    tokenizer = load_tokenizer(
-        recipe.model.path,
-        vocab=shape.vocab,
-        template=recipe.data.template,
-        tools=[tool.as_function for tool in tools],
-    )
-    data, evaluation = recipe.data, recipe.evaluation
-    reader = PromptReader(
-        config=data,
-        kind="prompts",
-        max_response_tokens=recipe.sampling.max_response_tokens,
-        as_chats=is_scorer,
-        keeps_all=keeps_rows,
-    )
-    match recipe.algorithm:
-        case SftConfig() | SpinConfig():
-            train = replace(reader, kind="demonstrations").read(data.train, tokenizer)
-        case DpoConfig() | RewardModelConfig():
-            train = replace(reader, kind="pairs").read(data.train, tokenizer)
-        case PolicyGradientConfig():
-            train = reader.read(data.train, tokenizer)
-    inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
-    if evaluation is None:
-        return inputs
-    reader = replace(reader, keeps_all=True)
-    files: dict[RowKind, tuple[Path, ...]] = {
-        "prompts": data.eval,
-        "demonstrations": data.eval_demonstrations,
-        "pairs": data.eval_pairs,
-    }
-    held_out = {
-        kind: replace(reader, kind=kind).read(paths, tokenizer).prompts[: evaluation.max_prompts] if paths else ()
-        for kind, paths in files.items()
-    }
-    return replace(
-        inputs,
-        eval=held_out["prompts"],
-        eval_demonstrations=held_out["demonstrations"],
-        eval_pairs=held_out["pairs"],
-    )

@@ -15,7 +15,7 @@ from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError, WorkerError
-from megarl.run.preflight import Inputs
+from megarl.run.inputs import Inputs
 
 ResumeChoice: TypeAlias = Path | Literal["auto", "never"]
 """`auto` resumes from the run's own newest checkpoint, if it has one."""

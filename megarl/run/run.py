@@ -31,8 +31,8 @@ from megarl.ranks.start import running_trainers
 from megarl.rollout.groups import KeptGroups
 from megarl.rollout.worker import Answering
 from megarl.run.build import LoopBuilder, open_workers
+from megarl.run.inputs import Inputs
 from megarl.run.preemption import Preemption, preemptible
-from megarl.run.preflight import Inputs
 from megarl.run.resume import Restarts, last_good
 from megarl.serving.connect import connect, make_room
 from megarl.serving.frozen import FrozenRole, start_frozen

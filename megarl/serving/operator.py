@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
-from ray._private.state import available_resources_per_node
 
-from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, live_nodes
-from megarl.cluster.lost_nodes import first_line, reserve_on
+from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, free_devices, live_nodes
+from megarl.cluster.lost_nodes import reserve_on
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import Fleet
-from megarl.errors import EngineError, FleetError, MachineError
+from megarl.errors import EngineError, FleetError, MachineError, first_line
 from megarl.serving.nodes import EngineNodes
 from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
@@ -198,7 +197,7 @@ class Growth:
     def _reserve(self, address: str, count: int | None) -> NodeBundle:
         """Reserve the devices of further engines on a node."""
         resource = self._pool.places[0].bundle.resource
-        free = {key: int(devices.get(resource, 0)) for key, devices in available_resources_per_node().items()}
+        free = free_devices(resource)
         nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
         if address not in nodes:
             roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)

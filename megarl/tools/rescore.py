@@ -23,7 +23,7 @@ from megarl.config.reward import RewardConfig, longest_reply
 from megarl.config.roles import FrozenRoleConfig
 from megarl.data.rollout_files import list_rollouts
 from megarl.data.rows import DataRow, read_rows
-from megarl.errors import DataError
+from megarl.errors import DataError, first_line
 from megarl.observe.events import EVENTS_FILE, RunStarted, read_events
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -142,7 +142,7 @@ def _groups(path: Path) -> Iterator[list[dict[str, Any]]]:
     try:
         rollouts: list[dict[str, Any]] = pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     rollouts.sort(key=lambda rollout: (rollout["prompt_uid"], rollout["index"]))
     for _, members in groupby(rollouts, key=lambda rollout: rollout["prompt_uid"]):
         yield list(members)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, GrpoConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
@@ -152,7 +152,7 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     rehearsed = {"rollout", *roles.teachers}  # rewards have a stand-in
     for name in (name for name, role in roles.on_engines.items() if role.pool is None and name in rehearsed):
         raise _refused(f"roles.{name}.endpoints", "engines that run already cannot be rehearsed; name a pool")
-    if isinstance(recipe.algorithm, GivenPairsConfig):
+    if recipe.algorithm.needs.rows == "pairs":
         raise _refused("algorithm.kind", f"{recipe.algorithm.kind} trains on pairs, which a rehearsal does not have")
     small_roles = _small_roles(roles, files.model)
     pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
@@ -233,7 +233,7 @@ def _ranks_needed(split: ModelParallelConfig) -> int:
 
 
 def _small_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    if not isinstance(algorithm, PolicyGradientConfig) or algorithm.overlong is None:
+    if algorithm.overlong is None:
         return algorithm
     buffer_tokens = algorithm.overlong.buffer_tokens
     overlong = algorithm.overlong.model_copy(update={"buffer_tokens": buffer_tokens and min(2, buffer_tokens)})

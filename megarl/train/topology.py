@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.autograd.function import FunctionCtx
+from torch.distributed import TCPStore
 
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
-from megarl.errors import MachineError
+from megarl.errors import MachineError, first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def initialize(
     except (dist.DistError, OSError) as error:
         raise MachineError(
             f"trainer rank {rank} of {world} could not join the other ranks at {master_address}:{master_port} "
-            f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"within {timeout_s:g} s: {first_line(error)}"
         ) from None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=split.tensor,

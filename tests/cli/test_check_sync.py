@@ -47,6 +47,7 @@ def test_a_model_that_is_nowhere_is_one_problem(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("name", ["grpo_7b", "grpo_70b", "grpo_235b", "dapo_32b"])
 def test_published_weights_are_read_back_equal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check-sync", str(RECIPES / f"{name}.yaml"), "--json"]) == 0

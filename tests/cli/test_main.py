@@ -16,8 +16,9 @@ import pytest
 from megarl import __version__
 from megarl.cli import main as cli
 from megarl.cli import recipe as recipe_commands
-from megarl.config.recipe import Recipe
+from megarl.config.load import CheckedRecipe
 from megarl.errors import ConfigError, EngineError, MegarlError, NumericsError, PreemptedError, Problem
+from megarl.run import preflight
 
 RECIPE = """\
 run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
@@ -122,6 +123,88 @@ def test_a_reward_file_without_the_function_is_a_recipe_error(
     assert "compute_score" in problems[0]
 
 
+def on_gpus(*changes: str) -> list[str]:
+    """Options that make the recipe one for four H100."""
+    return [part for change in ("run.device=cuda", "cluster.gpu=h100", *changes) for part in ("--set", change)]
+
+
+def test_a_recipe_for_gpus_is_validated_where_there_is_none(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["validate", str(recipe), *on_gpus("observe.metrics_port=9", "pools.train.nodes=2")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "not checked here: 5 GPUs of a Ray cluster",
+        "not checked here: observe.metrics_port: whether 9 is free",
+        f"{recipe}: ok: grpo, 2 steps, 4096 prompts, runs in {recipe.parent}/runs/sample",
+    ]
+
+
+def test_here_checks_this_machine(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "_GPU_DEVICES", (tmp_path / "nvidia0",))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cli.run(["validate", "--here", str(recipe), *on_gpus()]) == 5
+    assert "this machine has no GPU" in capsys.readouterr().err
+    assert cli.run(["validate", "--here", str(recipe), *on_gpus("pools.train.nodes=2", "roles.actor.kernels=te")]) == 2
+    title, *problems = capsys.readouterr().err.splitlines()
+    assert title == f"{recipe}: 3 problem(s)"
+    assert [problem.split(":")[0].strip() for problem in problems] == [
+        "pools.train.nodes",
+        "run.device",
+        "roles.actor.kernels",
+    ]
+
+
+def test_problems_of_recipe_rows_reward_code_and_memory_are_reported_together(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pq.read_table(recipe.parent / "arithmetic" / "train.parquet").slice(0, 3).to_pylist()
+    rows[2]["prompt"] = None
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "null.parquet")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1 / 0\n")
+    (tmp_path / "file").touch()
+    changes = (
+        f"run.folder={tmp_path}/file/runs",
+        f"data.train=[{tmp_path}/null.parquet]",
+        f"reward={{kind: function, path: {reward}, workers: 1}}",
+        f"sampling.generator={tmp_path}/none.py:sample",
+        "train.tokens_per_micro_batch=100000000",
+    )
+    assert cli.run(["validate", str(recipe), *on_gpus(*changes)]) == 2
+    title, *problems = capsys.readouterr().err.splitlines()
+    assert title == f"{recipe}: 5 problem(s)"
+    for problem, words in zip(
+        problems,
+        (
+            "run.folder: ",
+            "does not fit h100: ",
+            "sampling.generator: ",
+            "null.parquet row 2, column prompt: is null",
+            "raised ZeroDivisionError",
+        ),
+        strict=True,
+    ):
+        assert words in problem
+
+
+def test_rows_and_reward_are_checked_without_the_model(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1 / 0\n")
+    elsewhere = on_gpus("model.path=Qwen/Qwen2.5-7B")
+    assert cli.run(["validate", str(recipe), *elsewhere]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("not checked here: model.path: Qwen/Qwen2.5-7B is neither a folder nor in the local cache")
+    raising = ["--set", f"reward={{kind: function, path: {reward}, workers: 1}}"]
+    assert cli.run(["validate", str(recipe), *elsewhere, *raising]) == 3
+    assert "raised ZeroDivisionError" in capsys.readouterr().err
+    (tmp_path / "empty.parquet").touch()
+    assert cli.run(["validate", str(recipe), *elsewhere, "--set", f"data.train=[{tmp_path}/empty.parquet]"]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -143,10 +226,10 @@ def test_a_wrong_command_line_is_explained(
 
 
 def failing(error: BaseException) -> object:
-    def load_recipe(path: Path, overrides: Sequence[str], *, checks: object, downloads: bool) -> Recipe:
+    def inspect_recipe(path: Path, overrides: Sequence[str], *, checks: object, downloads: bool) -> CheckedRecipe:
         raise error
 
-    return load_recipe
+    return inspect_recipe
 
 
 @pytest.mark.parametrize(
@@ -166,7 +249,7 @@ def test_every_error_has_its_exit_code_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(recipe_commands, "load_recipe", failing(error))
+    monkeypatch.setattr(recipe_commands, "inspect_recipe", failing(error))
     assert cli.run(["validate", "a.yaml"]) == exit_code
     assert capsys.readouterr().err == words
 
@@ -175,7 +258,7 @@ def test_a_bug_keeps_its_traceback_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(recipe_commands, "load_recipe", failing(ZeroDivisionError("of ours")))
+    monkeypatch.setattr(recipe_commands, "inspect_recipe", failing(ZeroDivisionError("of ours")))
     assert cli.run(["validate", "a.yaml"]) == 70
     (line,) = capsys.readouterr().err.splitlines()
     found = re.fullmatch(r"megarl: bug: ZeroDivisionError; the traceback is in (\S+)", line)

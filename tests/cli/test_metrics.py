@@ -9,7 +9,7 @@ from megarl.cli.main import run
 from megarl.cli.metrics import metrics_page
 from megarl.observe.catalogue import METRICS
 from megarl.observe.prometheus import Targets
-from megarl.tools.dashboards.monitoring import monitoring_files
+from scripts.dashboards.monitoring import monitoring_files
 from tests.repository import ROOT
 
 DOCS = ROOT / "docs"

@@ -22,7 +22,7 @@ with private_ray():
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     nodes = LocalRay(device="cpu", log_folder=tmp_path_factory.mktemp("ray"))
     with private_ray(), local_ray(nodes, num_slots=1):
         yield nodes.address

@@ -48,7 +48,7 @@ GPUS = (4, 4, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
+def nodes(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
     log_folder = tmp_path_factory.mktemp("nodes")
     with ExitStack() as stack:
         stack.enter_context(private_ray())
@@ -271,6 +271,7 @@ with ray_environment(sys.argv[1], ClusterConfig(allows_no_token=True)):
 """
 
 
+@pytest.mark.usefixtures("real_ray")
 def test_a_ray_that_others_started_without_a_token_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (RAY_AUTH_TOKEN_PATH.name, RAY_AUTH_TOKEN.name):
         monkeypatch.delenv(name, raising=False)

@@ -36,7 +36,7 @@ def kill(group: WorkerGroup[Worker]) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("ray")
     make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(folder, "workers"))
@@ -174,6 +174,7 @@ with private_ray():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_ray")
 @pytest.mark.fault("Ray ends a rank because its node is short of memory", "named with the figures; exit code 5")
 def test_a_rank_that_ray_ends_for_memory_is_named_with_the_figures(tmp_path: Path) -> None:
     # More memory than that is in use on every machine.

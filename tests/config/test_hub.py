@@ -89,7 +89,7 @@ def test_validate_names_the_command_that_fetches_a_model(
     cache: Callable[..., Path], scratch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(scratch)
-    assert run(["validate", str(HERE / "good.yaml"), "--set", "model.path=Org/Nothing"]) == 2
+    assert run(["validate", "--quick", "--here", str(HERE / "good.yaml"), "--set", "model.path=Org/Nothing"]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
     assert len([line for line in lines if "model.path" in line]) == 1
     assert "`megarl train` downloads it, or `hf download Org/Nothing`" in lines[0]

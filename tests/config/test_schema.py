@@ -80,3 +80,10 @@ def test_editors_accept_every_recipe(recipe: Path) -> None:
 def test_editors_refuse_an_unknown_key() -> None:
     with pytest.raises(jsonschema.ValidationError, match="stepss"):
         jsonschema.validate({"extends": "a.yaml", "run": {"stepss": 1}}, json_schema())
+
+
+def test_a_key_that_sections_share_is_described_once() -> None:
+    rows = [line.split("|", 2) for line in reference().splitlines() if line.startswith("| `")]
+    described = [(key.rpartition(".")[2], text) for _, key, text in rows if not key.endswith(".kind` ")]
+    assert [row for row in described if described.count(row) > 1] == []
+    assert re.search(r"As in \[roles\.actor\]\(#rolesactor\): `tensor`, `pipeline`", reference())

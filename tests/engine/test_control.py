@@ -92,6 +92,7 @@ def test_published_parameters_are_byte_equal_to_those_sglang_loads_itself(served
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("real_engines")
 def test_every_family_can_be_published_to(family: str, tied: bool, tensor: int, tmp_path: Path) -> None:
     served = serve(tmp_path, family, tensor=tensor, tied=tied)
     try:
@@ -114,6 +115,7 @@ MIXTURE_SPLITS = {
     [("qwen3_moe", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 2, 2), ("qwen2_moe", 2, 2), ("mixtral", 2, 2)],
     ids=["TP1", "TP2", "EP2", "shared-EP2", "mixtral-EP2"],
 )
+@pytest.mark.usefixtures("real_engines")
 def test_a_mixture_can_be_published_from_every_split_of_its_experts(
     family: str, tensor: int, expert: int, tmp_path: Path
 ) -> None:
@@ -188,7 +190,7 @@ def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
 
 
 @pytest.fixture
-def llama_tp1(tmp_path: Path) -> Iterator[ServedModel]:
+def llama_tp1(real_engines: None, tmp_path: Path) -> Iterator[ServedModel]:
     """An engine of its own: the test ends it."""
     served = serve(tmp_path, "llama", tensor=1, tied=False)
     yield served

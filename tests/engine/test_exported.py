@@ -52,6 +52,7 @@ def test_an_engine_takes_the_weights_of_an_exported_folder(qwen2_tp1: ServedMode
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_engines")
 def test_an_engine_starts_on_an_exported_folder(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "qwen2", layers=2)
     export_model(find_model(tmp_path / "model"), tmp_path / "out")

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from megarl.engine.commands import (
     Command,

@@ -207,6 +207,7 @@ def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: 
     assert [name for name in own if owned("sglang", name, device=device) is None] == []
 
 
+@pytest.mark.usefixtures("real_engines")
 def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     process = EngineProcess(engine_spec(tmp_path / "empty", tmp_path / "run"))
@@ -227,6 +228,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
             EngineProcess(engine_spec(tmp_path, tmp_path, port=port))
 
 
+@pytest.mark.usefixtures("real_engines")
 def test_a_server_that_is_late_is_stopped(tmp_path: Path) -> None:
     process = EngineProcess(engine_spec(tmp_path, tmp_path / "run", start_timeout_s=0.5))
     process.start()
@@ -254,6 +256,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("real_engines")
 def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -268,6 +271,7 @@ def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     "family",
     ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3_moe")],
 )
+@pytest.mark.usefixtures("real_engines")
 def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_given(
     family: str, tmp_path: Path
 ) -> None:

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
-from megarl.episodes.session import SampledTokens, Session
+from megarl.episodes.session import Session
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.tokens import SampledTokens
 from megarl.types import Ending, Prompt, Rollout, TokenArray
 from tests.engine.engines import CONTEXT, ServedModel, engine_spec, prompt_of, spell
 from tests.tiny_models import write_tiny_model
@@ -27,7 +28,7 @@ ENDS = tuple(range(2, 22))
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def mixture(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     with recording_engine(tmp_path_factory.mktemp("mixture"), "qwen3_moe") as served:
         yield served
 
@@ -83,6 +84,7 @@ def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixture: Ser
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_engines")
 def test_an_engine_of_mixtral_says_which_experts_its_layers_choose(tmp_path: Path) -> None:
     with recording_engine(tmp_path, "mixtral") as served:
         test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(served)

@@ -58,6 +58,7 @@ def watch(run_folder: Path, footprint: Footprint, secrets: set[str], lines: set[
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_no_key_of_a_run_is_to_be_found_anywhere(tmp_path: Path) -> None:
     make_arithmetic(tmp_path / "arithmetic", num_train=12, num_sft=16, num_eval=16)
     (tmp_path / "key").write_text(CANARY)

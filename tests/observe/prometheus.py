@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from megarl.tools.dashboards.panels import Query
+from scripts.dashboards.panels import Query
 from tests.packages import program
 
 _START_TIMEOUT_S = 300.0

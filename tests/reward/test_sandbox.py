@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.reward.sandbox import Limits, Sandbox
-from megarl.reward.system_calls import filter_program
+from megarl.reward.sandbox import Limits, Sandbox, filter_program
 
 pytestmark = pytest.mark.needs("bubblewrap")
 

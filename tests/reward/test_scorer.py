@@ -366,6 +366,43 @@ def test_a_gate_closes_and_the_parts_are_still_known(make_group: MakeGroup, make
     assert (closed.components["right"], closed.value) == (1.0, -1.0)
 
 
+REWARDS_TOKENS = """
+def compute_score(solution_str):
+    return {"score": 1, "tokens": [float(digit) for digit in solution_str][SLICE]}
+"""
+
+
+def rewarding_tokens(folder: Path, *slices: str) -> ComposedRewardConfig:
+    """Write one function per slice of the tokens; return their sum, with the weights 1, 2, ... and an exact part."""
+    parts: dict[str, Any] = {"right": {"reward": {"kind": "exact"}}}
+    for number, kept in enumerate(slices, start=1):
+        path = folder / f"part_{number}.py"
+        path.write_text(REWARDS_TOKENS.replace("SLICE", kept))
+        function = {"kind": "function", "path": str(path), "workers": 1}
+        parts[f"part_{number}"] = {"reward": function, "weight": float(number), "mean": 5.0, "std": 10.0}
+    return ComposedRewardConfig.model_validate({"kind": "composed", "parts": parts, "closed_score": -1.0})
+
+
+def test_a_composed_score_keeps_the_weighted_rewards_of_tokens(tmp_path: Path, make_group: MakeGroup) -> None:
+    short, long = scores_of(rewarding_tokens(tmp_path, ":", "::-1"), make_group("42", "142"))
+    assert short.tokens == (4.0 + 2 * 2.0, 2.0 + 2 * 4.0)
+    assert long.tokens == (1.0 + 2 * 2.0, 4.0 + 2 * 4.0, 2.0 + 2 * 1.0)
+
+
+def test_a_closed_gate_leaves_no_rewards_of_tokens(tmp_path: Path, make_group: MakeGroup) -> None:
+    config = rewarding_tokens(tmp_path, ":")
+    gate = config.parts["right"].model_copy(update={"gate_from": 1.0})
+    config = config.model_copy(update={"parts": config.parts | {"right": gate}})
+    right, wrong = scores_of(config, make_group("42", "41"))
+    assert right.tokens is not None
+    assert (wrong.value, wrong.tokens) == (-1.0, None)
+
+
+def test_parts_with_rewards_of_different_tokens_are_an_error(tmp_path: Path, make_group: MakeGroup) -> None:
+    with pytest.raises(RewardError, match=r"different lengths \(part_1 \d+, part_2 \d+\)"):
+        scores_of(rewarding_tokens(tmp_path, ":", "1:"), make_group("42"))
+
+
 def test_a_source_may_have_a_composed_reward_and_its_problem_names_the_part(
     make_group: MakeGroup, make_reward: MakeReward
 ) -> None:

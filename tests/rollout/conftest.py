@@ -14,7 +14,7 @@ from tests.run.seeded_engine import SeededEngines, seeded_engines
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
+def nodes(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
     with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
         yield nodes
 

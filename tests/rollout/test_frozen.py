@@ -73,6 +73,7 @@ def group_of(*texts: str) -> RolloutGroup:
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
 )
+@pytest.mark.usefixtures("real_engines")
 def test_a_reward_model_scores_like_transformers(family: str, tokenizer_folder: Path, tmp_path: Path) -> None:
     """SGLang's own Qwen classifiers have a head with a random bias; ours have none."""
     folder = as_classifier(tokenizer_folder, tmp_path / "classifier", family)

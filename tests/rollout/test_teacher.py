@@ -74,6 +74,7 @@ def check_scores(numbers: FloatArray, expected: torch.Tensor, *, num_top: int, v
         pytest.param("qwen3_moe", 1, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("real_engines")
 def test_a_teacher_at_another_temperature_answers_as_transformers_does(
     family: str, tensor: int, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from megarl.results import EvalResult
 from megarl.system.run_lock import LOCKS_FOLDER
 from tests.faults.leftovers import Footprint
 from tests.processes import template
+from tests.schedule import WATCH
 
 RECIPE = """
 run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
@@ -132,6 +133,7 @@ def started(
 
     Forked from a template that has imported what the driver needs; slow tests start the installed `megarl`.
     """
+    WATCH.refuse("megarl train")
     words = ["megarl", "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
         words += ["--set", override]

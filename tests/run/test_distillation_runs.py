@@ -20,7 +20,7 @@ from tests.run.runs import Run, finished, run, started
 from tests.run.test_frozen_runs import server_of, wait_for_step
 from tests.tiny_models import answer_logprob
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_run")]
 
 KINDS = ["{kind: reverse_kl}", "{kind: forward_topk, top_k: 4}"]
 ON_ENGINES = (

@@ -16,7 +16,7 @@ from megarl.observe.events import EVENTS_FILE, RunStarted, StepFinished, read_ev
 from tests.episodes.chain_model import CALL_ADD, write_chain
 from tests.episodes.servers import free_port, running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_run")]
 
 MEGARL = Path(sys.executable).with_name("megarl")
 NUM_STEPS = 2

@@ -50,6 +50,7 @@ COMPOSED = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.fault(
     "kill -9 of the engines of a reward model and of a judge, with requests under way",
     "both start again; every score is that of transformers",
@@ -91,6 +92,7 @@ def test_frozen_models_that_are_killed_in_a_step_give_no_wrong_score(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("pools", ["rollout", "all", "train"])
 def test_frozen_models_score_in_turns_on_the_devices_of_others(pools: str, tmp_path: Path) -> None:
     """The pool of the engines, one pool for everything, or the pool of the trainers; the scores are the same."""

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
-from megarl.run.preflight import read_inputs
+from megarl.run.inputs import read_inputs
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 NUM_ROWS = 10

@@ -32,7 +32,7 @@ MIXTURE = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     dense = path / "arithmetic" / "model"
@@ -59,7 +59,8 @@ def check_replayed(done: Run, *, steps: int) -> None:
         assert update.engine_mismatch is None or update.engine_mismatch < 1e-5
 
 
-@pytest.mark.parametrize("model", ["mixture", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixture", "shared"])
 def test_a_mixture_is_trained_with_the_experts_of_its_engine(model: str, folder: Path) -> None:
     check_replayed(run(folder, f"replayed_{model}", f"model.path={folder / model}", *MIXTURE), steps=2)
 

@@ -39,6 +39,7 @@ KINDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_learns_from_preferences(kind: str, tmp_path: Path) -> None:
     make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
@@ -50,6 +51,7 @@ def test_a_run_learns_from_preferences(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_a_run_learns_from_pairs_of_the_data(tmp_path: Path) -> None:
     """Without engines: after a few steps a chosen answer is likelier, and a rejected one less likely, than before."""
     files = make_arithmetic(tmp_path / "arithmetic", num_train=32, num_sft=16, num_eval=16)
@@ -72,6 +74,7 @@ def test_a_run_learns_from_pairs_of_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_a_trained_reward_model_scores_in_transformers_as_in_training(tmp_path: Path) -> None:
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     done = run(

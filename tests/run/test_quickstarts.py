@@ -16,7 +16,7 @@ RECIPES = ROOT / "recipes"
 MEGARL = Path(sys.executable).with_name("megarl")
 MAX_SECONDS = 8 * 60.0
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_run")]
 
 
 def megarl(folder: Path, *words: str) -> None:

@@ -14,7 +14,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError
-from megarl.run.preflight import Inputs
+from megarl.run.inputs import Inputs
 from megarl.run.resume import checked_resume_point, choose, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint
 from tests.tiny_models import write_random_adapter, write_tiny_model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.data.rollout_files import generations_file, read_generations
-from megarl.observe.events import EVENTS_FILE, Restarted, StepFinished, read_events
+from megarl.observe.events import EVENTS_FILE, Restarted, RunStarted, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Driver, Run, descendants, finished, listening, run, started, survivors
 
@@ -29,7 +29,7 @@ TP2_PP2 = ("roles.actor={pool: train, tensor: 2, pipeline: 2}", "pools.train.gpu
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     return path
@@ -71,46 +71,30 @@ def test_an_evaluation_answers_in_both_ways_and_keeps_what_was_said(reference: R
         assert all(item.prompt.count("+") == 1 for item in kept)
 
 
-def test_a_seed_decides_every_bit_whatever_is_evaluated_in_between(folder: Path, reference: Run) -> None:
-    again = run(folder, "again", "evaluation.runs_before_training=false")
-    assert again.exit_code == 0, again.output
-    assert _weights(again) == _weights(reference)
-    assert [event.summary.update for event in again.steps] == [event.summary.update for event in reference.steps]
-    assert again.evaluations == {2: reference.evaluations[2]}
-
-
-def test_rollout_workers_change_no_bit_even_if_one_dies(folder: Path, reference: Run) -> None:
-    """Two engines and two workers; the first that has an answer in step 2 is killed."""
+def test_a_seed_decides_every_bit_whatever_evaluates_generates_or_dies(folder: Path, reference: Run) -> None:
+    """Two engines, two workers and one evaluation less; the first worker that has an answer in step 2 is killed."""
     fault = {"point": "generating", "kind": "kill", "step": 1, "once": str(folder / "killed")}
-    other = run(folder, "workers", "roles.rollout.workers=2", "pools.rollout.gpus_per_node=2", faults=[fault])
+    overrides = ("roles.rollout.workers=2", "pools.rollout.gpus_per_node=2", "evaluation.runs_before_training=false")
+    other = run(folder, "workers", *overrides, faults=[fault])
     assert other.exit_code == 0, other.output
     assert (folder / "killed").exists()
     assert "rollout_worker" in {event.role for event in other.events if isinstance(event, Restarted)}
     assert _weights(other) == _weights(reference)
     assert [event.summary.update for event in other.steps] == [event.summary.update for event in reference.steps]
     assert [event.summary.rollouts for event in other.steps] == [event.summary.rollouts for event in reference.steps]
-    assert other.evaluations == reference.evaluations
+    assert other.evaluations == {2: reference.evaluations[2]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("shared_dp2_engine_tp2", SHARED_DP2_ENGINE_TP2),
-        pytest.param("pp2_engine_tp2", PP2_ENGINE_TP2, marks=pytest.mark.slow),
-        pytest.param("tp1", TP1, marks=pytest.mark.slow),
-        pytest.param("tp2_pp2", TP2_PP2, marks=pytest.mark.slow),
-    ],
+    ("name", "overrides"), [("pp2_engine_tp2", PP2_ENGINE_TP2), ("tp1", TP1), ("tp2_pp2", TP2_PP2)]
 )
 def test_the_first_step_does_not_depend_on_the_layout(
     folder: Path, reference: Run, name: str, overrides: tuple[str, ...]
 ) -> None:
     other = run(folder, name, *overrides)
     assert other.exit_code == 0, other.output
-    expected, found = reference.steps[0].summary, other.steps[0].summary
-    assert found.rollouts == expected.rollouts
-    for number in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max"):
-        difference = abs(getattr(found.update, number) - getattr(expected.update, number))
-        assert difference < 1e-5, f"{number} differs by {difference}"
+    _check_first_step(other, reference)
 
 
 @pytest.mark.slow
@@ -133,38 +117,37 @@ def test_a_reference_with_ranks_of_its_own_is_read_by_the_ranks_that_learn(folde
     assert second.reference_kl > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)],
-)
-def test_a_signal_to_the_whole_group_leaves_nothing_behind(
-    folder: Path, number: signal.Signals, exit_code: int
-) -> None:
-    name = f"stopped_by_{number.name}"
-    # With a lease, as by default: the driver is a process below that of the command.
-    with started(folder, name, "run.steps=500", "cluster.lease_s=90") as process:
-        _await_step(folder / "runs" / name, process)
-        processes = descendants(process.pid)
-        assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-        os.killpg(process.pid, number)
-        process.wait(timeout=300)
-    assert survivors(processes, timeout_s=60) == []
-    done = finished(folder, name, process)
-    assert done.exit_code == exit_code, done.output
-    assert "Traceback" not in done.output
-    # Both save the last trained step and say where the run stands.
-    saved = done.steps[-1].summary.step
-    assert f" after step {saved}: saved; " in done.output
-    assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
+@pytest.fixture(scope="module")
+def left_by_ctrl_c(folder: Path) -> Run:
+    """A run in a shared pool, as in a terminal, until Ctrl-C after its first step."""
+    return _stopped(folder, "left", signal.SIGINT, SHARED_DP2_ENGINE_TP2)
 
 
-def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:
-    with started(folder, "killed", "run.steps=500") as process:
-        _await_step(folder / "runs" / "killed", process)
+def test_the_first_step_does_not_depend_on_whether_a_pool_is_shared(reference: Run, left_by_ctrl_c: Run) -> None:
+    _check_first_step(left_by_ctrl_c, reference)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(left_by_ctrl_c: Run) -> None:
+    _check_stopped(left_by_ctrl_c, exit_code=130)
+
+
+def test_the_next_run_goes_on_and_leaves_nothing_behind_when_it_is_killed(folder: Path, left_by_ctrl_c: Run) -> None:
+    saved = left_by_ctrl_c.steps[-1].summary.step
+    with started(folder, "left", "run.steps=500", *SHARED_DP2_ENGINE_TP2) as process:
+        _await_step(folder / "runs" / "left", process, after=saved)
         processes = descendants(process.pid)
         process.kill()
         process.wait(timeout=60)
     assert survivors(processes, timeout_s=60) == []
+    done = finished(folder, "left", process)
+    assert [event.resumed_step for event in done.events if isinstance(event, RunStarted)] == [0, saved]
+    steps = [event.summary.step for event in done.steps]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_a_checkpoint_and_nothing_else(folder: Path) -> None:
+    _check_stopped(_stopped(folder, "terminated", signal.SIGTERM, ()), exit_code=75)
 
 
 @pytest.mark.slow
@@ -179,12 +162,43 @@ def _weights(done: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}
 
 
-def _await_step(run_folder: Path, process: Driver, timeout_s: float = 1200) -> None:
+def _check_first_step(other: Run, reference: Run) -> None:
+    expected, found = reference.steps[0].summary, other.steps[0].summary
+    assert found.rollouts == expected.rollouts
+    for number in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max"):
+        difference = abs(getattr(found.update, number) - getattr(expected.update, number))
+        assert difference < 1e-5, f"{number} differs by {difference}"
+
+
+def _stopped(folder: Path, name: str, number: signal.Signals, overrides: tuple[str, ...]) -> Run:
+    """Send the signal to the whole process group after the first step; nothing may outlive the run."""
+    # With a lease, as by default: the driver is a process below that of the command.
+    with started(folder, name, "run.steps=500", "cluster.lease_s=90", *overrides) as process:
+        _await_step(folder / "runs" / name, process, after=0)
+        processes = descendants(process.pid)
+        assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        os.killpg(process.pid, number)
+        process.wait(timeout=300)
+    assert survivors(processes, timeout_s=60) == []
+    return finished(folder, name, process)
+
+
+def _check_stopped(done: Run, *, exit_code: int) -> None:
+    assert done.exit_code == exit_code, done.output
+    assert "Traceback" not in done.output
+    # Every signal saves the last trained step and says where the run stands.
+    saved = done.steps[-1].summary.step
+    assert f" after step {saved}: saved; " in done.output
+    assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
+
+
+def _await_step(run_folder: Path, process: Driver, *, after: int, timeout_s: float = 1200) -> None:
     deadline = time.monotonic() + timeout_s
     path = run_folder / EVENTS_FILE
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before its first step"
-        if path.exists() and any(isinstance(record.event, StepFinished) for record in read_events(path)):
+        events = [record.event for record in read_events(path)] if path.exists() else []
+        if any(isinstance(event, StepFinished) and event.summary.step > after for event in events):
             return
         time.sleep(0.5)
     raise AssertionError("no step within the deadline")

@@ -16,7 +16,7 @@ NUM_ROWS = 12
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     make_arithmetic(path / "arithmetic", num_train=4, num_sft=4, num_eval=4)
     rows = [{"messages": conversation(number)} for number in range(NUM_ROWS)]

@@ -14,8 +14,8 @@ import pytest
 
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.observe.prometheus import LINKS_FOLDER, TARGETS_FILE, read_targets
-from megarl.tools.dashboards.monitoring import DASHBOARDS
-from megarl.tools.dashboards.panels import Needs
+from scripts.dashboards.monitoring import DASHBOARDS
+from scripts.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus
 from tests.repository import ROOT
 
@@ -25,7 +25,12 @@ START_TIMEOUT_S = 1200.0
 MAX_SECONDS_OF_STEPS = 90.0
 """Half a minute of a machine that has nothing else to do."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("prometheus"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("whole_run"),
+    pytest.mark.needs("prometheus"),
+    pytest.mark.timeout(900),
+]
 
 
 @contextmanager

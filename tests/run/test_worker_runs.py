@@ -29,7 +29,7 @@ def with_workers(number: int, *, num_engines: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     make_arithmetic(path / "arithmetic", num_train=96, num_sft=16, num_eval=16)
     return path

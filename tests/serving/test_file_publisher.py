@@ -23,6 +23,7 @@ from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.engine.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
 from tests.engine.test_control import fingerprints_from_disk
+from tests.ranks.local_ranks import LocalRanks
 from tests.run.runs import run
 from tests.tiny_models import write_tiny_model
 
@@ -45,7 +46,7 @@ class FolderRanks:
 
 def publisher_to(fleet: Fleet, ranks: FolderRanks, folder: Path, source_folder: Path) -> FilePublisher:
     return FilePublisher(
-        ranks=ranks,
+        ranks=LocalRanks(ranks),
         fleet=fleet,
         folder=folder,
         source_folder=source_folder,
@@ -158,7 +159,7 @@ class ArithmeticEngine:
 
 
 @pytest.fixture
-def arithmetic_engine(tmp_path: Path) -> Iterator[ArithmeticEngine]:
+def arithmetic_engine(whole_run: None, real_engines: None, tmp_path: Path) -> Iterator[ArithmeticEngine]:
     make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     process = EngineProcess(engine_spec(tmp_path / "arithmetic" / "model", tmp_path / "engine"))
     process.start()

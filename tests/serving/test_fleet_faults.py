@@ -30,7 +30,7 @@ PROMPTS = [prompt_of(5, 17, 33, 90, 8 + number, uid=f"row-{number}") for number 
 
 
 @pytest.fixture(scope="module")
-def duo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
+def duo(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
     with open_duo(tmp_path_factory.mktemp("duo")) as duo:
         yield duo
 

@@ -33,7 +33,7 @@ TEXTS = ("4", "12", "the rest")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge")
     write_tiny_model(folder / "model", TinyShape(), seed=3)
     return folder

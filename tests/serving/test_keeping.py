@@ -27,6 +27,7 @@ NODE_LOST_S = 600.0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_ray")
 @pytest.mark.fault(
     "loss of the node of a judge's engine, with a spare node in the Ray cluster",
     "the engine starts on the spare node; the judge gives the same scores",

@@ -40,6 +40,7 @@ def write_checkpoint(parent: Path, model: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_a_healthy_checkpoint_has_no_mismatch(tmp_path: Path) -> None:
     files = make_arithmetic(tmp_path / "arithmetic", num_sft=1)
     checkpoint = write_checkpoint(tmp_path / "checkpoints", files.model)

@@ -101,6 +101,7 @@ def healthy_on(spares: list[str], event: Event) -> str | None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.fault(
     "repeated deaths of engines, and of trainer ranks, of one node",
     "the node is excluded; its engines and its ranks go on on spare nodes",
@@ -130,6 +131,7 @@ def test_engines_and_ranks_of_excluded_nodes_go_on_on_spare_ones(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.fault(
     "loss of a node of trainer ranks, with a spare node in the Ray cluster",
     "the ranks start on the spare node from the newest checkpoint, and the run takes its last step",
@@ -162,6 +164,7 @@ def fleet(run_folder: Path, *words: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_engines_are_added_on_a_node_that_joins_and_are_retired_again(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
     with started_run(recipe, tmp_path) as (nodes, _, run):
@@ -191,6 +194,7 @@ def test_engines_are_added_on_a_node_that_joins_and_are_retired_again(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.fault(
     "repeated deaths of trainer ranks of one node of a pool that engines share",
     "the node is excluded; its ranks and its engines go on on a spare node",

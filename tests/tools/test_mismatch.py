@@ -19,7 +19,7 @@ from megarl.engine import admin
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
 from megarl.tools.diagnose import Diagnosis, Verdict, compare
-from megarl.train.interface import TrainerRecord
+from megarl.train.rank_spec import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec

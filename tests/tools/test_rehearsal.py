@@ -63,6 +63,8 @@ def can_make_namespaces() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, cwd=ROOT).returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 def test_a_shared_pool_over_nodes_loses_one_and_goes_on(tmp_path: Path) -> None:
     shown = rehearse("dapo_32b", tmp_path)
     assert "pools.all: 16 node(s) of 8 -> 2 of 2" in shown
@@ -75,6 +77,7 @@ def test_a_shared_pool_over_nodes_loses_one_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.fault(
     "loss of a node of engines, then of a node of trainer ranks",
     "steps go on with the other engines; both use the nodes that join next, ranks from a checkpoint",
@@ -90,6 +93,7 @@ def test_a_run_loses_a_node_of_engines_and_one_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(("name", "num_pools"), [("ppo_70b", 3), ("dapo_70b_async", 2)])
 def test_separate_pools_lose_nodes_and_go_on(name: str, num_pools: int, tmp_path: Path) -> None:
     shown = rehearse(name, tmp_path, loses_engines=True)

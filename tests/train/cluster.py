@@ -15,17 +15,21 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
 
+import psutil
+
 from megarl.tokens import SampleNumbers, assemble
 from megarl.types import FloatArray, TrainBatch
 from tests.processes import template
+from tests.schedule import WATCH
 
 Result = TypeVar("Result")
 
 NUM_PROCESSES = 4
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
-_MAX_JOBS = 16
-"""Jobs of a process: some process groups are never freed, and the threads of hundreds of them take a whole core."""
+_MAX_THREADS = 400
+"""Threads of a process before all are replaced: some process groups are never freed, and each has threads of its own.
+Hundreds of them take a whole core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +69,13 @@ class Cluster:
     def __init__(self) -> None:
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
-        self._num_jobs = 0
 
     def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 600.0) -> list[Result]:
         """Results in rank order; the first rank's error is raised here."""
-        if self._num_jobs == _MAX_JOBS:
+        if any(num_threads(process) > _MAX_THREADS for process in self._processes):
             self.stop()
         if not self._processes:
             self._start()
-        self._num_jobs += 1
         port = _free_port()
         for rank, pipe in enumerate(self._pipes[:world]):
             pipe.send((job, rank, world, port, [_own(argument, rank) for argument in arguments]))
@@ -103,9 +105,10 @@ class Cluster:
             process.join(_STOP_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
-        self._processes, self._pipes, self._num_jobs = [], [], 0
+        self._processes, self._pipes = [], []
 
     def _start(self) -> None:
+        WATCH.refuse("ranks")
         context = template()
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
@@ -116,6 +119,10 @@ class Cluster:
         for pipe in self._pipes:
             assert pipe.poll(_START_TIMEOUT_S), f"a rank process did not start within {_START_TIMEOUT_S:g} s"
             assert pipe.recv() == "ready"
+
+
+def num_threads(process: ForkServerProcess) -> int:
+    return psutil.Process(process.pid).num_threads() if process.is_alive() else 0
 
 
 def _own(argument: object, rank: int) -> object:

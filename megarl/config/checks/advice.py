@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import (
-    AlgorithmConfig,
-    GivenPairsConfig,
-    OfflineConfig,
-    PolicyGradientConfig,
-    SftConfig,
-    SpinConfig,
-)
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import RolesConfig
@@ -42,7 +35,7 @@ def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
 
 
 def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    if isinstance(algorithm, OfflineConfig):
+    if not algorithm.needs.has_engines:
         for name in sorted(sampling.model_fields_set - {"max_response_tokens"}):
             yield Problem(key=f"sampling.{name}", message=f"has no effect in {algorithm.kind}")
         return
@@ -53,7 +46,7 @@ def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[
 
 
 def _staleness(staleness: int, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    if staleness and isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
+    if staleness and algorithm.needs.has_engines and algorithm.correction is None:
         yield Problem(
             key="train.max_staleness",
             message=f"{staleness} trains on what earlier policies chose as if the current one had chosen it; "
@@ -104,10 +97,10 @@ def _idle_ranks(
 
 def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     for key in sorted(data.model_fields_set & {"response_key", "imitates"}):
-        if not isinstance(algorithm, SftConfig | SpinConfig):
+        if algorithm.needs.rows != "demonstrations":
             yield Problem(key=f"data.{key}", message="only sft and spin read it")
     for key in sorted(data.model_fields_set & {"chosen_key", "rejected_key"}):
-        if not isinstance(algorithm, GivenPairsConfig):
+        if algorithm.needs.rows != "pairs":
             yield Problem(key=f"data.{key}", message="only dpo and reward_model read it")
 
 

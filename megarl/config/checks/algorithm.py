@@ -11,10 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from megarl.config.algorithm import (
     AlgorithmConfig,
-    DistillConfig,
     DpoConfig,
     EstimatorConfig,
-    GaeConfig,
     GdpoConfig,
     GivenPairsConfig,
     GmpoLossConfig,
@@ -25,13 +23,10 @@ from megarl.config.algorithm import (
     MaskConfig,
     MismatchBaselineConfig,
     MismatchConfig,
-    OfflineConfig,
     PairConfig,
     PolicyGradientConfig,
     PreferenceConfig,
     PrimeConfig,
-    ReinforcePpConfig,
-    RemaxConfig,
     RewardModelConfig,
     SapoLossConfig,
     SftConfig,
@@ -115,7 +110,7 @@ def check_rewards(config: RewardConfig) -> Iterator[Problem]:
 def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     """Yield what does not go together with generating while training, or with the lack of it."""
     rollout, staleness, algorithm = recipe.roles.rollout, recipe.train.max_staleness, recipe.algorithm
-    if isinstance(algorithm, OfflineConfig) and recipe.train.routing is not None:
+    if not algorithm.needs.has_engines and recipe.train.routing is not None:
         message = f"has no effect in {algorithm.kind}, which trains on tokens of no engine; remove it"
         yield Problem(key="train.routing", message=message)
     if staleness == 0:
@@ -125,7 +120,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
                 message="has no effect with train.max_staleness 0, where no request runs during a publish; remove it",
             )
         return
-    if isinstance(algorithm, OfflineConfig):
+    if not algorithm.needs.has_engines:
         message = f"{staleness} has no effect in {algorithm.kind}, which generates nothing to train on; remove it"
         yield Problem(key="train.max_staleness", message=message)
     if sharing := recipe.roles.beside_engines:
@@ -135,7 +130,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.roles.used_pools['rollout']}; "
             "give roles.rollout a pool of its own or set it to 0",
         )
-    filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+    filtering = algorithm.filter
     if filtering is not None and filtering.oversampling > 1:
         yield Problem(
             key="algorithm.filter.oversampling",
@@ -163,9 +158,7 @@ def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) ->
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     if roles.rollout is None:
         yield Problem(key="roles.rollout", message=f"missing; {algorithm.kind} needs engines that generate")
-    kinds = GaeConfig | ReinforcePpConfig | RemaxConfig | DistillConfig | SpinConfig
-    needs_no_group = isinstance(algorithm, kinds)
-    if sampling.rollouts_per_prompt == 1 and not needs_no_group:
+    if sampling.rollouts_per_prompt == 1 and algorithm.needs.compares_group:
         yield Problem(
             key="sampling.rollouts_per_prompt",
             message=f"1 leaves nothing to compare in a group; {algorithm.kind} needs at least 2",
@@ -188,7 +181,7 @@ def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: Sampling
 
 def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:
     """Yield a critic or reference that is missing, or that nothing uses."""
-    uses_critic = isinstance(algorithm, GaeConfig | PrimeConfig)
+    uses_critic = algorithm.needs.has_critic
     if uses_critic and roles.critic is None:
         message = f"missing; {algorithm.kind} needs a critic: name a pool for it, or choose grpo"
         yield Problem(key="roles.critic", message=message)
@@ -398,7 +391,7 @@ def check_given_answers(data: DataConfig, algorithm: AlgorithmConfig) -> Iterato
     """Yield held-out answers that the algorithm does not look at."""
     if data.eval_demonstrations and not isinstance(algorithm, SftConfig):
         yield Problem(key="data.eval_demonstrations", message="only sft measures the loss of answers; remove it")
-    if data.eval_pairs and not isinstance(algorithm, GivenPairsConfig):
+    if data.eval_pairs and algorithm.needs.rows != "pairs":
         yield Problem(key="data.eval_pairs", message="only dpo and reward_model compare pairs; remove it")
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import DataConfig, MirrorConfig, ObserveConfig
 from megarl.config.roles import EngineRoleConfig
-from megarl.errors import Problem
+from megarl.errors import ConfigError, Problem
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -89,6 +90,14 @@ def check_mirror(mirror: MirrorConfig | None) -> Iterator[Problem]:
             key="checkpoint.mirror.url",
             message=f"{_STORE_PACKAGES[protocol]} is not installed; run `pip install 'megarl[{protocol}]'`",
         )
+
+
+def shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
+    """Return the shape of the model that the recipe's `key` names, or why there is none."""
+    try:
+        return read_model_shape(folder)
+    except ConfigError as error:
+        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def check_model_folder(folder: Path, *, needs_template: bool) -> Iterator[Problem]:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.checks.files import check_model_folder
+from megarl.config.checks.files import check_model_folder, shape_or_problem
 from megarl.config.checks.roles import check_role_split
 from megarl.config.checks.splits import check_engine_split
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import ModelShape
 from megarl.config.reward import (
     EngineJudgeRewardConfig,
     RewardConfig,
@@ -19,7 +19,7 @@ from megarl.config.reward import (
 )
 from megarl.config.roles import RolesConfig, TeacherRanksConfig
 from megarl.config.section import Device
-from megarl.errors import ConfigError, Problem
+from megarl.errors import Problem
 
 _DEFAULT_LABELS = 2
 """Outputs of a classifier whose config.json names none, in transformers."""
@@ -96,7 +96,7 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
         if role in roles.teachers:
             continue  # `check_teachers`
         key = f"roles.{role}.model"
-        shape = _shape_or_problem(config.model, key)
+        shape = shape_or_problem(config.model, key)
         if isinstance(shape, Problem):
             yield shape
             continue
@@ -108,13 +108,6 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
             yield from check_engine_split(
                 shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
             )
-
-
-def _shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
-    try:
-        return read_model_shape(folder)
-    except ConfigError as error:
-        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def _kind(role: str, folder: Path, shape: ModelShape) -> Iterator[Problem]:
@@ -149,7 +142,7 @@ def check_teachers(
         yield Problem(key="algorithm.distillation.top_k", message=message)
     for role, config in roles.teachers.items():
         key = f"roles.{role}.model"
-        shape = _shape_or_problem(config.model, key)
+        shape = shape_or_problem(config.model, key)
         if isinstance(shape, Problem):
             yield shape
             continue

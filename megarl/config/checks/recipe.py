@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from pathlib import Path
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
@@ -18,6 +17,7 @@ from megarl.config.checks.files import (
     check_mirror,
     check_model_folder,
     check_run_folder,
+    shape_or_problem,
 )
 from megarl.config.checks.frozen import check_frozen, check_frozen_models, check_teachers
 from megarl.config.checks.roles import (
@@ -29,7 +29,7 @@ from megarl.config.checks.roles import (
     check_step,
     check_unused_keys,
 )
-from megarl.config.kernels import check_engine_precision, check_kernels, check_packages
+from megarl.config.kernels import check_engine_precision, check_kernels
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
@@ -39,7 +39,7 @@ from megarl.errors import ConfigError, Problem
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Return every problem that can be found without starting anything."""
+    """Return every problem that can be found without starting anything, and without the machines of the run."""
     problems = [
         *check_data_files(recipe.data),
         *check_run_folder(recipe.run_folder),
@@ -49,13 +49,12 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
-        *check_packages(recipe.roles, device=recipe.run.device),
     ]
     try:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:
         return [*problems, *error.problems]
-    if shape.has_value_head and not isinstance(recipe.algorithm, RewardModelConfig):
+    if shape.has_value_head and not recipe.algorithm.needs.is_scorer:
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
     return [
@@ -76,7 +75,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def _num_top(algorithm: AlgorithmConfig) -> int:
-    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    distillation = algorithm.distillation
     return 0 if distillation is None else distillation.top_k
 
 
@@ -98,13 +97,13 @@ def _other_models(roles: RolesConfig, policy: ModelShape) -> Iterator[Problem]:
     """Check the models that start from a folder of their own."""
     critic, reference = roles.critic, roles.reference
     if critic is not None and critic.path is not None:
-        shape = _shape_or_problem(critic.path, "roles.critic.path")
+        shape = shape_or_problem(critic.path, "roles.critic.path")
         if isinstance(shape, Problem):
             yield shape
         else:
             yield from _critic(critic, shape, policy)
     if reference is not None and reference.path is not None:
-        shape = _shape_or_problem(reference.path, "roles.reference.path")
+        shape = shape_or_problem(reference.path, "roles.reference.path")
         if isinstance(shape, Problem):
             yield shape
         elif shape != policy:
@@ -119,13 +118,6 @@ def _critic(critic: CriticConfig, shape: ModelShape, policy: ModelShape) -> Iter
             message=f"its vocabulary has {shape.vocab} tokens, that of model.path {policy.vocab}; "
             "a critic reads the policy's tokens",
         )
-
-
-def _shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
-    try:
-        return read_model_shape(folder)
-    except ConfigError as error:
-        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape) -> list[Problem]:

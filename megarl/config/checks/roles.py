@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.config.algorithm import AlgorithmConfig, OfflineConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.splits import (
     check_engine_experts,
     check_engine_split,
@@ -171,7 +171,7 @@ def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
 def check_dropout(lora: LoraConfig, algorithm: AlgorithmConfig, roles: RolesConfig) -> Iterator[Problem]:
     """Yield why an update may not leave out inputs of adapters."""
     key = "model.lora.dropout"
-    if lora.dropout and not isinstance(algorithm, OfflineConfig):
+    if lora.dropout and algorithm.needs.has_engines:
         message = (
             f"with {algorithm.kind} the policy that is trained would not be the one that generated; set it to 0: it is "
             "for answers of the data (sft, dpo)"

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 from megarl.config.native.owned import Library, owned
 from megarl.config.roles import RolesConfig, TrainedModelConfig
@@ -47,12 +46,6 @@ class NativeLibrary:
     version: str
     fields: Mapping[str, NativeField]
 
-    def to_json(self) -> str:
-        """Return the data file: a line per field, so that the diff of a new release reads well."""
-        lines = [f"  {json.dumps(name)}: {json.dumps(_to_json(self.fields[name]))}" for name in sorted(self.fields)]
-        head = f'"name": {json.dumps(self.name)}, "version": {json.dumps(self.version)}'
-        return f'{{{head}, "fields": {{\n' + ",\n".join(lines) + "\n}}\n"
-
 
 @cache
 def read_library(library: Library) -> NativeLibrary:
@@ -62,24 +55,6 @@ def read_library(library: Library) -> NativeLibrary:
         version=raw["version"],
         fields={name: _read(field) for name, field in raw["fields"].items()},
     )
-
-
-def write_library(library: Library, content: NativeLibrary) -> None:
-    """Replace the data file; needs megarl's source folder."""
-    Path(__file__).with_name(f"{library}.json").write_text(content.to_json(), encoding="utf-8")
-
-
-def sorted_choices(values: Iterable[object]) -> tuple[str | int | float, ...]:
-    """Return them in an order that does not depend on the process: some libraries keep them in sets."""
-    return tuple(sorted((value for value in values if isinstance(value, str | int | float)), key=str))
-
-
-def _to_json(field: NativeField) -> dict[str, object]:
-    values: dict[str, object] = {"types": field.types}
-    values |= {"choices": field.choices} if field.choices else {}
-    values |= {"flag": field.flag} if field.flag else {}
-    values |= {"negation": field.negation} if field.negation else {}
-    return values
 
 
 def _read(raw: Mapping[str, object]) -> NativeField:

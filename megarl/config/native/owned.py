@@ -291,7 +291,7 @@ _SGLANG_ON_CPU: Mapping[str, str] = {
 }
 
 
-_TABLES: Mapping[Library, tuple[Mapping[str, str], ...]] = {
+OWNED: Mapping[Library, tuple[Mapping[str, str], ...]] = {
     "megatron": (_MEGATRON,),
     "megatron_optimizer": (_MEGATRON_OPTIMIZER,),
     "megatron_ddp": (_MEGATRON_DDP,),
@@ -301,14 +301,9 @@ _TABLES: Mapping[Library, tuple[Mapping[str, str], ...]] = {
 
 def owned(library: Library, name: str, *, device: Device) -> str | None:
     """Return what to do instead of passing the option on; None for an option that may be passed on."""
-    tables = [table for table in _TABLES[library] if table is not _SGLANG_ON_CPU or device == "cpu"]
+    tables = [table for table in OWNED[library] if table is not _SGLANG_ON_CPU or device == "cpu"]
     for table in tables:
         for pattern, remedy in table.items():
             if fnmatchcase(name, pattern):
                 return remedy
     return None
-
-
-def owned_patterns(library: Library) -> list[str]:
-    """Return every pattern, so that a test can find one that matches no option."""
-    return [pattern for table in _TABLES[library] for pattern in table]

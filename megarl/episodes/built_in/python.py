@@ -16,11 +16,10 @@ from contextlib import suppress
 from functools import cache
 
 from megarl.reward.sandbox import Limits, Sandbox, SandboxKind, tree_resident_bytes
+from megarl.system.sizes import GIB, MIB
 
 _LENGTH = struct.Struct("!I")
 _WATCH_INTERVAL_S = 0.1
-_GIB = 1 << 30
-_MIB = 1 << 20
 _START_TIMEOUT_S = 60.0
 _MAX_OUTPUT_CHARACTERS = 1 << 18
 
@@ -103,8 +102,8 @@ class Python:
         deadline_s: float,
     ) -> None:
         self._limits = Limits(
-            memory_bytes=int(memory_gib * _GIB),
-            disk_bytes=disk_mib * _MIB,
+            memory_bytes=int(memory_gib * GIB),
+            disk_bytes=disk_mib * MIB,
             max_processes=max_processes,
             max_output_bytes=_MAX_OUTPUT_CHARACTERS,
         )

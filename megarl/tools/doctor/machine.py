@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.checks.recipe import check_recipe
+from megarl.config.kernels import check_packages
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
@@ -18,20 +19,20 @@ from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
+from megarl.system.sizes import GIB, MIB
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.gpus import ask_topology, check_gpus, find_gpus
 from megarl.tools.doctor.packages import check_patches, check_torch, check_versions
 from megarl.weights.layouts.canonical import num_parameters
 
-_GIB = 1 << 30
-_MIN_SHM_BYTES = _GIB
+_MIN_SHM_BYTES = GIB
 _MIN_OPEN_FILES = 8192
 _MIN_PROCESSES = 4096
 _MIN_PORTS = 10_000
 _MIN_CPUS = 4
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
-_PROBE_LIMITS = Limits(memory_bytes=2 * _GIB, disk_bytes=1 << 20, max_processes=16, max_output_bytes=1 << 16)
+_PROBE_LIMITS = Limits(memory_bytes=2 * GIB, disk_bytes=MIB, max_processes=16, max_output_bytes=1 << 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
 
 
 def examine_recipe(recipe: Recipe) -> Iterator[Check]:
-    problems = check_recipe(recipe)
+    problems = [*check_recipe(recipe), *check_packages(recipe.roles, device=recipe.run.device)]
     for problem in problems:
         yield Check(
             area="recipe", name=problem.key, found="cannot run", status=CheckStatus.ERROR, remedy=problem.message
@@ -98,7 +99,7 @@ def check_shared_memory(num_bytes: int) -> Check:
     return Check(
         area="machine",
         name=str(_SHM),
-        found=f"{num_bytes / _GIB:.2f} GiB",
+        found=f"{num_bytes / GIB:.2f} GiB",
         status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
         remedy="" if is_enough else "Ray and NCCL share memory there: give a container --shm-size 16g, or remount it",
     )
@@ -227,4 +228,4 @@ def check_disk(folder: Path, config: CheckpointConfig, *, bytes_each: int) -> Ch
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, PpoLossConfig
+from megarl.config.algorithm import KlRewardConfig, PpoLossConfig
 from megarl.tools.doctor.run_history import RunHistory
 
 
@@ -51,9 +51,9 @@ def warm_up(run: RunHistory) -> Sequence[RecipeChange]:
 def hold_to_reference(run: RunHistory) -> Sequence[RecipeChange]:
     """Add a KL term, or take five times the coefficient of the one that is there."""
     algorithm = run.recipe.algorithm
-    if not isinstance(algorithm, PolicyGradientConfig):
-        return ()
     match algorithm.kl:
+        case None if not algorithm.needs.has_engines:
+            return ()
         case None:
             has_reference = run.recipe.roles.reference is not None
             reference = () if has_reference else (_change("roles.reference", "{}"),)
@@ -77,7 +77,7 @@ def more_rollouts(run: RunHistory) -> Sequence[RecipeChange]:
 
 def filter_groups(run: RunHistory) -> Sequence[RecipeChange]:
     algorithm = run.recipe.algorithm
-    if not isinstance(algorithm, PolicyGradientConfig) or algorithm.filter is not None:
+    if not algorithm.needs.has_engines or algorithm.filter is not None:
         return ()
     return (_change("algorithm.filter", "{}"),)
 
@@ -94,7 +94,7 @@ def longer_responses(run: RunHistory) -> Sequence[RecipeChange]:
 
 def penalize_overlong(run: RunHistory) -> Sequence[RecipeChange]:
     algorithm = run.recipe.algorithm
-    if not isinstance(algorithm, PolicyGradientConfig) or algorithm.overlong is not None:
+    if not algorithm.needs.has_engines or algorithm.overlong is not None:
         return ()
     buffer_tokens = max(1, run.recipe.sampling.max_response_tokens // 4)
     return (_change("algorithm.overlong", f"{{buffer_tokens: {buffer_tokens}}}"),)
@@ -102,7 +102,7 @@ def penalize_overlong(run: RunHistory) -> Sequence[RecipeChange]:
 
 def reward_entropy(run: RunHistory) -> Sequence[RecipeChange]:
     algorithm = run.recipe.algorithm
-    if not isinstance(algorithm, PolicyGradientConfig):
+    if not algorithm.needs.has_engines:
         return ()
     changes = [_change("algorithm.entropy_coef", max(0.001, 2 * algorithm.entropy_coef))]
     if isinstance(algorithm.loss, PpoLossConfig) and algorithm.loss.clip_high < _CLIP_HIGHER:
@@ -113,7 +113,7 @@ def reward_entropy(run: RunHistory) -> Sequence[RecipeChange]:
 def correct_mismatch(run: RunHistory) -> Sequence[RecipeChange]:
     algorithm = run.recipe.algorithm
     changes = []
-    if isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
+    if algorithm.needs.has_engines and algorithm.correction is None:
         changes.append(_change("algorithm.correction", "{kind: tis}"))
     rollout = run.recipe.roles.rollout
     if rollout is not None and not rollout.is_deterministic_on(run.recipe.run.device):

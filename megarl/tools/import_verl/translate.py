@@ -21,16 +21,15 @@ from megarl.tools.import_verl.algorithm import (
     put_process_rewards,
     put_reward,
 )
-from megarl.tools.import_verl.episodes import put_environment
-from megarl.tools.import_verl.imitation import put_demonstrations
-from megarl.tools.import_verl.lora import put_lora
-from megarl.tools.import_verl.placement import (
+from megarl.tools.import_verl.data import put_demonstrations, put_environment, put_prompts
+from megarl.tools.import_verl.models import (
     MODEL_KEY,
     SIZES,
     num_step_prompts,
     put_ahead,
     put_dispatcher,
     put_engine_precision,
+    put_lora,
     put_offload,
     put_optimizer_on_host,
     put_pools,
@@ -40,6 +39,7 @@ from megarl.tools.import_verl.placement import (
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, engine_options, rule_for
 from megarl.tools.import_verl.translation import (
     ACTOR,
+    ROLLOUT,
     Imported,
     Translation,
     read_verl,
@@ -47,21 +47,18 @@ from megarl.tools.import_verl.translation import (
     without_outside,
 )
 
-_ROLLOUT = "actor_rollout_ref.rollout."
-_VALIDATION = f"{_ROLLOUT}val_kwargs."
 _EPOCHS, _SFT_EPOCHS = 30, 4
 _MODEL = "~/models/deepseek-llm-7b-chat"
-_PROMPTS = "~/data/rlhf/gsm8k/"
 """verl's own defaults."""
 
 _DEFAULTS: Mapping[str, Tree] = {
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
-    f"{_ROLLOUT}n": 1,
-    f"{_ROLLOUT}tensor_model_parallel_size": 2,
-    f"{_ROLLOUT}gpu_memory_utilization": 0.5,
-    f"{_ROLLOUT}max_num_seqs": 256,
+    f"{ROLLOUT}n": 1,
+    f"{ROLLOUT}tensor_model_parallel_size": 2,
+    f"{ROLLOUT}gpu_memory_utilization": 0.5,
+    f"{ROLLOUT}max_num_seqs": 256,
 }
 """verl's defaults of renamed keys, where megarl has another one."""
 
@@ -87,7 +84,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
         _optimizer(keys, "optim.", "train.optimizer")
         _native(keys)
     else:
-        _data(keys)
+        put_prompts(keys)
         _optimizer(keys, f"{ACTOR}optim.", "train.optimizer")
         _batch(keys)
         _engines(keys)
@@ -203,42 +200,6 @@ def _loggers(keys: Translation) -> None:
         keys.report("trainer.logger", KeyVerdict.NO_EFFECT, text)
 
 
-def _data(keys: Translation) -> None:
-    keys.put("data.train", keys.paths("data.train_files", "data.train", default=f"{_PROMPTS}train.parquet"))
-    if keys.written.get("data.val_files"):
-        keys.put("data.eval", keys.paths("data.val_files", "data.eval and evaluation"))
-        _evaluation(keys)
-    if keys.take("data.filter_overlong_prompts", "data.overlong_prompts"):
-        keys.put("data.overlong_prompts", "drop")
-    truncation = keys.given.get("data.truncation", "error")
-    if truncation == "error":
-        keys.report("data.truncation", KeyVerdict.NO_EFFECT, "a prompt that is too long is refused, as with error")
-    else:
-        keys.report("data.truncation", KeyVerdict.NOT_SUPPORTED, "prompts are never cut: data.overlong_prompts: drop")
-
-
-def _evaluation(keys: Translation) -> None:
-    every = keys.take("trainer.test_freq", "evaluation.every_steps")
-    keys.put("evaluation", {"every_steps": every} if isinstance(every, int) and every > 0 else {})
-    if keys.take("trainer.val_before_train", "evaluation.runs_before_training", default=True) is False:
-        keys.put("evaluation.runs_before_training", False)
-    num_prompts = keys.take("data.val_max_samples", "evaluation.max_prompts")
-    if isinstance(num_prompts, int) and num_prompts > 0:
-        keys.put("evaluation.max_prompts", num_prompts)
-    is_sampled = keys.take(f"{_VALIDATION}do_sample", "evaluation.sampled", default=False)
-    temperature = keys.take(f"{_VALIDATION}temperature", "evaluation.sampled.temperature", default=0)
-    if not is_sampled or temperature == 0:
-        # Greedy answers to one prompt are all equal.
-        return
-    sampled: dict[str, Tree] = {"temperature": temperature}
-    for name, ours, default in (("n", "rollouts_per_prompt", 1), ("top_p", "top_p", 1.0), ("top_k", "top_k", -1)):
-        value = keys.take(f"{_VALIDATION}{name}", f"evaluation.sampled.{ours}", default=default)
-        if value != -1:
-            sampled[ours] = value
-    keys.put("evaluation.is_greedy", False)
-    keys.put("evaluation.sampled", sampled)
-
-
 def _optimizer(keys: Translation, prefix: str, target: str) -> None:
     warmup = keys.take(f"{prefix}lr_warmup_steps", f"{target}.warmup_steps")
     shares = [keys.take(f"{prefix}{name}", f"{target}.warmup_share") for name in _SHARE_NAMES]
@@ -289,11 +250,11 @@ def _batch(keys: Translation) -> None:
 def _engines(keys: Translation) -> None:
     put_ahead(keys)
     put_engine_precision(keys)
-    top_k = keys.take(f"{_ROLLOUT}top_k", "sampling.top_k")
+    top_k = keys.take(f"{ROLLOUT}top_k", "sampling.top_k")
     if isinstance(top_k, int) and top_k > 0:
         keys.put("sampling.top_k", top_k)
-    expert = keys.number(f"{_ROLLOUT}expert_parallel_size", 1)
-    if expert > keys.number(f"{_ROLLOUT}tensor_model_parallel_size", 2):
+    expert = keys.number(f"{ROLLOUT}expert_parallel_size", 1)
+    if expert > keys.number(f"{ROLLOUT}tensor_model_parallel_size", 2):
         # verl's servers have tensor times data-parallel ranks, and the experts are divided over all of them.
         keys.put("roles.rollout.tensor", expert)
         keys.notes.append(f"roles.rollout.tensor: {expert}, so that an engine has a rank for each part of the experts")

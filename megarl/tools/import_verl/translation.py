@@ -14,6 +14,7 @@ from megarl.tools.import_verl.shell import KEY_WORD, Script
 from megarl.tools.import_verl.shell_words import ShellSyntaxError
 
 ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
 
 _NAMED = re.compile(r"^[A-Za-z_]\w*=")
 _GROUP = re.compile(r"^\+{0,2}([A-Za-z_][\w@./]*)=(\S+)$")

@@ -18,10 +18,10 @@ from functools import partial
 from typing import Literal, TypeAlias, assert_never
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_line
 from megarl.system.network import LOOPBACK
 from megarl.weights.executors.channel import WATCH_S, Channel, GlooChannel, Message
 
@@ -250,4 +250,4 @@ def _failing_as(what: str) -> Iterator[None]:
 
 def _reason(error: RuntimeError) -> str:
     """Return the first sentence of an error, without the place in torch's source before it."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]
+    return re.sub(r"^\[[^\]]*\] ", "", first_line(error)).split(". ")[0]

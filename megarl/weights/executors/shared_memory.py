@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, first_line
 from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Index
 from megarl.weights.executors.digest import DigestSums
@@ -137,7 +137,7 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     except RuntimeError as error:
         num_bytes = sum(storage.nbytes() for storage in storages.values())
         raise WeightSyncError(
-            f"{num_bytes} bytes of weights cannot be shared with an engine: {_first_line(error)}; "
+            f"{num_bytes} bytes of weights cannot be shared with an engine: {first_line(error)}; "
             "make /dev/shm larger, or give trainer and engines pools of their own"
         ) from error
     kind = next(iter(tensors.values())).device.type if tensors else "cpu"
@@ -151,7 +151,7 @@ def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
         handles = [[_from_json(field) for field in handle] for handle in description["handles"]]
         storages = [_open(description["kind"], handle) for handle in handles]
     except (RuntimeError, OSError) as error:
-        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {_first_line(error)}") from error
+        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {first_line(error)}") from error
     tensors = {}
     for name, fields in description["views"].items():
         view = _View(**fields)
@@ -181,10 +181,6 @@ def _open(kind: str, handle: list[Any]) -> torch.UntypedStorage:
         return opened
     finally:
         os.close(descriptor)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def _to_json(field: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megarl.config.checks.splits import ENGINE_VOCAB_STEP, check_engine_experts, check_engine_split, check_experts
 from megarl.config.model import TRAITS, ModelShape
 from megarl.errors import ConfigError
+from megarl.system.sizes import round_up
 from megarl.weights.algebra.slices import Layout, TensorSpec
 from megarl.weights.layouts.canonical import (
     DENSE_BLOCK,
@@ -89,17 +90,17 @@ def _grid(shape: ModelShape, tensor: int, expert: int, *, is_cpu_engine: bool) -
     vocab_step, ffn_step = ENGINE_VOCAB_STEP, 1
     kv_heads, kv_replicas = shape.num_kv_heads, max(1, tensor // shape.num_kv_heads)
     if is_cpu_engine:
-        ffn_step, kv_heads, kv_replicas = _CPU_FFN_STEP * tensor, _round_up(kv_heads, tensor), 1
-        vocab_step *= tensor if _round_up(shape.vocab, vocab_step) % tensor else 1
+        ffn_step, kv_heads, kv_replicas = _CPU_FFN_STEP * tensor, round_up(kv_heads, tensor), 1
+        vocab_step *= tensor if round_up(shape.vocab, vocab_step) % tensor else 1
     return _Grid(
         heads=kv_heads * (shape.num_heads // shape.num_kv_heads) // tensor,
         kv_heads=max(1, kv_heads // tensor),
         kv_replicas=kv_replicas,
-        ffn=_round_up(shape.ffn_hidden, ffn_step) // (tensor // expert),
+        ffn=round_up(shape.ffn_hidden, ffn_step) // (tensor // expert),
         ffn_ranks=tensor // expert,
         experts=shape.experts.num // expert if shape.experts else 0,
-        shared=_round_up(shape.experts.shared, ffn_step) // tensor if shape.experts else 0,
-        vocab=_round_up(shape.vocab, vocab_step) // tensor,
+        shared=round_up(shape.experts.shared, ffn_step) // tensor if shape.experts else 0,
+        vocab=round_up(shape.vocab, vocab_step) // tensor,
     )
 
 
@@ -191,7 +192,3 @@ def _share(name: str, rank: int, share: int, total: int) -> tuple[Segment, Segme
 
 def _columns(canonical: dict[str, TensorSpec], name: str, rank: int, share: int) -> LocalTensor:
     return column_window(name, name, canonical[name], start=rank * share, num_columns=share)
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step

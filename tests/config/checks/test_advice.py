@@ -10,7 +10,7 @@ from megarl.config.checks.advice import advise
 from megarl.config.load import read_recipe
 from megarl.config.model import read_model_shape
 
-GOOD = Path(__file__).parent / "good.yaml"
+GOOD = Path(__file__).parent.parent / "good.yaml"
 
 
 def advice(scratch: Path, *assignments: str) -> list[str]:

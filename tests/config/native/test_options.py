@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from megarl.config.native.options import read_library, refusal
-from megarl.config.native.owned import Library, owned, owned_patterns
+from megarl.config.native.owned import OWNED, Library, owned
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,8 @@ def test_an_option_may_be_owned_on_one_device_only() -> None:
 @pytest.mark.parametrize("library", get_args(Library))
 def test_whatever_is_owned_exists(library: Library) -> None:
     fields = read_library(library).fields
-    assert [
-        pattern for pattern in owned_patterns(library) if not any(fnmatchcase(name, pattern) for name in fields)
-    ] == []
+    patterns = [pattern for table in OWNED[library] for pattern in table]
+    assert [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in fields)] == []
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_a_node_describes_itself(tmp_path: Path) -> None:
     assert report.versions["python"].startswith("3.")
 
 
+@pytest.mark.usefixtures("real_ray")
 def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_nodes(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))

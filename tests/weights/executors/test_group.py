@@ -8,7 +8,7 @@ from threading import Barrier, Lock
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from megarl.errors import WeightSyncError
 from megarl.weights.executors.group import TransferGroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.observe import catalogue as names
-from megarl.tools.dashboards.panels import (
+from scripts.dashboards.panels import (
     Dashboard,
     Panel,
     PanelRow,

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from megarl.observe.catalogue import METRICS, PREFIX
-from megarl.tools.dashboards.alerts import ALERTS, RUNBOOK, Alert
-from megarl.tools.dashboards.monitoring import RULES_FILE, monitoring_files, write_monitoring
-from megarl.tools.dashboards.panels import names_in
+from megarl.tools.dashboards import FOLDER, write_monitoring
+from scripts.dashboards.alerts import ALERTS, RUNBOOK, Alert
+from scripts.dashboards.monitoring import RULES_FILE, monitoring_files
+from scripts.dashboards.panels import names_in
 from tests.packages import program
 from tests.repository import ROOT
 
@@ -245,8 +246,7 @@ def test_every_alert_has_a_chapter_in_the_runbook() -> None:
 
 
 def test_the_files_in_the_package_are_what_the_code_writes() -> None:
-    folder = ROOT / "megarl" / "tools" / "dashboards" / "files"
-    assert {path.name: path.read_text() for path in folder.iterdir()} == monitoring_files()
+    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == monitoring_files()
 
 
 @pytest.mark.needs("prometheus")

@@ -1,6 +1,6 @@
 """Draw megarl's dashboards from the data of a Prometheus, one PNG each, without a Grafana.
 
-python scripts/draw_dashboards.py --prometheus http://127.0.0.1:9090 --minutes 5 --out docs/images
+python -m scripts.dashboards.draw --prometheus http://127.0.0.1:9090 --minutes 5 --out docs/images
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
-from megarl.tools.dashboards.monitoring import DASHBOARDS
-from megarl.tools.dashboards.panels import COLUMNS, Dashboard, Panel, PanelRow, Query
+from scripts.dashboards.monitoring import DASHBOARDS
+from scripts.dashboards.panels import COLUMNS, Dashboard, Panel, PanelRow, Query
 
 NUM_POINTS = 150
 CELL_INCHES = 0.62

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from megarl.observe import catalogue as names
-from megarl.tools.dashboards.panels import (
+from scripts.dashboards.panels import (
     COLUMNS,
     Dashboard,
     Panel,

@@ -11,8 +11,8 @@ from pydantic.alias_generators import to_camel
 
 from megarl.observe.catalogue import METRICS, PREFIX
 from megarl.observe.prometheus import TARGETS_FILE, MetricsEndpoint, Targets
-from megarl.tools.dashboards.monitoring import DASHBOARDS
-from megarl.tools.dashboards.panels import Dashboard, metrics_in, names_in, to_grafana
+from scripts.dashboards.monitoring import DASHBOARDS
+from scripts.dashboards.panels import Dashboard, metrics_in, names_in, to_grafana
 from tests.observe.prometheus import prometheus
 from tests.observe.scripted_run import ScriptedRun
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megarl.observe.prometheus import LINKS_FOLDER
-from megarl.tools.dashboards.monitoring import FOLDER, RULES_FILE
+from megarl.tools.dashboards import FOLDER
+from scripts.dashboards.monitoring import RULES_FILE
 from tests.packages import program
 from tests.repository import ROOT
 

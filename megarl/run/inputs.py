@@ -1,0 +1,88 @@
+"""The inputs of a run, read before anything is started: the model's shape, its tokenizer, the prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl import __version__
+from megarl.config.algorithm import RowKind
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import Recipe
+from megarl.data.prompts import PromptReader, PromptSet
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.episodes.play import tools_of
+from megarl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    shape: ModelShape
+    tokenizer: Tokenizer
+    train: PromptSet
+    eval: tuple[Prompt, ...]
+    eval_demonstrations: tuple[Prompt, ...] = ()
+    eval_pairs: tuple[Prompt, ...] = ()
+
+    @property
+    def tools_digest(self) -> str | None:
+        """Digest of the tools that prompts name, in their order; None without any."""
+        tools = self.tokenizer.tools
+        return hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest() if tools else None
+
+    def answers_digest(self, recipe: str) -> str:
+        """Return a digest of what answers to prompts and their scores depend on, beside the weights."""
+        parts = (recipe, self.train.digest, self.tools_digest, __version__)
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def read_shape(recipe: Recipe) -> ModelShape:
+    """Return the shape of the trained model; a reward model has a head of one value."""
+    shape = read_model_shape(recipe.model.path)
+    return shape.as_critic() if recipe.algorithm.needs.is_scorer else shape
+
+
+def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
+    """Read and check everything; raise a DataError or ConfigError that names the file.
+
+    Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
+    """
+    shape = read_shape(recipe)
+    is_scorer = recipe.algorithm.needs.is_scorer
+    tools = () if recipe.environment is None else tools_of(recipe.environment)
+    tokenizer = load_tokenizer(
+        recipe.model.path,
+        vocab=shape.vocab,
+        template=recipe.data.template,
+        tools=[tool.as_function for tool in tools],
+    )
+    data, evaluation = recipe.data, recipe.evaluation
+    reader = PromptReader(
+        config=data,
+        kind="prompts",
+        max_response_tokens=recipe.sampling.max_response_tokens,
+        as_chats=is_scorer,
+        keeps_all=keeps_rows,
+    )
+    train = replace(reader, kind=recipe.algorithm.needs.rows).read(data.train, tokenizer)
+    inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
+    if evaluation is None:
+        return inputs
+    reader = replace(reader, keeps_all=True)
+    files: dict[RowKind, tuple[Path, ...]] = {
+        "prompts": data.eval,
+        "demonstrations": data.eval_demonstrations,
+        "pairs": data.eval_pairs,
+    }
+    held_out = {
+        kind: replace(reader, kind=kind).read(paths, tokenizer).prompts[: evaluation.max_prompts] if paths else ()
+        for kind, paths in files.items()
+    }
+    return replace(
+        inputs,
+        eval=held_out["prompts"],
+        eval_demonstrations=held_out["demonstrations"],
+        eval_pairs=held_out["pairs"],
+    )

@@ -29,14 +29,9 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import Life
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
+from megarl.rollout.following import EngineView, WorkerReport, apply_report
 from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, Orders, RolloutHost, WorkerSetup
-from megarl.rollout.worker import (
-    AnsweredPrompt,
-    EngineView,
-    RolloutTask,
-    WorkerReport,
-    apply_report,
-)
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)

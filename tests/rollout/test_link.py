@@ -17,8 +17,9 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.group_encoding import ContentArrays
 from megarl.engine.fleet import Fleet
 from megarl.errors import QuarantineError
+from megarl.rollout.following import FollowingFleet, WorkerReport
 from megarl.rollout.generator import Sampling
-from megarl.rollout.worker import AnsweredPrompt, FollowingFleet, RolloutTask, WorkerReport
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect

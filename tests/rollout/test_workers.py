@@ -58,7 +58,7 @@ with private_ray():
     from megarl.cluster.local_ray import LocalRay
     from megarl.cluster.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
     from megarl.rollout import workers as workers_module
-    from megarl.rollout.groups import TaskGroups
+    from megarl.rollout.groups import SampledGroups
     from megarl.rollout.workers import RolloutWorkers
 
 
@@ -191,11 +191,11 @@ def test_kept_rollouts_are_written_by_the_workers_as_the_driver_would_write_them
 
 @dataclass(frozen=True)
 class Answers:
-    """A `GroupSource` of groups that are there already."""
+    """Groups that are there already."""
 
     groups: Sequence[ScoredGroup]
 
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+    async def answer(self, prompt: Prompt) -> ScoredGroup:
         return self.groups[prompt.position]
 
 
@@ -210,8 +210,8 @@ def evaluator_of(
     return HeldOutEvaluator(
         EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
         prompts=prompts(),
-        greedy=Answers([first_only(scored) for scored in groups]),
-        sampled=Answers(groups),
+        greedy=Answers([first_only(scored) for scored in groups]).answer,
+        sampled=Answers(groups).answer,
         write=write,
         run_folder=folder,
     )
@@ -410,6 +410,6 @@ def test_a_lost_node_loses_no_prompt(two: Plane, nodes: LocalRay, engines: Seede
         assert_same(await asked, expected)
         while await two.workers.lost(finished) != stored_there:  # Ray notices the loss of a node later
             await asyncio.sleep(0.2)
-        assert_same(await TaskGroups(two.workers, TASK).restore(finished), expected)
+        assert_same(await SampledGroups(two.workers, TASK, Observer(())).replace_lost(finished), expected)
 
     two.run(run())

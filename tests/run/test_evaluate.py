@@ -85,8 +85,8 @@ def evaluator(
     return HeldOutEvaluator(
         config,
         prompts=prompts(4),
-        greedy=None if greedy is None else GivenGroups(greedy, Comparer()),
-        sampled=None if sampled is None else GivenGroups(sampled, Comparer()),
+        greedy=None if greedy is None else GivenGroups(greedy, Comparer()).scored_group,
+        sampled=None if sampled is None else GivenGroups(sampled, Comparer()).scored_group,
         write=write,
         run_folder=folder,
     )

@@ -219,6 +219,10 @@ class PackedRows:
     num_loss_tokens: npt.NDArray[np.int64]  # [E], of all rows of the sample, in whatever micro-batch they are
 
 
+ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", "advantages", "returns", "teacher"]
+"""A column that ranks compute, named as in `PackedColumns`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNumbers:
     """Numbers of the response tokens of some rows of a step's samples, such as the values that one rank computed."""

@@ -10,8 +10,8 @@ import torch
 
 from megarl.algo.advantage import Credit, Outcomes, estimate
 from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
-from megarl.algo.held_credit import CreditTask
 from megarl.algo.loss import kl
+from megarl.algo.remote_credit import CreditTask
 from megarl.algo.selection import (
     Selection,
     are_scored,

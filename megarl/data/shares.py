@@ -20,6 +20,7 @@ from megarl.tokens import (
     COLUMNS,
     OF_CONTENT,
     OF_SAMPLE,
+    ColumnName,
     Content,
     ContentSource,
     PackedColumns,
@@ -34,10 +35,10 @@ from megarl.tokens import (
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
-QUESTION = tuple(column.packed_as for column in COLUMNS if column.packed_as and column.is_single)
-"""Columns that a model does not need to compute numbers of all tokens."""
-QUESTION_OF_LOSS = tuple(name for name in QUESTION if name != "loss_mask")
-"""Columns that it does not need to compute those of the tokens in the loss."""
+UNUSED_IN_FORWARD = tuple(column.packed_as for column in COLUMNS if column.packed_as and column.is_single)
+"""Columns that a model does not need for a forward pass."""
+UNUSED_FOR_LOSS_TOKENS = tuple(name for name in UNUSED_IN_FORWARD if name != "loss_mask")
+"""Columns that a model does not need for a forward pass whose results are of tokens in the loss only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,21 +278,21 @@ def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> Sample
     )
 
 
-def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers]]) -> TrainBatch:
+def with_columns(batch: TrainBatch, columns: Mapping[ColumnName, Sequence[SampleNumbers]]) -> TrainBatch:
     """Return the share with these columns, each from parts that together have all of its samples."""
-    if not numbers:
+    if not columns:
         return batch
-    found = {name: by_sample(parts) for name, parts in numbers.items()}
+    arrays = {name: by_sample(parts) for name, parts in columns.items()}
 
-    def complete(micro_batch: MicroBatch) -> MicroBatch:
-        columns: dict[str, Any] = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
-        return replace(micro_batch, **columns)
+    def fill(micro_batch: MicroBatch) -> MicroBatch:
+        packed: dict[str, Any] = {name: _packed_column(micro_batch, each) for name, each in arrays.items()}
+        return replace(micro_batch, **packed)
 
-    taken = [replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches]
-    return replace(batch, mini_batches=tuple(taken))
+    mini_batches = [replace(each, micro_batches=tuple(map(fill, each.micro_batches))) for each in batch.mini_batches]
+    return replace(batch, mini_batches=tuple(mini_batches))
 
 
-def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
+def _packed_column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
     width = next(iter(arrays.values())).shape[1:] if arrays else ()
     column = np.zeros((len(micro_batch.token_ids), *width), np.float32)
     for sample_id, first, start, end in _responses(micro_batch):

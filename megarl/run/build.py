@@ -9,7 +9,7 @@ from megarl.algo.algorithm import build_algorithm
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.observe.observer import Observer
-from megarl.ranks.trainer import ModelsTrainer, build_trainer
+from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.groups import RetainedGroups
 from megarl.rollout.worker import RolloutSource
 from megarl.run.build_evaluation import RolloutWriter, build_evaluation
@@ -65,7 +65,7 @@ class LoopBuilder:
             kl_coef=None if resume is None else resume.state.kl_coef,
         )
         trainers = self.roles.trainers
-        models = build_trainer(
+        models = ModelsTrainer.of(
             recipe, self.inputs.shape, trainers, num_steps=start.step, version=start.version, algorithm=algorithm
         )
         saver = RunSaver(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +27,14 @@ from megarl.checkpoint.folder import (
     mark_best,
     remove_old,
 )
-from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, Contents, FileDigest, Manifest, digest_file
+from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, Manifest, digest_file
 from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, TrainerState, identity_digest, write_state
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, Problem, WorkerError
 from megarl.observe.observer import Observer
+from megarl.ranks.calls import TrainedCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, critic_folder, critic_shape
 from megarl.results import EvalResult
@@ -41,7 +42,6 @@ from megarl.run.buffer import Buffer
 from megarl.run.preemption import Preemption
 from megarl.stages import Algorithm
 from megarl.system.faults import reach, step_in
-from megarl.train.interface import TrainedCalls
 from megarl.types import PolicyVersion, ScoredGroup
 
 Result = TypeVar("Result")
@@ -78,33 +78,28 @@ class Saver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    snapshot: Callable[[Contents], Awaitable[TrainerState]]
-    """Copies what a checkpoint has of the model to host memory; returns the state of its trainer."""
-    write: Callable[[Path, Path], Awaitable[Mapping[str, FileDigest]]]
-    """Writes the copy into a folder while the ranks train on, with companions from the second folder."""
+    ranks: RankGroup[TrainedCalls]
     shape: ModelShape
     source_folder: Path
     """Holds the model's configuration and tokenizer."""
 
+    async def write(self, folder: Path) -> dict[str, FileDigest]:
+        """Write the snapshot of the ranks into a folder while they train on; return every file that a rank wrote."""
+        written = await self.ranks.call_beside(TrainedCalls.write, folder, self.source_folder.absolute())
+        return {name: digest for files in written for name, digest in files.items()}
+
 
 def saved_models(recipe: Recipe, trainers: Trainers, shape: ModelShape) -> dict[str, SavedModel]:
     """Return the trained models by their folder within a checkpoint; the actor's is the checkpoint itself."""
-    models = {"": _saved_model(trainers.actor, shape, recipe.model.path)}
+    models = {"": SavedModel(ranks=trainers.actor, shape=shape, source_folder=recipe.model.path)}
     critic = recipe.roles.critic
     if trainers.critic is not None and critic is not None:
-        of_critic = critic_shape(critic, shape, recipe.algorithm)
-        models[CRITIC_FOLDER] = _saved_model(trainers.critic, of_critic, critic_folder(critic, recipe.model.path))
+        models[CRITIC_FOLDER] = SavedModel(
+            ranks=trainers.critic,
+            shape=critic_shape(critic, shape, recipe.algorithm),
+            source_folder=critic_folder(critic, recipe.model.path),
+        )
     return models
-
-
-def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folder: Path) -> SavedModel:
-    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
-        written = await ranks.call_beside(TrainedCalls.write, folder, companions)
-        return {name: digest for files in written for name, digest in files.items()}
-
-    return SavedModel(
-        snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +294,9 @@ class RunSaver:
         best_before = self._best
         try:
             partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
-            trainers = await asyncio.gather(*(model.snapshot(self._config.contents) for model in self._models.values()))
+            trainers = await asyncio.gather(
+                *(model.ranks.compute(TrainedCalls.snapshot, self._config.contents) for model in self._models.values())
+            )
         except (CheckpointError, OSError) as error:
             await self._fail(mark.step, folder, error)
             return
@@ -358,7 +355,7 @@ class RunSaver:
 
     async def _write_models(self, partial: Path) -> dict[str, FileDigest]:
         written = await asyncio.gather(
-            *(model.write(partial / name, model.source_folder.absolute()) for name, model in self._models.items()),
+            *(model.write(partial / name) for name, model in self._models.items()),
             return_exceptions=True,
         )
         files: dict[str, FileDigest] = {}

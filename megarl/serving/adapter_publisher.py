@@ -23,6 +23,8 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.engine.process import EngineAdapters, EngineSpec
 from megarl.errors import EngineError, WeightSyncError, first_few
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.serving.processes import Engines
 from megarl.types import PolicyVersion
@@ -38,12 +40,6 @@ Compare: TypeAlias = Callable[[Sequence[Engine], PolicyVersion, str], Awaitable[
 _POLL_S = 0.05
 _MAX_UNEXPLAINED = 2
 """Failures after which every engine still answers."""
-
-
-class AdapterRanks(Protocol):
-    """The trainer ranks, as this publisher needs them."""
-
-    async def store_adapter(self, version: int, source_folder: Path, /) -> StoredAdapter: ...
 
 
 class AdapterPlaces(Protocol):
@@ -76,7 +72,7 @@ class AdapterPublisher:
     def __init__(
         self,
         *,
-        ranks: AdapterRanks,
+        ranks: RankGroup[ActorCalls],
         fleet: Fleet,
         places: AdapterPlaces,
         base_folder: Path,
@@ -109,7 +105,7 @@ class AdapterPublisher:
         """Load the version on all reachable engines, then let new requests use it on those where that succeeded."""
         async with self._publish_lock:
             started = time.monotonic()
-            stored = await self._ranks.store_adapter(version, self._base_folder)
+            stored = await self._store(version)
             self._check(stored)
             engines = await self._deliver_somewhere(stored)
             self._served = stored
@@ -125,6 +121,13 @@ class AdapterPublisher:
             num_adapters=self._num_alive,
             max_adapters=self._num_loaded,
         )
+
+    async def _store(self, version: PolicyVersion) -> StoredAdapter:
+        """Put the adapter of the version that the ranks hold into the object store."""
+        async with self._ranks.device_lock:
+            of_ranks = await self._ranks.call_to_end(ActorCalls.store_adapter, version, self._base_folder)
+        (stored,) = (each for each in of_ranks if each is not None)
+        return stored
 
     async def catch_up(self, engine: Engine) -> bool:
         """Load the committed version on a stale engine; return False if there is none, or if it is not stored here."""

@@ -16,7 +16,8 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.engine.control import EngineControl
 from megarl.observe.observer import Observer
-from megarl.ranks.publishing import ActorWeights
+from megarl.ranks.calls import ActorCalls, ModelCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
 from megarl.results import PublishResult
 from megarl.serving.adapter_publisher import AdapterPublisher
@@ -33,7 +34,6 @@ from megarl.serving.serving import (
 )
 from megarl.serving.shared_phases import Offloader, SharedPhases
 from megarl.stages import Phases
-from megarl.train.interface import ModelCalls
 from megarl.types import PolicyVersion
 
 
@@ -74,7 +74,7 @@ async def connect(
             publisher = NoPublisher()
         case ExternalServing(config=config, fleet=fleet):
             files = FilePublisher(
-                ranks=ActorWeights(trainers.actor),
+                ranks=trainers.actor,
                 fleet=fleet,
                 folder=serving.publish_folder,
                 source_folder=serving.model_folder,
@@ -94,14 +94,14 @@ async def _connect_managed(
     roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
 ) -> EnginePublisher:
     phases = serving.phases
-    ranks = ActorWeights(trainers.actor)
+    ranks = trainers.actor
     transport = _transport(ranks, serving, observer)
     publisher = EnginePublisher(transport=transport, fleet=serving.fleet, phases=phases)
     catch_up = transport.catch_up
     if isinstance(phases, SharedPhases):
 
         async def refill() -> None:
-            await publisher.publish(PolicyVersion(await ranks.version()))
+            await publisher.publish(PolicyVersion((await ranks.call(ActorCalls.version))[0]))
 
         can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
         phases.alternate_with(offloaders(roles.beside_engines, trainers), refill=refill, can_send_away=can_send_away)
@@ -114,7 +114,7 @@ async def _connect_managed(
 
 
 def _transport(
-    ranks: ActorWeights, serving: ManagedServing, observer: Observer
+    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer
 ) -> TransferPublisher | AdapterPublisher:
     config = serving.config
     timeout_s = config.publish_timeout_s
@@ -147,9 +147,9 @@ def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
     beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
     return [
         Offloader(
-            trim=ranks.computing(ModelCalls.trim),
-            release=ranks.computing(ModelCalls.release),
-            reload=ranks.computing(ModelCalls.reload),
+            trim=partial(ranks.compute, ModelCalls.trim),
+            release=partial(ranks.compute, ModelCalls.release),
+            reload=partial(ranks.compute, ModelCalls.reload),
         )
         for ranks in beside
     ]

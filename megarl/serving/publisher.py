@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -25,6 +25,8 @@ from megarl.engine.control import ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.errors import WeightSyncError, WorkerError
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.serving.canary import Canary
 from megarl.serving.pauses import paused
@@ -84,22 +86,6 @@ class EnginePublisher:
         return result
 
 
-class SendingRanks(Protocol):
-    """The trainer ranks, as a publish needs them."""
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which no rank computes, so that weights do not change."""
-        ...
-
-    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous, /) -> None: ...
-
-    async def version(self) -> int: ...
-
-    async def send(self, version: int, /) -> Sequence[Mapping[tuple[int, str], int]]:
-        """Return per rank the digests of what it sent, by target rank and tensor."""
-        ...
-
-
 class ReceivingEngines(Protocol):
     """The engines, as a publish needs them; see `EngineControl`."""
 
@@ -132,7 +118,7 @@ class TransferPublisher:
     def __init__(
         self,
         *,
-        ranks: SendingRanks,
+        ranks: RankGroup[ActorCalls],
         fleet: Fleet,
         control: ReceivingEngines,
         transfer: Callable[[], TransferSpec],
@@ -191,11 +177,11 @@ class TransferPublisher:
         It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
         send the version it holds. The next publish includes this engine.
         """
-        async with self._publish_lock, self._ranks.at_rest():
+        async with self._publish_lock, self._ranks.device_lock:
             version = self._fleet.committed_version
             if not self._has_published or engine.state is not EngineState.STALE:
                 return False
-            if await self._ranks.version() != version:
+            if (await self._ranks.call(ActorCalls.version))[0] != version:
                 return False
             with self._fleet.syncing([engine]):
                 await self._deliver([engine], version, is_catching_up=True)
@@ -247,7 +233,7 @@ class TransferPublisher:
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
                 sent, arrived = await self._together(
-                    link.store, self._ranks.send(version), link.control.receive(version)
+                    link.store, self._ranks.call(ActorCalls.send, version), link.control.receive(version)
                 )
                 check_digests(sent, arrived)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
@@ -289,7 +275,7 @@ class TransferPublisher:
         )
         await self._together(
             store,
-            self._ranks.join(transfer, rendezvous),
+            self._ranks.call(ActorCalls.join, transfer, rendezvous),
             control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)

@@ -200,6 +200,9 @@ def test_rows_and_reward_are_checked_without_the_model(
     raising = ["--set", f"reward={{kind: function, path: {reward}, workers: 1}}"]
     assert cli.run(["validate", str(recipe), *elsewhere, *raising]) == 3
     assert "raised ZeroDivisionError" in capsys.readouterr().err
+    (tmp_path / "empty.parquet").touch()
+    assert cli.run(["validate", str(recipe), *elsewhere, "--set", f"data.train=[{tmp_path}/empty.parquet]"]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess
 from megarl.errors import EngineError, WeightSyncError
 from megarl.ranks.adapters import store_adapter
-from megarl.serving.adapter_publisher import AdapterPublisher, AdapterRanks
+from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.processes import EngineHost
 from megarl.types import FloatArray, PolicyVersion, Rollout
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.lora import LoraShape, served_tensors
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
+from tests.ranks.local_ranks import LocalRanks
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 
 RANK = 16
@@ -79,9 +80,9 @@ class AdaptedEngine:
         yield folder
         await self.host.remove_adapter(folder)
 
-    def publisher(self, fleet: Fleet, *, ranks: AdapterRanks | None = None) -> AdapterPublisher:
+    def publisher(self, fleet: Fleet, *, ranks: object | None = None) -> AdapterPublisher:
         return AdapterPublisher(
-            ranks=ranks or self,
+            ranks=LocalRanks(ranks or self),
             fleet=fleet,
             places=self,
             base_folder=self.model,

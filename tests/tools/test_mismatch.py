@@ -18,7 +18,7 @@ from megarl.config.roles import ActorConfig
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
 from megarl.tools.diagnose import Diagnosis, Verdict, compare
-from megarl.train.interface import TrainerRecord
+from megarl.train.rank_spec import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -24,10 +24,11 @@ from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu, shards
 from megarl.train.actor import ActorRank
-from megarl.train.critic import CriticRank, ImplicitRewardRank
-from megarl.train.interface import RankSpec, TrainerRecord
+from megarl.train.critic import CriticRank
+from megarl.train.frozen import ReferenceRank, TeacherRank
+from megarl.train.implicit_reward import ImplicitRewardRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import ReferenceRank, TeacherRank
+from megarl.train.rank_spec import RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 
@@ -456,8 +457,8 @@ def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBa
     spec = spec_of(rank, world, port, setup)
     model = ImplicitRewardRank(spec, algorithm=setup.algorithm, optimizer=setup.optimizer, total_steps=4)
     model.load(setup.folder)
-    model.keep_reference(setup.folder)
-    before, result, after = model.rewards(batch), model.learn(batch), model.rewards(batch)
+    model.load_start(setup.folder)
+    before, result, after = model.values(batch), model.update(batch), model.values(batch)
     tensors = {name: tensor.numpy().copy() for name, tensor in model.trained_tensors().items()}
     model.close()
     return RewardsOutcome(before=before, after=after, result=result, tensors=tensors)
@@ -469,7 +470,7 @@ def refresh(
     """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
     refreshed."""
     trainer = build(rank, world, port, setup)
-    trainer.keep_reference(setup.folder)
+    trainer.load_reference(setup.folder)
     trainer.update(batch)
     policy, before = trainer.logprobs(batch), trainer.reference_logprobs(batch)
     trainer.refresh_reference()
@@ -496,7 +497,7 @@ def ask_reference(
 ) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
     """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
     trainer = build(rank, world, port, setup)
-    trainer.keep_reference(folder)
+    trainer.load_reference(folder)
     before, reference, after = trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
     trainer.close()
     return before, reference, after

@@ -158,7 +158,7 @@ def check_equals_peft(
     own = [reference.distributions(sample)[0].detach() for sample in samples] if lora.dropout else old
     loss, _, grad_norm = reference.update(samples, own)
     world, actor = split
-    asked = packed(samples, world=world, actor=actor, is_question=True)
+    asked = packed(samples, world=world, actor=actor, is_forward=True)
     trained = packed(samples, world=world, actor=actor, budget=20)
     setup = replace(setup_of(model, actor), lora=lora)
 

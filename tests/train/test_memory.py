@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.train import optimizer as optimizer_module
-from megarl.train.memory import Offload, host_places, host_zeros
+from megarl.train.host_memory import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster
@@ -94,7 +94,7 @@ def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypa
     freed: list[torch.device] = []
     monkeypatch.setattr(optimizer_module, "free_cache", freed.append)
     optimizer = object.__new__(ModelOptimizer)
-    optimizer._offloads, optimizer._device, optimizer._offload = "nothing", CPU, Offload(CPU)
+    optimizer._device = CPU
     optimizer.chunks = []
     optimizer.release()
     assert (freed, optimizer.is_released, optimizer.has_weights) == ([CPU], False, True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import QUESTION
+from megarl.data.shares import UNUSED_IN_FORWARD
 from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.filled_shares import pack
@@ -81,7 +81,7 @@ def packed(
     budget: int = 48,
     per_update: int | None = None,
     has_versions: bool = False,
-    is_question: bool = False,
+    is_forward: bool = False,
     has_routes: bool = False,
 ) -> Shares:
     packing = Packing(
@@ -92,7 +92,7 @@ def packed(
         sequence_multiple=actor.sequence_multiple,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
     )
-    without = QUESTION if is_question else ()
+    without = UNUSED_IN_FORWARD if is_forward else ()
     shares = pack(
         samples,
         packing,
@@ -215,7 +215,7 @@ def check_equals_hugging_face(
     logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
     world, actor = split
     smallest = 20 if actor.context < 4 else 24  # a whole sequence with its padding
-    asked = [packed(samples, world=world, actor=actor, budget=budget, is_question=True) for budget in (smallest, 64)]
+    asked = [packed(samples, world=world, actor=actor, budget=budget, is_forward=True) for budget in (smallest, 64)]
     trained = packed(samples, world=world, actor=actor, budget=smallest)
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), asked, trained)

@@ -104,7 +104,7 @@ def check_follows(model: Model, split: tuple[int, ActorConfig], cluster: Cluster
     old = reference.logprobs(samples)
     loss, _, grad_norm = reference.update(samples, old)
     world, actor = split
-    asked = packed(samples, world=world, actor=actor, budget=24, is_question=True, has_routes=True)
+    asked = packed(samples, world=world, actor=actor, budget=24, is_forward=True, has_routes=True)
     trained = packed(samples, world=world, actor=actor, budget=24, has_routes=True)
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), [asked], trained)

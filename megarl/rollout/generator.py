@@ -29,7 +29,7 @@ from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersi
 from megarl.episodes.play import Player
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.system.faults import reach
-from megarl.tokens import AskedRoutes, Content, RouteShape, SampledTokens, repeated, shared_if_equal
+from megarl.tokens import Content, RouteRequest, RouteShape, SampledTokens, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class FleetGenerator:
         num_pauses = engine.num_pauses
         max_new_tokens = asked.max_tokens - len(so_far.token_ids)
         num_sent = len(asked.token_ids) + len(so_far.token_ids)
-        routes = AskedRoutes.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
+        routes = RouteRequest.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
-from megarl.data.rollout_files import KeptRollout, write_rollouts
+from megarl.data.rollout_files import FiledRollout, write_rollouts
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.generator import Sampling, evaluation_seed
@@ -32,7 +32,7 @@ class RolloutWriter:
     inputs: Inputs
     workers: RolloutSource | None
 
-    async def write(self, path: Path, rollouts: Sequence[KeptRollout]) -> None:
+    async def write(self, path: Path, rollouts: Sequence[FiledRollout]) -> None:
         if isinstance(self.workers, RolloutWorkers):
             return await self.workers.write(path, rollouts)
         return await asyncio.to_thread(write_rollouts, path, rollouts, decode=self.inputs.tokenizer.decode)

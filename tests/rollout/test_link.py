@@ -34,7 +34,7 @@ with private_ray():
         WorkerSetup,
         gather_s,
     )
-    from megarl.rollout.workers import GATHER_S, WorkerLink, WorkerLostError
+    from megarl.rollout.workers import GATHER_S, WorkerLostError, WorkerRecord
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=8), seed=1)
 SETUP = WorkerSetup(
@@ -78,8 +78,8 @@ class Host:
         self.dropped += [orders.dropped] if orders.dropped else []
 
 
-def link(fleet: Fleet, host: Host) -> WorkerLink:
-    return WorkerLink(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
+def link(fleet: Fleet, host: Host) -> WorkerRecord:
+    return WorkerRecord(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
 
 
 def fleet() -> Fleet:

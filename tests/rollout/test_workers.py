@@ -20,7 +20,7 @@ from megarl.cluster.local_ray import private_ray
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.packing import Packing
-from megarl.data.rollout_files import KeptRollout, SampledRollout, generations_file, write_rollouts
+from megarl.data.rollout_files import FiledRollout, SampledRollout, generations_file, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.lifecycle import EngineState
@@ -205,7 +205,7 @@ def first_only(scored: ScoredGroup) -> ScoredGroup:
 
 
 def evaluator_of(
-    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[KeptRollout]], Awaitable[None]], folder: Path
+    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[FiledRollout]], Awaitable[None]], folder: Path
 ) -> HeldOutEvaluator:
     return HeldOutEvaluator(
         EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
@@ -223,7 +223,7 @@ def test_an_evaluation_is_graded_and_written_without_its_tokens_in_the_driver(
     groups, expected = two.run(answer_on_both(two)), answer_here(engines, model)
     decode = load_tokenizer(model, vocab=read_model_shape(model).vocab).decode
 
-    async def write(path: Path, kept: Sequence[KeptRollout]) -> None:
+    async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
         write_rollouts(path, kept, decode=decode)
 
     with monkeypatch.context() as patch:

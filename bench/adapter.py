@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import ray
 import torch
@@ -25,12 +25,14 @@ from megarl.cluster.cluster import open_cluster
 from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
-from megarl.config.roles import PoolConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig
 from megarl.config.section import Device, dtype_on
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import EngineAdapters
 from megarl.errors import MegarlError
 from megarl.ranks.adapters import store_adapter
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.processes import EngineHost
 from megarl.system.network import LOOPBACK
@@ -42,6 +44,7 @@ from megarl.weights.layouts.lora import LoraShape, adapter_layout, adapter_tenso
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 Outcome: TypeAlias = Figure | Failure
+Result = TypeVar("Result")
 
 GOAL = 20
 """An adapter should be published this many times as fast as its whole model."""
@@ -134,10 +137,18 @@ def _published(server: Server, lora: LoraConfig, folder: Path) -> Iterator[_Benc
         parts.close()
 
 
-class _Parts:
-    """The trainer rank and the node of the engine, each timed."""
+class _Parts(RankGroup[ActorCalls]):
+    """The trainer rank, which is this process, and the node of the engine, each timed."""
 
     def __init__(self, server: Server, lora: LoraConfig) -> None:
+        super().__init__(
+            "actor",
+            [],
+            split=ModelParallelConfig(),
+            timeout_s=_TIMEOUT_S,
+            report_folder=Path(),
+            device_lock=asyncio.Lock(),
+        )
         # As in a trainer rank.
         torch.set_num_threads(1)
         dtype = dtype_on(server.device)
@@ -152,10 +163,17 @@ class _Parts:
         self._host = ray.remote(EngineHost).options(num_cpus=0).remote()
         self.spent: dict[str, list[float]] = {"gathered": [], "stored": [], "placed": [], "loaded": [], "removed": []}
 
-    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        return await asyncio.to_thread(self._store_adapter, version, source_folder)
+    async def _call_all(
+        self,
+        method: Callable[..., Result],
+        arguments: Sequence[object],
+        named: dict[str, object],
+        *,
+        waits_for_all: bool = False,
+    ) -> list[Result]:
+        return [await asyncio.to_thread(getattr(self, method.__name__), *arguments, **named)]
 
-    def _store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
         start = time.perf_counter()
         refuse_unfinite(self._tensors)
         boxes = boxes_on_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
@@ -198,7 +216,7 @@ def _publish_figure(bench: _Bench, *, ours_s: float, full_s: float, full_bytes: 
 
 async def _measure_bare_load(bench: _Bench, *, ours_s: float) -> Figure:
     """Time SGLang alone: it loads and unloads an adapter that lies in its node's memory already."""
-    client, stored = bench.server.client, await bench.parts.store_adapter(0, Path("base"))
+    client, stored = bench.server.client, bench.parts.store_adapter(0, Path("base"))
     async with bench.parts.placed_adapter(0, stored, timeout_s=_TIMEOUT_S) as folder:
 
         async def load_and_unload() -> None:

@@ -26,7 +26,7 @@ from megarl.errors import MachineError
 from megarl.system.network import LOOPBACK
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.model import DeviceMicroBatch, PolicyModel, build_chunks, to_device
-from megarl.train.optimizer import ModelOptimizer
+from megarl.train.offload import build_optimizer
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import MicroBatch
 
@@ -202,7 +202,7 @@ def measure_phases() -> Iterator[Figure]:
     shape = PUBLIC_MODELS[_PHASE_MODEL]
     with alone() as topology:
         chunks = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
-        optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
+        optimizer = build_optimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
         _randomise(chunks[0])
         optimizer.adopt_weights()
         weight_bytes = sum(tensor.nbytes for tensor in optimizer.parameters().values())

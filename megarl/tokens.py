@@ -1,27 +1,81 @@
-"""Numbers per token that may be many and may lie on another node. Numpy only; below `types`."""
+"""The numbers per token of a response: which there are, where they lie, and how they are packed. Numpy only; below
+`types`.
+
+A new number per token is a field of `Content` (an engine returns it), of `types.Rollout` or of `types.TrainSample`, a
+row of `COLUMNS` and, if a rank needs it, a field of `PackedColumns`. Whatever joins, stores, writes, cuts or packs
+responses goes by `COLUMNS`. The experts of a mixture, which are many per token, have types of their own at the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 _Number = TypeVar("_Number", bound=np.generic)
 
+RouteArray: TypeAlias = npt.NDArray[np.unsignedinteger]
+"""[tokens, layers, experts of a token], uint8 or uint16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumn:
+    """One number, or one row of numbers, per token."""
+
+    name: str
+    """The field of its owner."""
+    owner: Literal["content", "rollout", "sample"]
+    """A `Content` stays on the node that made it. A `Rollout` comes to the driver, which decides a step by it. A
+    `TrainSample` has what the algorithm or a model computed."""
+    dtype: type[np.generic]
+    packed_as: str | None = None
+    """The field of `PackedColumns`; None if ranks do not need it, or pack it in a way of its own."""
+    is_single: bool = True
+    """Has exactly one number for each of the T tokens."""
+    is_optional: bool = False
+    """None where a run does not need it."""
+
+
+COLUMNS = (
+    TokenColumn(name="token_ids", owner="content", dtype=np.int32),
+    TokenColumn(name="logprobs", owner="content", dtype=np.float32, packed_as="rollout_logprobs"),
+    TokenColumn(name="routes", owner="content", dtype=np.unsignedinteger, is_single=False, is_optional=True),
+    TokenColumn(
+        name="teacher", owner="content", dtype=np.float32, packed_as="teacher", is_single=False, is_optional=True
+    ),
+    TokenColumn(name="versions", owner="rollout", dtype=np.int32, packed_as="versions"),
+    TokenColumn(name="loss_mask", owner="rollout", dtype=np.bool_, packed_as="loss_mask"),
+    TokenColumn(name="advantages", owner="sample", dtype=np.float32, packed_as="advantages"),
+    TokenColumn(name="old_logprobs", owner="sample", dtype=np.float32, packed_as="old_logprobs", is_optional=True),
+    TokenColumn(
+        name="reference_logprobs", owner="sample", dtype=np.float32, packed_as="reference_logprobs", is_optional=True
+    ),
+    TokenColumn(name="values", owner="sample", dtype=np.float32, packed_as="values", is_optional=True),
+    TokenColumn(name="returns", owner="sample", dtype=np.float32, packed_as="returns", is_optional=True),
+)
+OF_CONTENT = tuple(column for column in COLUMNS if column.owner == "content")
+OF_ROLLOUT = tuple(column for column in COLUMNS if column.owner == "rollout")
+OF_SAMPLE = tuple(column for column in COLUMNS if column.owner == "sample")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """The tokens of one response and their text."""
 
-    token_ids: npt.NDArray[np.int32]  # [T]
-    logprobs: npt.NDArray[np.float32]  # [T], of the engine, after temperature
+    token_ids: npt.NDArray[np.int32]
+    """[T]"""
+    logprobs: npt.NDArray[np.float32]
+    """[T], of the engine, after temperature."""
     text: str
-    routes: RouteArray | None = None  # [P + T - 1], of the prompt's tokens too; None where no engine chose experts
-    teacher: npt.NDArray[np.float32] | None = None  # [T, 1 + 2K], of a teacher on engines, see `rollout.teacher`
+    routes: RouteArray | None = None
+    """[P + T - 1], of the prompt's tokens too; None where no engine chose experts."""
+    teacher: npt.NDArray[np.float32] | None = None
+    """[T, 1 + 2K], of a teacher on engines, see `rollout.teacher`."""
     repetition: float | None = None
+    """As in `ContentHandle`, and the next."""
     answer: str | None = None
 
     def load(self) -> Content:
@@ -32,6 +86,11 @@ class Content:
 
     def content(self, _index: int) -> Content:
         return self
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (getattr(self, column.name) for column in OF_CONTENT)
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 class ContentSource(Protocol):
@@ -45,12 +104,80 @@ class ContentHandle(Protocol):
 
     def load(self) -> Content: ...
 
-    def locate(self) -> tuple[ContentSource, int]: ...  # where the content is, and its index there
+    def locate(self) -> tuple[ContentSource, int]:
+        """Return where the content is, and its index there."""
+        ...
 
     @property
-    def repetition(self) -> float | None: ...  # `repeated_share` of its tokens, where it was computed beside them
+    def repetition(self) -> float | None:
+        """`repeated_share(token_ids)`, if the worker computed it."""
+        ...
+
     @property
-    def answer(self) -> str | None: ...  # `answer_in` its text, likewise
+    def answer(self) -> str | None:
+        """`answer_in(text)`, if the worker computed it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Tokens that an engine sampled in one or several requests, end token included."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T]"""
+    logprobs: npt.NDArray[np.float32]
+    """[T]"""
+    versions: npt.NDArray[np.int32]
+    """[T]"""
+    routes: RouteArray | None = None
+    """From the first token without known experts to the one before the last."""
+    is_cut: bool = False
+    """The last token is the last that was allowed, and no end token."""
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a `Content` that this has."""
+        names = (column.name for column in OF_CONTENT if column.name in self.__dataclass_fields__)
+        return {name: getattr(self, name) for name in names}
+
+
+def join_tokens(parts: Sequence[SampledTokens]) -> dict[str, Any]:
+    """Return the columns of consecutive tokens, without their routes. Single numbers that some parts lack are 0."""
+    joined: dict[str, Any] = {"versions": np.concatenate([part.versions for part in parts])}
+    for column in OF_CONTENT:
+        arrays = [getattr(part, column.name, None) for part in parts]
+        if column.is_single and any(array is not None for array in arrays):
+            nothing = (np.zeros(len(part.token_ids), column.dtype) for part in parts)
+            joined[column.name] = np.concatenate(
+                [zeros if array is None else array for array, zeros in zip(arrays, nothing, strict=True)]
+            )
+    return joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedColumns:
+    """The numbers per token of a micro-batch of N tokens, each of the token that its position predicts.
+
+    Empty or None where the pass does not need them.
+    """
+
+    loss_mask: npt.NDArray[np.bool_]
+    """[N], True where the policy chose the token."""
+    rollout_logprobs: npt.NDArray[np.float32]
+    """[N], of the engine."""
+    advantages: npt.NDArray[np.float32]
+    """[N]"""
+    old_logprobs: npt.NDArray[np.float32] | None = None
+    """[N], of the policy before the step."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """[N]"""
+    values: npt.NDArray[np.float32] | None = None
+    """[N], of the critic before the step."""
+    returns: npt.NDArray[np.float32] | None = None
+    """[N], what the critic learns."""
+    versions: npt.NDArray[np.int32] | None = None
+    """[N], which policy chose the token; None where one policy chose all."""
+    teacher: npt.NDArray[np.float32] | None = None
+    """[N, 1 + 2K], see `train.likeliest.top_scores`."""
 
 
 def repeated(value: _Number, count: int) -> npt.NDArray[_Number]:
@@ -90,6 +217,10 @@ class PackedRows:
     firsts: npt.NDArray[np.int32]  # [S], place among the sample's tokens of the first one that the row predicts
     episode_starts: npt.NDArray[np.int32]  # [E + 1], ends with N: where the rows of a sample, or the padding, begin
     num_loss_tokens: npt.NDArray[np.int64]  # [E], of all rows of the sample, in whatever micro-batch they are
+
+
+ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", "advantages", "returns", "teacher"]
+"""A column that ranks compute, named as in `PackedColumns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +290,6 @@ def _joined(rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> npt.NDArray[
     return joined
 
 
-RouteArray: TypeAlias = npt.NDArray[np.unsignedinteger]
-"""[tokens, layers, experts of a token], uint8 or uint16."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteShape:
     """The numbers of a mixture that the routes of its tokens follow from."""
@@ -225,12 +352,7 @@ class AskedRoutes:
         return self.shape.read(content, num_routes)[:num_wanted]
 
 
-def then(first: RouteArray | None, rest: RouteArray | None) -> RouteArray | None:
-    """Return the routes of a response and of its continuation."""
-    return rest if first is None or rest is None else np.concatenate([first, rest])
-
-
-def joined(parts: Iterable[tuple[int, RouteArray]], num_tokens: int) -> RouteArray | None:
+def join_routes(parts: Iterable[tuple[int, RouteArray]], num_tokens: int) -> RouteArray | None:
     """Return the routes of so many tokens from parts, each with its first token; None without parts."""
     routes: RouteArray | None = None
     for first, part in parts:
@@ -257,7 +379,7 @@ class PackedRoutes:
 
     def of_layers(self, first: int, end: int) -> RouteArray:
         """Return the routes of some layers. [N, end - first, experts of a token]"""
-        routes = joined(((start, part[:, first:end]) for start, part in self.parts), self.num_tokens)
+        routes = join_routes(((start, part[:, first:end]) for start, part in self.parts), self.num_tokens)
         assert routes is not None, "packed routes without a part"
         return routes
 

@@ -3,6 +3,7 @@
     Prompt -> RolloutGroup -> ScoredGroup -> TrainSample -> TrainBatch -> UpdateResult
 
 Shapes: T tokens of one response, P tokens of its prompt, N packed tokens of one micro-batch, S sequences in it.
+All numbers per token are listed in `tokens.COLUMNS`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,49 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megarl.tokens import ContentHandle, PackedRoutes, PackedRows, RolloutSums
+from megarl.tokens import ContentHandle, PackedColumns, PackedRoutes, PackedRows, RolloutSums
+
+TokenArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""How many optimizer steps made these weights; 0 is the model the run started from."""
+
+DEMONSTRATION = PolicyVersion(-1)
+"""The version of tokens that no policy chose: they come from a data set or an environment."""
+
+JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task, tokenised, at one place of the (shuffled, repeated) stream."""
+
+    uid: str
+    """Names the row of the data set; the same in every epoch."""
+    position: int
+    """Number of prompts drawn before this one since the run began."""
+    epoch: int
+    token_ids: TokenArray
+    """[P]"""
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, JsonValue]
+    messages: tuple[Mapping[str, JsonValue], ...] = ()
+    """The chat that `token_ids` render, for rewards."""
+    demonstration: TokenArray | None = None
+    """The response of the data set, end token included."""
+    demonstration_mask: BoolArray | None = None
+    """[T], True where it is imitated; None: all of it."""
+    rejected: TokenArray | None = None
+    """An answer that is worse than the demonstration, end token included."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
 
 
 class TurnKind(StrEnum):
@@ -67,7 +110,7 @@ class Episode:
     ending: Ending | None = None
     """None for a single response, whose finish reason says it."""
     num_retries: int = 0
-    """Attempts that were lost before this one."""
+    """Attempts that infrastructure ended before this one."""
     began: float | None = None
     """When its first turn began, in seconds since the epoch; None for a single response."""
 
@@ -78,7 +121,7 @@ class Episode:
 
     @property
     def num_calls(self) -> int:
-        """Turns whose calls were answered, or that were told of a mistake."""
+        """Turns that return the results of calls, or report a malformed one."""
         return sum(turn.kind is TurnKind.GIVEN for turn in self.turns)
 
 
@@ -86,54 +129,19 @@ SINGLE = Episode()
 """A single response."""
 
 
-TokenArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
-
-PolicyVersion = NewType("PolicyVersion", int)
-"""How many optimizer steps made these weights; 0 is the model the run started from."""
-
-DEMONSTRATION = PolicyVersion(-1)
-"""The version of tokens that no policy chose: they come from a data set or an environment."""
-
-JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One task, tokenised, at one place of the (shuffled, repeated) stream."""
-
-    uid: str
-    """Names the row of the data set; the same in every epoch."""
-    position: int
-    """How many prompts were drawn before this one since the run began."""
-    epoch: int
-    token_ids: TokenArray  # [P]
-    data_source: str
-    ground_truth: str
-    extra_info: Mapping[str, JsonValue]
-    messages: tuple[Mapping[str, JsonValue], ...] = ()  # the chat that `token_ids` render, for rewards
-    demonstration: TokenArray | None = None  # the response of the data set, end token included
-    demonstration_mask: BoolArray | None = None  # [T], True where it is imitated; None: all of it
-    rejected: TokenArray | None = None  # an answer that is worse than the demonstration, end token included
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a prompt: a response, or an episode of several turns. A step is decided without its content."""
 
-    versions: npt.NDArray[np.int32]  # [T], which policy chose each token
-    loss_mask: BoolArray  # [T], True where the policy chose the token
+    versions: npt.NDArray[np.int32]
+    """[T], which policy chose each token."""
+    loss_mask: BoolArray
+    """[T], True where the policy chose the token."""
     finish_reason: FinishReason
     content: ContentHandle
     episode: Episode = SINGLE
-    score: Score | None = None  # of its environment; None where the recipe's reward scores it
+    score: Score | None = None
+    """The score that its environment gave; None where the recipe's reward scores it."""
 
     @property
     def num_tokens(self) -> int:
@@ -158,78 +166,97 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    baseline: Rollout | None = None  # a greedy one to compare with, where the algorithm asks for it; not trained on
+    baseline: Rollout | None = None
+    """A greedy rollout to compare with, where the algorithm needs one; it is not trained on."""
+
+    @property
+    def with_baseline(self) -> tuple[Rollout, ...]:
+        """The rollouts, and the baseline, if there is one, as the last."""
+        return self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     value: float
     components: Mapping[str, float]
-    prediction: str | None = None  # the final answer the scorer read out of the response, where it says so
+    prediction: str | None = None
+    """The final answer that the scorer read from the response, if it names one."""
     is_masked: bool = False
     """The rollout could not be scored: it is left out of its group's statistics and of the loss."""
-    turns: tuple[float, ...] | None = None  # the reward of each turn, where an environment gives them
-    tokens: tuple[float, ...] | None = None  # that of each token the policy chose, beside `value`, where one is given
+    turns: tuple[float, ...] | None = None
+    """The reward of each turn, where an environment gives them."""
+    tokens: tuple[float, ...] | None = None
+    """The reward of each token that the policy chose, added to `value`, where a scorer gives them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     group: RolloutGroup
     scores: tuple[Score, ...]
-    baseline: Score | None = None  # of the group's baseline
+    baseline: Score | None = None
+    """The score of the group's baseline."""
 
     def __post_init__(self) -> None:
-        assert len(self.scores) == (num := len(self.group.rollouts)), f"{len(self.scores)} scores, {num} rollouts"
+        num_scores, num_rollouts = len(self.scores), len(self.group.rollouts)
+        assert num_scores == num_rollouts, f"{num_scores} scores, {num_rollouts} rollouts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """Per-token numbers of a step's B rollouts, of [T_i] each, computed before training; None if not asked for."""
+    """Per-token numbers of a step's B rollouts, of [T_i] each, computed before training; None if not needed."""
 
-    logprobs: tuple[FloatArray, ...] | None = None  # of the policy before the step
+    logprobs: tuple[FloatArray, ...] | None = None
+    """Log-probabilities of the policy before the step."""
     reference_logprobs: tuple[FloatArray, ...] | None = None
-    values: tuple[FloatArray, ...] | None = None  # the returns that the critic expects before each token
-    sums: RolloutSums | None = None  # of the rollouts with a score, where the numbers of tokens stay with the ranks
+    values: tuple[FloatArray, ...] | None = None
+    """The return that the critic expects before each token."""
+    sums: RolloutSums | None = None
+    """Sums over the rollouts that have a score, where the numbers per token stay on the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One rollout with its credit assigned."""
 
-    prompt_ids: TokenArray  # [P]
+    prompt_ids: TokenArray
+    """[P]"""
     rollout: Rollout
-    advantages: FloatArray  # [T], 0 where the policy did not choose the token
-    old_logprobs: FloatArray | None = None  # [T], of the policy before the step, where it was asked for
-    reference_logprobs: FloatArray | None = None  # [T], where the loss has a KL term
-    values: FloatArray | None = None  # [T], of the critic before the step, where there is one
-    returns: FloatArray | None = None  # [T], what the critic learns
+    advantages: FloatArray
+    """[T], 0 where the policy did not choose the token."""
+    old_logprobs: FloatArray | None = None
+    """[T], of the policy before the step, if the algorithm needs them."""
+    reference_logprobs: FloatArray | None = None
+    """[T], if the loss has a KL term."""
+    values: FloatArray | None = None
+    """[T], of the critic before the step, if there is one."""
+    returns: FloatArray | None = None
+    """[T], what the critic learns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(PackedColumns):
     """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
 
     Padding, where the micro-batch has some, is one more sequence at the end with an empty loss mask. For context
     parallelism every sequence also ends with padding of its own, which no other position sees.
     """
 
-    token_ids: TokenArray  # [N]
-    sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
-    last_ids: TokenArray  # [S], what the last position of each sequence predicts; 0 if that is padding
-    loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`; this and the next two: [0] in a question
-    rollout_logprobs: FloatArray  # [N], of `targets[n]`
-    advantages: FloatArray  # [N]
-    old_logprobs: FloatArray | None  # [N], None where the samples have none; so the next three
-    reference_logprobs: FloatArray | None  # [N]
-    values: FloatArray | None  # [N]
-    returns: FloatArray | None  # [N]
-    sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
-    response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
-    response_ends: npt.NDArray[np.int32]  # [S], after the position that predicts the last response token; padding: N
-    versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
-    rows: PackedRows | None = None  # None where every sequence is a whole sample
-    teacher: FloatArray | None = None  # [N, 1 + 2K], see `train.likeliest.top_scores`; None without a teacher
-    routes: PackedRoutes | None = None  # the experts of each position, where an engine's choice is to be followed
+    token_ids: TokenArray
+    """[N]"""
+    sequence_starts: npt.NDArray[np.int32]
+    """[S + 1], ends with N."""
+    last_ids: TokenArray
+    """[S], what the last position of each sequence predicts; 0 if that is padding."""
+    sample_ids: npt.NDArray[np.int32]
+    """[S], index into the step's samples, -1 for padding."""
+    response_starts: npt.NDArray[np.int32]
+    """[S], the position that predicts the first response token; N for padding."""
+    response_ends: npt.NDArray[np.int32]
+    """[S], after the position that predicts the last response token; N for padding."""
+    rows: PackedRows | None = None
+    """None where every sequence is a whole sample."""
+    routes: PackedRoutes | None = None
+    """The experts of each position, where an engine's choice is to be followed."""
 
     @property
     def targets(self) -> TokenArray:
@@ -264,4 +291,5 @@ class TrainBatch:
     """One data-parallel rank's share of everything that a step trains on."""
 
     mini_batches: tuple[MiniBatch, ...]
-    temperature: float  # log-probabilities are of logits divided by this, as the engine sampled them
+    temperature: float
+    """Log-probabilities are of logits divided by this, as the engine sampled them."""

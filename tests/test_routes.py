@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from megarl.tokens import PackedRoutes, RouteShape, joined
+from megarl.tokens import PackedRoutes, RouteShape, join_routes
 
 SHAPE = RouteShape(num_layers=2, per_token=2, num_experts=8)
 NUMBERS = np.array([[[0, 7], [3, 1]], [[5, 4], [2, 6]], [[1, 0], [6, 5]]], "<i4")
@@ -36,11 +36,11 @@ def test_routes_that_no_router_chose_are_refused(numbers: np.ndarray, message: s
 
 def test_tokens_between_parts_have_unknown_experts() -> None:
     routes = SHAPE.read(NUMBERS.tobytes(), 3)
-    found = joined([(1, routes[:1]), (4, routes)], 6)
+    found = join_routes([(1, routes[:1]), (4, routes)], 6)
     assert found is not None
     assert found[[1, 4, 5]].tolist() == routes[[0, 0, 1]].tolist()
     assert (found[[0, 2, 3]] == 255).all()
-    assert joined([], 6) is None
+    assert join_routes([], 6) is None
 
 
 def test_a_stage_takes_its_own_layers() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from megarl.algo.advantage import Credit, Outcomes, Wide, earlier_rewards, sum_of_parts
 from megarl.algo.estimators import choose_estimator
-from megarl.algo.held_credit import CreditTask
 from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.penalty import KlPenalty, length_penalty, penalised_length
+from megarl.algo.remote_credit import CreditTask
 from megarl.algo.selection import Selection, component, estimates_of, scored_only, with_unscored, without_cut
 from megarl.config.algorithm import (
     AlgorithmConfig,

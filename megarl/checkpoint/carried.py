@@ -1,6 +1,8 @@
-"""Groups that were scored but not trained on when a checkpoint was made; a resumed run trains on the same ones.
+"""Scored groups in files: how they survive the process that had them.
 
-Tokens are stored end to end in a safetensors file, values per rollout and per group in a JSON file.
+A checkpoint carries the groups that were scored but not trained on when it was made; a resumed run trains on the same
+ones. A preempted run leaves those of its open step in its folder, in parts; the next start of the run takes them from
+there. Numbers per token are stored end to end in a safetensors file, all else in a JSON file.
 """
 
 from __future__ import annotations
@@ -9,176 +11,89 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 from safetensors.numpy import load_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.data.group_encoding import GroupRecord, JoinedColumns, content_columns, rollout_columns
 from megarl.errors import CheckpointError, first_line
-from megarl.tokens import Content, RouteArray
-from megarl.types import SINGLE, Episode, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.tokens import OF_ROLLOUT, Content
+from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
 TOKENS_FILE = "carried.safetensors"
 GROUPS_FILE = "carried.json"
+OPEN_STEP_FOLDER = "open_step"
 
-_COLUMNS: dict[str, type[np.generic]] = {
-    "token_ids": np.int32,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "loss_mask": np.bool_,
-}
-_OF_CONTENT = ("token_ids", "logprobs")
-_ROUTES = "routes"
-"""[rows, layers, experts of a token]; only where some rollout has routes."""
-_TEACHER = "teacher"
-"""[tokens, 1 + 2K]; only where a teacher on engines was asked."""
-_TYPES = {"int32": "I32", "float32": "F32", "bool": "BOOL", "uint8": "U8", "uint16": "U16"}
+_STARTS = "starts."
+"""Before the name of a column: where the numbers of each rollout begin in it."""
+_TYPES = {"int32": "I32", "int64": "I64", "float32": "F32", "bool": "BOOL", "uint8": "U8", "uint16": "U16"}
+_OPEN_STEP_FILE = "open_step.json"
+_PART_TOKENS = 16 << 20
+"""Tokens of a part of an open step; one part at a time is in memory when it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RolloutRecord:
-    num_tokens: int
-    finish_reason: FinishReason
-    text: str
-    score: Score
-    episode: Episode = SINGLE
-    num_routes: int = 0
-    """Rows of the routes that are its own."""
-    is_taught: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupRecord:
+class _FiledGroup:
     position: int
     """Position of the prompt in the stream."""
-    rollouts: tuple[_RolloutRecord, ...]
-    baseline: _RolloutRecord | None
+    record: GroupRecord
+    texts: tuple[str, ...]
+    """The text of each rollout."""
 
 
-_RECORDS: TypeAdapter[tuple[_GroupRecord, ...]] = TypeAdapter(tuple[_GroupRecord, ...])
+_FILED: TypeAdapter[tuple[_FiledGroup, ...]] = TypeAdapter(tuple[_FiledGroup, ...])
 
 
-def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, FileDigest]:
-    """Write the groups into a checkpoint that is being made; without groups no file is written."""
+def write_groups(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, FileDigest]:
+    """Write the groups into a folder that is being made; without groups no file is written."""
     if not groups:
         return {}
-    pairs = [_scored_rollouts(scored) for scored in groups]
-    rollouts = [rollout for group_pairs in pairs for rollout, _ in group_pairs]
-    contents = [rollout.content.load() for rollout in rollouts]
-    columns = {
-        name: np.concatenate([getattr(each, name) for each in (contents if name in _OF_CONTENT else rollouts)]).astype(
-            dtype
+    rollouts = [rollout for scored in groups for rollout in scored.group.with_baseline]
+    joined = JoinedColumns.of([{**content_columns(each.content.load()), **rollout_columns(each)} for each in rollouts])
+    arrays = {**joined.arrays, **{f"{_STARTS}{name}": starts for name, starts in joined.starts.items()}}
+    specs = {name: (_TYPES[array.dtype.name], array.shape) for name, array in arrays.items()}
+    digest = write_tensor_file(folder / TOKENS_FILE, specs, lambda entry: [arrays[entry.name].tobytes()])
+    filed = tuple(
+        _FiledGroup(
+            position=scored.group.prompt.position,
+            record=GroupRecord.of(scored),
+            texts=tuple(rollout.text for rollout in scored.group.with_baseline),
         )
-        for name, dtype in _COLUMNS.items()
-    }
-    routes = [content.routes for content in contents if content.routes is not None]
-    if routes:
-        columns[_ROUTES] = np.concatenate(routes)
-    if taught := [content.teacher for content in contents if content.teacher is not None]:
-        columns[_TEACHER] = np.concatenate(taught)
-    specs = {name: (_TYPES[column.dtype.name], column.shape) for name, column in columns.items()}
-    digest = write_tensor_file(folder / TOKENS_FILE, specs, lambda entry: [columns[entry.name].tobytes()])
-    records = tuple(_record(scored, group_pairs) for scored, group_pairs in zip(groups, pairs, strict=True))
-    (folder / GROUPS_FILE).write_bytes(_RECORDS.dump_json(records) + b"\n")
+        for scored in groups
+    )
+    (folder / GROUPS_FILE).write_bytes(_FILED.dump_json(filed) + b"\n")
     for name in (TOKENS_FILE, GROUPS_FILE):
         sync(folder / name)
     return {TOKENS_FILE: digest, GROUPS_FILE: digest_file(folder / GROUPS_FILE)}
 
 
-def read_carried(folder: Path, num_groups: int, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
-    """Return the groups that `write_carried` wrote, with the prompts of the resumed run."""
+def read_groups(folder: Path, num_groups: int, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
+    """Return the groups that `write_groups` wrote, with the prompts of the resumed run."""
     if num_groups == 0:
         return []
     try:
-        records = _RECORDS.validate_json((folder / GROUPS_FILE).read_bytes())
-        columns = load_file(folder / TOKENS_FILE)
+        filed = _FILED.validate_json((folder / GROUPS_FILE).read_bytes())
+        arrays = load_file(folder / TOKENS_FILE)
     except (OSError, ValidationError) as error:
         raise CheckpointError(f"{folder}: cannot read its carried groups: {first_line(error)}") from error
-    if len(records) != num_groups:
-        raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(records)} groups, state.json counts {num_groups}")
-    tokens = _TokenReader(columns)
-    return [_group(record, tokens, prompt_at(record.position)) for record in records]
-
-
-def _scored_rollouts(scored: ScoredGroup) -> list[tuple[Rollout, Score]]:
-    """Return the rollouts with their scores; a baseline comes last."""
-    pairs = list(zip(scored.group.rollouts, scored.scores, strict=True))
-    if scored.group.baseline is not None and scored.baseline is not None:
-        pairs.append((scored.group.baseline, scored.baseline))
-    return pairs
-
-
-def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _GroupRecord:
-    rollouts = [
-        _RolloutRecord(
-            num_tokens=rollout.num_tokens,
-            finish_reason=rollout.finish_reason,
-            text=rollout.text,
-            score=score,
-            episode=rollout.episode,
-            num_routes=0 if (content := rollout.content.load()).routes is None else len(content.routes),
-            is_taught=content.teacher is not None,
-        )
-        for rollout, score in pairs
-    ]
-    num_trained = len(scored.group.rollouts)
-    return _GroupRecord(
-        position=scored.group.prompt.position,
-        rollouts=tuple(rollouts[:num_trained]),
-        baseline=rollouts[num_trained] if len(rollouts) > num_trained else None,
-    )
-
-
-class _TokenReader:
-    """Reads the columns from their start, one rollout after the other."""
-
-    def __init__(self, columns: dict[str, npt.NDArray[np.generic]]) -> None:
-        self._columns = columns
-        self._position = 0
-        self._route = 0
-        self._taught = 0
-
-    def next_rollout(self, record: _RolloutRecord) -> Rollout:
-        part = slice(self._position, self._position + record.num_tokens)
-        self._position += record.num_tokens
-        routes = self._columns[_ROUTES][self._route : self._route + record.num_routes] if record.num_routes else None
-        self._route += record.num_routes
-        num_taught = record.num_tokens if record.is_taught else 0
-        teacher = self._columns[_TEACHER][self._taught : self._taught + num_taught] if num_taught else None
-        self._taught += num_taught
-        return Rollout(
-            content=Content(
-                token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
-                logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
-                text=record.text,
-                routes=cast("RouteArray | None", routes),
-                teacher=cast("npt.NDArray[np.float32] | None", teacher),
-            ),
-            versions=cast("npt.NDArray[np.int32]", self._columns["versions"][part]),
-            loss_mask=cast("npt.NDArray[np.bool_]", self._columns["loss_mask"][part]),
-            finish_reason=record.finish_reason,
-            episode=record.episode,
-        )
-
-
-def _group(record: _GroupRecord, tokens: _TokenReader, prompt: Prompt) -> ScoredGroup:
-    rollouts = tuple(tokens.next_rollout(item) for item in record.rollouts)
-    baseline = None if record.baseline is None else tokens.next_rollout(record.baseline)
-    return ScoredGroup(
-        group=RolloutGroup(prompt=prompt, rollouts=rollouts, baseline=baseline),
-        scores=tuple(item.score for item in record.rollouts),
-        baseline=None if record.baseline is None else record.baseline.score,
-    )
-
-
-FOLDER = "open_step"
-_RECORD_FILE = "open_step.json"
-_PART_TOKENS = 16 << 20
-"""Tokens of a part, of which one at a time is in memory when it is written."""
+    if len(filed) != num_groups:
+        raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(filed)} groups, state.json counts {num_groups}")
+    starts = {name.removeprefix(_STARTS): array for name, array in arrays.items() if name.startswith(_STARTS)}
+    columns = JoinedColumns(arrays={name: arrays[name] for name in starts}, starts=starts)
+    groups: list[ScoredGroup] = []
+    first = 0
+    for each in filed:
+        contents = []
+        of_rollouts = []
+        for index, text in enumerate(each.texts, start=first):
+            of_content = columns.of_response(index)
+            of_rollouts.append({column.name: of_content.pop(column.name) for column in OF_ROLLOUT})
+            contents.append(Content(text=text, **of_content))
+        groups.append(each.record.scored_group(prompt_at(each.position), contents, of_rollouts))
+        first += len(each.texts)
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,31 +103,31 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _OpenStep:
     version: int
     identity: str
     parts: tuple[_Part, ...]
 
 
-_RECORD = TypeAdapter(_Record)
+_OPEN_STEP = TypeAdapter(_OpenStep)
 
 
 def write_open_step(run_folder: Path, groups: Sequence[ScoredGroup], *, version: PolicyVersion, identity: str) -> None:
     """Write groups that `version` answered; `identity` is equal in runs whose answers and scores would be the same."""
-    partial = run_folder / f"{FOLDER}.tmp"
+    partial = run_folder / f"{OPEN_STEP_FOLDER}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     parts = []
     for index, of_part in enumerate(_parts(groups)):
         folder = partial / str(index)
         folder.mkdir(parents=True)
-        parts.append(_Part(num_groups=len(of_part), files=write_carried(folder, of_part)))
+        parts.append(_Part(num_groups=len(of_part), files=write_groups(folder, of_part)))
         sync(folder)
-    record = _Record(version=version, identity=identity, parts=tuple(parts))
-    (partial / _RECORD_FILE).write_bytes(_RECORD.dump_json(record))
-    sync(partial / _RECORD_FILE)
+    record = _OpenStep(version=version, identity=identity, parts=tuple(parts))
+    (partial / _OPEN_STEP_FILE).write_bytes(_OPEN_STEP.dump_json(record))
+    sync(partial / _OPEN_STEP_FILE)
     sync(partial)
-    shutil.rmtree(run_folder / FOLDER, ignore_errors=True)
-    partial.rename(run_folder / FOLDER)
+    shutil.rmtree(run_folder / OPEN_STEP_FOLDER, ignore_errors=True)
+    partial.rename(run_folder / OPEN_STEP_FOLDER)
 
 
 def take_open_step(
@@ -227,11 +142,11 @@ def take_open_step(
 
     Damaged ones are left out with a warning: their prompts are asked again.
     """
-    folder = run_folder / FOLDER
+    folder = run_folder / OPEN_STEP_FOLDER
     if not folder.is_dir():
         return []
     try:
-        record = _RECORD.validate_json((folder / _RECORD_FILE).read_bytes())
+        record = _OPEN_STEP.validate_json((folder / _OPEN_STEP_FILE).read_bytes())
         if (record.version, record.identity) != (version, identity):
             return []
         return [
@@ -248,7 +163,7 @@ def _read(folder: Path, part: _Part, prompt_at: Callable[[int], Prompt]) -> list
     for name, digest in part.files.items():
         if digest_file(folder / name) != digest:
             raise CheckpointError(f"{folder / name} is damaged")
-    return read_carried(folder, part.num_groups, prompt_at)
+    return read_groups(folder, part.num_groups, prompt_at)
 
 
 def _parts(groups: Sequence[ScoredGroup]) -> Iterator[list[ScoredGroup]]:

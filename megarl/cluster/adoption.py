@@ -1,4 +1,4 @@
-"""A driver takes over from one that died: actors by name, engines in a known state, trainer ranks at a checkpoint."""
+"""A driver takes over from one that died: actors by name, and engines in a known state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import ray
@@ -14,16 +13,12 @@ from ray.actor import ActorHandle
 
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.errors import EngineError, WorkerError
+from megarl.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-Rank = TypeVar("Rank", covariant=True)
-
 _NUMBER = "#"
 """Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
-_RANKS_S = 60.0
-"""For ranks of an earlier driver to end the calls that it began."""
 
 
 class KeptActors:
@@ -132,24 +127,3 @@ async def take_over(endpoint: EngineEndpoint, *, timeout_s: float) -> str:
         return version
     finally:
         await client.close()
-
-
-class AdoptableRanks(Protocol[Rank]):
-    """The ranks of one model, as `runtime.trainers.ranks.RankGroup` has them."""
-
-    role: str
-
-    async def adopt(self, fill: Callable[[Rank], bool], *, timeout_s: float) -> bool: ...
-
-
-async def adopt_ranks(ranks: AdoptableRanks[Rank], fill: Callable[[Rank], bool], *, is_shared: bool) -> bool:
-    """Take over the ranks that an earlier driver left; return False if they must be started again."""
-    try:
-        if is_shared:
-            raise WorkerError("they may have given up memory to engines of their devices")
-        is_there = await ranks.adopt(fill, timeout_s=_RANKS_S)
-    except WorkerError as error:
-        logger.warning("role=%s ranks are not adopted, but started again: %s", ranks.role, error)
-        return False
-    logger.info("adopted role=%s %s", ranks.role, "as they are" if is_there else "with the checkpoint")
-    return True

@@ -11,78 +11,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import ray
 from ray.actor import ActorHandle
 
+from megarl.data.group_encoding import ContentArrays
 from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, KeptRollout, SampledRollout
 from megarl.data.shares import Share
 from megarl.errors import WorkerError, first_line
-from megarl.tokens import Content, ContentSource, RouteArray
-from megarl.types import Rollout, RolloutGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseArrays:
-    """The responses of some groups, end to end."""
-
-    token_ids: npt.NDArray[np.int32]  # [sum of T]
-    logprobs: npt.NDArray[np.float32]  # [sum of T]
-    starts: npt.NDArray[np.int64]  # [R + 1], where each response begins
-    texts: tuple[str, ...]
-    routes: RouteArray | None  # [sum of P + T - 1 of the responses that have some]
-    route_starts: npt.NDArray[np.int64]  # [R + 1]
-    teacher: npt.NDArray[np.float32] | None  # [sum of T of the responses that have some, 1 + 2K]
-    teacher_starts: npt.NDArray[np.int64]  # [R + 1]
-
-    @classmethod
-    def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
-        return cls.joined([rollout.content.load() for group in groups for rollout in rollouts_of(group)])
-
-    @classmethod
-    def joined(cls, contents: Sequence[Content]) -> ResponseArrays:
-        routes, route_starts = _joined([content.routes for content in contents])
-        teacher, teacher_starts = _joined([content.teacher for content in contents])
-        return cls(
-            token_ids=np.concatenate([np.zeros(0, np.int32), *(content.token_ids for content in contents)]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *(content.logprobs for content in contents)]),
-            starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
-            texts=tuple(content.text for content in contents),
-            routes=routes,
-            route_starts=route_starts,
-            teacher=teacher,
-            teacher_starts=teacher_starts,
-        )
-
-    def content(self, index: int) -> Content:
-        part = slice(self.starts[index], self.starts[index + 1])
-        return Content(
-            token_ids=self.token_ids[part],
-            logprobs=self.logprobs[part],
-            text=self.texts[index],
-            routes=_part(self.routes, self.route_starts, index),
-            teacher=_part(self.teacher, self.teacher_starts, index),
-        )
-
-
-_Number = TypeVar("_Number", bound=np.generic)
-
-
-def _joined(arrays: Sequence[npt.NDArray[_Number] | None]) -> tuple[npt.NDArray[_Number] | None, npt.NDArray[np.int64]]:
-    """Return the arrays that are there end to end, None if there are none, and where each begins."""
-    given = [array for array in arrays if array is not None]
-    starts = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int64)
-    return np.concatenate(given) if given else None, starts
-
-
-def _part(
-    joined: npt.NDArray[_Number] | None, starts: npt.NDArray[np.int64], index: int
-) -> npt.NDArray[_Number] | None:
-    start, end = starts[index], starts[index + 1]
-    return None if joined is None or start == end else joined[start:end]
+from megarl.tokens import Content, ContentSource
+from megarl.types import RolloutGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +32,7 @@ class StoredResponses:
     """Ray's id of the node that holds them."""
     host: ActorHandle | None = None
     """The worker that made them, known to the driver."""
-    arrays: ResponseArrays | None = field(default=None, repr=False)
+    arrays: ContentArrays | None = field(default=None, repr=False)
     """Set where `fetch` brought them."""
 
     def __reduce__(self) -> tuple[type[StoredResponses], tuple[ray.ObjectRef, str]]:
@@ -129,21 +67,16 @@ def fetch(sources: Sequence[ContentSource]) -> None:
 
 def nodes_of(group: RolloutGroup) -> set[str]:
     """Return the nodes that hold the group's arrays; none where they are in the driver's process."""
-    contents = (rollout.content for rollout in rollouts_of(group))
+    contents = (rollout.content for rollout in group.with_baseline)
     return {content.stored.node for content in contents if isinstance(content, StoredContent)}
 
 
-def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
+def _get(references: Sequence[ray.ObjectRef]) -> list[ContentArrays]:
     try:
-        arrays: list[ResponseArrays] = ray.get(list(references))
+        arrays: list[ContentArrays] = ray.get(list(references))
     except ray.exceptions.ObjectLostError as error:
         raise WorkerError(f"rollouts are lost with the node that held them: {first_line(error)}") from error
     return arrays
-
-
-def rollouts_of(group: RolloutGroup) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; the baseline, where there is one, comes last."""
-    return group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
 
 
 @dataclass(slots=True)
@@ -195,7 +128,7 @@ def _add(
     index: int,
     nodes: Collection[str],
 ) -> tuple[str, int]:
-    """Return the name of the worker that cuts the response and the index after it; an empty name where nobody does."""
+    """Return the name of the worker that cuts the response and the index after it; "" if no worker repacks it."""
     if not isinstance(source, StoredResponses) or source.host is None or set(nodes) == {source.node}:
         return "", index
     key = source.host._actor_id.hex()

@@ -44,9 +44,10 @@ class WorkerGroup(Generic[Worker]):
     """
 
     def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float) -> None:
+        """`timeout_s` is the deadline of a call without one of its own."""
         self.role = role
         self.workers = tuple(workers)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -81,16 +82,23 @@ class WorkerGroup(Generic[Worker]):
         shared = [ray.put(argument) for argument in arguments]
         shared_named = {key: ray.put(argument) for key, argument in named.items()}
         started = [self._start(worker, method.__name__, shared, shared_named) for worker in self.workers]
-        return await self._gather(method.__name__, started, timeout_s=self._timeout_s, waits_for_all=waits_for_all)
+        return await self.gather(method.__name__, started, waits_for_all=waits_for_all)
 
     def _start(
         self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]
     ) -> ray.ObjectRef:
         return getattr(worker, method).remote(*arguments, **named)
 
-    async def _gather(
-        self, method: str, started: Sequence[ray.ObjectRef], *, timeout_s: float, waits_for_all: bool = False
+    async def gather(
+        self,
+        method: str,
+        started: Sequence[ray.ObjectRef],
+        *,
+        timeout_s: float | None = None,
+        waits_for_all: bool = False,
     ) -> list[Result]:
+        """Return the results of calls that were started on ranks 0, 1, ...; `method` names them in errors."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         tasks: list[asyncio.Future[Result]] = [
             asyncio.ensure_future(self._await(rank, method, each)) for rank, each in enumerate(started)
         ]

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError, first_line
-from megarl.tokens import ContentHandle
+from megarl.tokens import COLUMNS, ContentHandle, TokenColumn
 from megarl.types import (
     DEMONSTRATION,
     Episode,
@@ -238,25 +238,26 @@ def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
 
 
 def _columns(samples: Sequence[TrainSample]) -> dict[str, Any]:
+    """Return the tokens and text of each sample, and every single number per token."""
+    singles = [column for column in COLUMNS if column.is_single]
     return {
         "prompt_ids": [sample.prompt_ids for sample in samples],
-        "token_ids": [sample.rollout.token_ids for sample in samples],
         "text": [sample.rollout.text for sample in samples],
         "finish_reason": [sample.rollout.finish_reason.value for sample in samples],
-        "loss_mask": [sample.rollout.loss_mask for sample in samples],
-        "versions": [sample.rollout.versions for sample in samples],
-        "rollout_logprobs": [sample.rollout.logprobs for sample in samples],
-        "old_logprobs": _floats([sample.old_logprobs for sample in samples]),
-        "reference_logprobs": _floats([sample.reference_logprobs for sample in samples]),
-        "advantages": [sample.advantages for sample in samples],
-        "values": _floats([sample.values for sample in samples]),
-        "returns": _floats([sample.returns for sample in samples]),
+        **{column.packed_as or column.name: _column(column, samples) for column in singles},
     }
 
 
-def _floats(arrays: Sequence[FloatArray | None]) -> pa.Array:
+def _column(column: TokenColumn, samples: Sequence[TrainSample]) -> pa.Array:
     """Return a column whose type does not depend on whether there are values."""
-    return pa.array(arrays, pa.list_(pa.float32()))
+    match column.owner:
+        case "content":
+            arrays = [getattr(sample.rollout.content.load(), column.name) for sample in samples]
+        case "rollout":
+            arrays = [getattr(sample.rollout, column.name) for sample in samples]
+        case "sample":
+            arrays = [getattr(sample, column.name) for sample in samples]
+    return pa.array(arrays, pa.list_(pa.from_numpy_dtype(column.dtype)))
 
 
 def _decode_singles(

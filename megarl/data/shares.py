@@ -7,7 +7,7 @@ fills the micro-batches. Deterministic: equal samples give equal batches.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,8 +17,13 @@ import numpy.typing as npt
 
 from megarl.data.packing import Packing, plan_rows
 from megarl.tokens import (
+    COLUMNS,
+    OF_CONTENT,
+    OF_SAMPLE,
+    ColumnName,
     Content,
     ContentSource,
+    PackedColumns,
     PackedRoutes,
     PackedRows,
     RouteArray,
@@ -30,10 +35,10 @@ from megarl.tokens import (
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
-_CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
-QUESTION_OF_LOSS = ("rollout_logprobs", *_CREDIT)
-QUESTION = ("loss_mask", *QUESTION_OF_LOSS)
-"""Columns that a model does not need to compute numbers of tokens; of those in the loss only, or of all."""
+UNUSED_IN_FORWARD = tuple(column.packed_as for column in COLUMNS if column.packed_as and column.is_single)
+"""Columns that a model does not need for a forward pass."""
+UNUSED_FOR_LOSS_TOKENS = tuple(name for name in UNUSED_IN_FORWARD if name != "loss_mask")
+"""Columns that a model does not need for a forward pass whose results are of tokens in the loss only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +107,10 @@ class Share:
     sources: tuple[ContentSource, ...]
     places: tuple[tuple[int, int], ...]
     """The source of each row's content, and the index there."""
-    has_rollout_logprobs: bool
-    """Whether the rank needs those of the engine, and the next: the experts that it chose."""
+    widths: Mapping[str, int]
+    """The packed columns that the rank fills from its contents, with the numbers per token: 0 for a plain [N]."""
     has_routes: bool
-    teacher_width: int  # numbers of a token that a teacher on engines gave; 0 where the rank does not need them
+    """Whether the rank needs the experts that the engine chose."""
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
 
@@ -128,10 +133,10 @@ class Share:
     def fill(self) -> TrainBatch:
         """Load the responses and pack them."""
         samples = self.load()
-        names = [*self.columns, *(["rollout_logprobs"] if self.has_rollout_logprobs else [])]
+        widths = {**dict.fromkeys(self.columns, 0), **self.widths}
         mini_batches = []
         for update in self.updates:
-            rows = _rows(len(update.micro_batches), update.num_tokens, names, self.teacher_width)
+            rows = _rows(len(update.micro_batches), update.num_tokens, widths)
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
@@ -167,9 +172,13 @@ def make_shares(
     plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
     # All samples of a step have the same columns.
-    given = [name for name in _CREDIT if getattr(samples[0], name) is not None]
+    given = [column.name for column in OF_SAMPLE if getattr(samples[0], column.name) is not None]
     names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
     columns = {name: attrgetter(name if name in given else f"rollout.{name}") for name in names}
+    singles = [column.packed_as for column in OF_CONTENT if column.packed_as and column.is_single]
+    widths = {name: 0 for name in singles if name not in without}
+    if teacher_width:
+        widths["teacher"] = teacher_width
     counts = [_counts(num_chosen, {rows[i].sample_id for i in plan.members}) for plan in plans]
     for rank in range(packing.data_parallel):
         members = sorted(i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch)
@@ -190,9 +199,8 @@ def make_shares(
             columns={name: tuple(map(_column_part, mine, map(get, theirs))) for name, get in columns.items()},
             sources=tuple(sources.values()),
             places=tuple([(order[id(source)], index) for source, index in located]),
-            has_rollout_logprobs="rollout_logprobs" not in without,
+            widths=widths,
             has_routes=has_routes,
-            teacher_width=teacher_width,
             updates=tuple(
                 ShareOfUpdate(
                     micro_batches=plan.shares[rank],
@@ -270,21 +278,21 @@ def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> Sample
     )
 
 
-def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers]]) -> TrainBatch:
+def with_columns(batch: TrainBatch, columns: Mapping[ColumnName, Sequence[SampleNumbers]]) -> TrainBatch:
     """Return the share with these columns, each from parts that together have all of its samples."""
-    if not numbers:
+    if not columns:
         return batch
-    found = {name: by_sample(parts) for name, parts in numbers.items()}
+    arrays = {name: by_sample(parts) for name, parts in columns.items()}
 
-    def complete(micro_batch: MicroBatch) -> MicroBatch:
-        columns: dict[str, Any] = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
-        return replace(micro_batch, **columns)
+    def fill(micro_batch: MicroBatch) -> MicroBatch:
+        packed: dict[str, Any] = {name: _packed_column(micro_batch, each) for name, each in arrays.items()}
+        return replace(micro_batch, **packed)
 
-    taken = [replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches]
-    return replace(batch, mini_batches=tuple(taken))
+    mini_batches = [replace(each, micro_batches=tuple(map(fill, each.micro_batches))) for each in batch.mini_batches]
+    return replace(batch, mini_batches=tuple(mini_batches))
 
 
-def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
+def _packed_column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
     width = next(iter(arrays.values())).shape[1:] if arrays else ()
     column = np.zeros((len(micro_batch.token_ids), *width), np.float32)
     for sample_id, first, start, end in _responses(micro_batch):
@@ -314,16 +322,18 @@ class _Row(NamedTuple):
     columns: Mapping[str, npt.NDArray[Any]]
 
 
-_DTYPES: dict[str, type[np.generic]] = {"loss_mask": np.bool_, "versions": np.int32}
+_PACKED = {column.packed_as: column for column in COLUMNS if column.packed_as is not None}
+_EMPTY = {each.name: np.zeros(0, _PACKED[each.name].dtype) for each in fields(PackedColumns) if each.default is MISSING}
+_LOADED = {column.packed_as: column.name for column in OF_CONTENT if column.packed_as is not None}
 
 
-def _rows(num_rows: int, num_tokens: int, names: Sequence[str], teacher_width: int) -> Iterator[_Row]:
+def _rows(num_rows: int, num_tokens: int, widths: Mapping[str, int]) -> Iterator[_Row]:
     """Yield zeros for each micro-batch. The columns of all are allocated at once: large arrays get large pages."""
     shape = (num_rows, num_tokens)
     token_ids = np.zeros(shape, np.int32)
-    columns = {name: np.zeros(shape, _DTYPES.get(name, np.float32)) for name in names}
-    if teacher_width:
-        columns["teacher"] = np.zeros((*shape, teacher_width), np.float32)
+    columns = {
+        name: np.zeros((*shape, width) if width else shape, _PACKED[name].dtype) for name, width in widths.items()
+    }
     for row in range(num_rows):
         yield _Row(token_ids=token_ids[row], columns={name: column[row] for name, column in columns.items()})
 
@@ -343,10 +353,13 @@ def _micro_batch(
         first = end - sample.num_tokens
         row.token_ids[start : first + 1] = sample.prompt_ids if len(sample.prompt_ids) else token_ids[:1]
         row.token_ids[first + 1 : end] = token_ids[-sample.num_tokens : -1]
-        loaded = {"rollout_logprobs": content.logprobs, "teacher": content.teacher}
         for name, column in row.columns.items():
-            given = loaded.get(name)
-            column[first:end] = sample.columns[name] if given is None else given[sample.first : sample.end]
+            if name not in _LOADED:
+                column[first:end] = sample.columns[name]
+            else:
+                of_content = getattr(content, _LOADED[name])
+                assert of_content is not None, f"a response without {_LOADED[name]}"
+                column[first:end] = of_content[sample.first : sample.end]
         if has_routes and content.routes is not None:
             before_last = len(content.routes) - len(content.token_ids) + sample.end
             routed.append((start, content.routes[before_last - sample.num_positions : before_last]))
@@ -366,23 +379,15 @@ def _micro_batch(
             ends.append(num_tokens)
         last_ids.append(0)
         sample_ids.append(_PADDING)
-    nothing, get = np.zeros(0, np.float32), row.columns.get
+    columns: dict[str, Any] = {**_EMPTY, **row.columns}
     return MicroBatch(
         token_ids=row.token_ids,
         sequence_starts=_int32(starts),
         last_ids=_int32(last_ids),
-        loss_mask=get("loss_mask", np.zeros(0, np.bool_)),
-        rollout_logprobs=get("rollout_logprobs", nothing),
-        advantages=get("advantages", nothing),
-        old_logprobs=get("old_logprobs"),
-        reference_logprobs=get("reference_logprobs"),
-        values=get("values"),
-        returns=get("returns"),
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
         response_ends=_int32(response_ends),
-        versions=get("versions"),
-        teacher=get("teacher"),
+        **columns,
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
         routes=PackedRoutes.of(routed, num_tokens),
     )

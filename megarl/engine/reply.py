@@ -17,7 +17,7 @@ import orjson
 
 from megarl.config.roles import InFlight
 from megarl.errors import EngineError
-from megarl.tokens import AskedRoutes, RouteArray, then
+from megarl.tokens import AskedRoutes, RouteArray, SampledTokens, join_tokens
 from megarl.types import FinishReason, FloatArray, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3
@@ -56,14 +56,10 @@ class Expectation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class Response(SampledTokens):
     """The tokens of a checked reply, end token included. With finish reason abort the response is not complete."""
 
-    token_ids: TokenArray  # [T]
-    logprobs: FloatArray  # [T]
-    versions: npt.NDArray[np.int32]  # [T]
     finish_reason: FinishReason
-    routes: RouteArray | None = None  # from the first token that was asked for to the one before the last
 
     @classmethod
     def nothing(cls) -> Response:
@@ -79,12 +75,12 @@ class Response:
         """Return this interrupted response with its continuation."""
         if not len(self.token_ids) and self.routes is None:
             return rest
+        routes = [part for part in (self.routes, rest.routes) if part is not None]
         return Response(
-            token_ids=np.concatenate([self.token_ids, rest.token_ids]),
-            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
-            versions=np.concatenate([self.versions, rest.versions]),
             finish_reason=rest.finish_reason,
-            routes=then(self.routes, rest.routes),
+            is_cut=rest.is_cut,
+            routes=np.concatenate(routes) if routes else None,
+            **join_tokens([self, rest]),
         )
 
 
@@ -155,6 +151,7 @@ def read_response(content: bytes, expected: Expectation) -> Response:
         logprobs=logprobs[:num_kept],
         versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
+        is_cut=finish_reason is FinishReason.LENGTH,
         routes=None if expected.routes is None else _routes(meta, expected.routes, len(token_ids), num_kept),
     )
 

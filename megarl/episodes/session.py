@@ -11,33 +11,22 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.episodes.protocol import SampledTurn
 from megarl.errors import RewardError
-from megarl.tokens import Content, RouteArray, joined, shared_if_equal
+from megarl.tokens import Content, RouteArray, SampledTokens, join_routes, join_tokens, shared_if_equal
 from megarl.types import (
     DEMONSTRATION,
     BoolArray,
     Ending,
     Episode,
     FinishReason,
-    FloatArray,
     Rollout,
     Score,
     TokenArray,
     Turn,
     TurnKind,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
-    token_ids: TokenArray  # [T], end token included
-    logprobs: FloatArray  # [T]
-    versions: npt.NDArray[np.int32]  # [T]
-    is_cut: bool
-    routes: RouteArray | None = None  # of the tokens from the first without routes to the one before the last
 
 
 class Sampler(Protocol):
@@ -56,9 +45,7 @@ class _Tokens:
     """The tokens of one turn with their numbers."""
 
     turn: Turn
-    token_ids: TokenArray
-    logprobs: FloatArray
-    versions: npt.NDArray[np.int32]
+    tokens: SampledTokens
 
 
 class Session:
@@ -107,7 +94,7 @@ class Session:
     def sampled_ids(self) -> tuple[tuple[int, ...], ...]:
         """The tokens of each sampled turn."""
         parts = (part for part in self._parts if part.turn.kind is TurnKind.SAMPLED)
-        return tuple(tuple(part.token_ids.tolist()) for part in parts)
+        return tuple(tuple(part.tokens.token_ids.tolist()) for part in parts)
 
     async def sample(self, *, max_tokens: int | None = None) -> SampledTurn:
         limit = self.num_left if max_tokens is None else min(max_tokens, self.num_left)
@@ -131,9 +118,7 @@ class Session:
                 seconds=time.monotonic() - began,
                 versions=(int(versions.min()), int(versions.max())),
             ),
-            sampled.token_ids,
-            sampled.logprobs,
-            versions,
+            sampled,
         )
         self._last_text = self._decode(sampled.token_ids)
         return SampledTurn(token_ids=sampled.token_ids, text=self._last_text, is_cut=sampled.is_cut)
@@ -162,14 +147,17 @@ class Session:
         if len(token_ids) == 0:
             return
         start, end = self._num_tokens, self._num_tokens + len(token_ids)
-        nobody = np.broadcast_to(np.int32(DEMONSTRATION), len(token_ids))
-        turn = Turn(start=start, end=end, kind=kind, seconds=seconds)
-        self._add(turn, token_ids, np.broadcast_to(np.float32(0), len(token_ids)), nobody)
+        given = SampledTokens(
+            token_ids=token_ids,
+            logprobs=np.broadcast_to(np.float32(0), len(token_ids)),
+            versions=np.broadcast_to(np.int32(DEMONSTRATION), len(token_ids)),
+        )
+        self._add(Turn(start=start, end=end, kind=kind, seconds=seconds), given)
 
-    def _add(self, turn: Turn, token_ids: TokenArray, logprobs: FloatArray, versions: npt.NDArray[np.int32]) -> None:
-        self._parts.append(_Tokens(turn, token_ids, logprobs, versions))
-        self._history = np.concatenate([self._history, token_ids])
-        self._num_tokens += len(token_ids)
+    def _add(self, turn: Turn, tokens: SampledTokens) -> None:
+        self._parts.append(_Tokens(turn, tokens))
+        self._history = np.concatenate([self._history, tokens.token_ids])
+        self._num_tokens += len(tokens.token_ids)
 
     def finish(self, ending: Ending, score: Score | None, *, num_retries: int = 0) -> Rollout:
         """Return the episode. What followed the last sampled turn is left out: nothing was learnt from it."""
@@ -188,14 +176,12 @@ class Session:
             num_retries=num_retries,
             began=self._began,
         )
+        columns = join_tokens([part.tokens for part in parts])
+        versions = columns.pop("versions")
+        routes = join_routes(self._routes, self._num_prompt_tokens + num_tokens - 1)
         return Rollout(
-            content=Content(
-                token_ids=np.concatenate([part.token_ids for part in parts]),
-                logprobs=np.concatenate([part.logprobs for part in parts]),
-                text=self._last_text,
-                routes=joined(self._routes, self._num_prompt_tokens + num_tokens - 1),
-            ),
-            versions=shared_if_equal(np.concatenate([part.versions for part in parts])),
+            content=Content(text=self._last_text, routes=routes, **columns),
+            versions=shared_if_equal(versions),
             loss_mask=_mask(parts),
             finish_reason=FinishReason.LENGTH if ending is Ending.LENGTH else FinishReason.STOP,
             episode=episode,

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,18 +85,18 @@ class RankStacks:
         return next((wait for wait in waits if wait is not None), None)
 
 
-def capture(home: str) -> RankStacks:
-    """Return the stacks of all threads but those that answer the driver. `home` is the module of the rank's host."""
+def capture(*homes: str) -> RankStacks:
+    """Return the stacks of all threads but those that answer the driver. `homes` are the modules of the rank's host."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = (
-        _stack(names.get(ident) or f"thread {ident}", frame, home) for ident, frame in sys._current_frames().items()
+        _stack(names.get(ident) or f"thread {ident}", frame, homes) for ident, frame in sys._current_frames().items()
     )
     return RankStacks(threads=tuple(stack for stack in stacks if stack.method not in _OWN_CALLS))
 
 
-def _stack(name: str, frame: FrameType, home: str) -> ThreadStack:
+def _stack(name: str, frame: FrameType, homes: Collection[str]) -> ThreadStack:
     frames = list(_outwards(frame))
-    calls = [each for each in frames if _module(each) == home]
+    calls = [each for each in frames if _module(each) in homes]
     return ThreadStack(
         name=name,
         lines=tuple(traceback.format_stack(frame)),

@@ -1,12 +1,9 @@
-"""An actor rank that sends its share of the weights to the engines."""
+"""An actor rank that sends its part of the weights to the engines."""
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
 
-from megarl.checkpoint.manifest import FileDigest
 from megarl.cluster.cluster import own_address
 from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.algorithm import AlgorithmConfig
@@ -15,9 +12,8 @@ from megarl.config.recipe import TrainConfig
 from megarl.engine.commands import Rendezvous
 from megarl.errors import WeightSyncError
 from megarl.ranks.adapters import store_adapter
-from megarl.ranks.ranks import RankGroup
 from megarl.train.actor import ActorRank
-from megarl.train.interface import ActorCalls, RankSpec
+from megarl.train.rank_spec import RankSpec
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.fp8 import Fp8Tensors
 from megarl.weights.executors.group import TransferGroup
@@ -69,7 +65,7 @@ class PublishingActor(ActorRank):
         )
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
-        """Send this rank's share; return a digest of it per (engine rank, tensor)."""
+        """Send this rank's part; return a digest of it per (engine rank, tensor)."""
         if not self.has_weights:
             raise WeightSyncError(
                 "the weights are in host memory until the next step (roles.actor.offload: everything)"
@@ -106,48 +102,3 @@ class PublishingActor(ActorRank):
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""
         return self.state.num_updates
-
-
-class PublishingCalls(ActorCalls, Protocol):
-    """Calls to an actor rank that can send its weights (`publishing.PublishingActor`)."""
-
-    def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None: ...
-
-    def version(self) -> int: ...
-
-    def send(self, version: int) -> dict[tuple[int, str], int]: ...
-
-    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None: ...
-
-
-class ActorWeights:
-    """The weights of all actor ranks, as a publisher needs them."""
-
-    def __init__(self, ranks: RankGroup[PublishingCalls]) -> None:
-        self._ranks = ranks
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which no rank computes, so that weights do not change."""
-        return self._ranks.turn
-
-    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
-        await self._ranks.call(PublishingCalls.join, transfer, rendezvous)
-
-    async def version(self) -> int:
-        return (await self._ranks.call(PublishingCalls.version))[0]
-
-    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
-        return await self._ranks.call(PublishingCalls.send, version)
-
-    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        """Put the adapter of the version that the ranks hold into the object store."""
-        async with self._ranks.turn:
-            stored = await self._ranks.call_to_end(PublishingCalls.store_adapter, version, source_folder)
-        (adapter,) = (each for each in stored if each is not None)
-        return adapter
-
-    async def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
-        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
-        async with self._ranks.turn:
-            written = await self._ranks.call_to_end(PublishingCalls.export, folder, source_folder)
-        return {name: digest for files in written for name, digest in files.items()}

@@ -5,19 +5,17 @@ They cannot lose a member: a rank that died or hangs ends them all, and the next
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import ray
 
 from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint, TrainerState
-from megarl.cluster.adoption import adopt_ranks
 from megarl.cluster.cluster import Pool
 from megarl.cluster.tasks import task_group
 from megarl.config.algorithm import AlgorithmConfig
@@ -25,21 +23,11 @@ from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
-from megarl.config.teaching import teacher_of
-from megarl.data.shares import Share
 from megarl.env import trainer_environment
-from megarl.ranks.publishing import PublishingCalls
-from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, RankGroup, RankHost
-from megarl.train.interface import (
-    CriticCalls,
-    ImplicitRewardCalls,
-    ModelCalls,
-    RankSpec,
-    ReferenceCalls,
-    TeacherCalls,
-    TrainedCalls,
-)
-from megarl.types import TrainSample
+from megarl.ranks.adoption import adopt_ranks
+from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls, TrainedCalls
+from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+from megarl.train.rank_spec import RankSpec
 
 Rank = TypeVar("Rank", bound=ModelCalls)
 
@@ -49,11 +37,10 @@ _HANG_REPORT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainers:
-    actor: RankGroup[PublishingCalls]
+    actor: RankGroup[ActorCalls]
     critic: RankGroup[CriticCalls] | None
-    """For `prime` a group with `ImplicitRewardCalls`."""
-    reference: RankGroup[ReferenceCalls] | None
-    """None without a reference, and where the actor's ranks hold it."""
+    reference: RankGroup[PolicyCalls] | None
+    """None without a reference, and where the actor's ranks have it."""
     teachers: Mapping[str, RankGroup[TeacherCalls]] = field(default_factory=dict)
     """By their key below `roles`."""
 
@@ -154,21 +141,23 @@ class _Starter:
     stack: AsyncExitStack
     resume: ResumePoint | None
 
-    async def actor(self) -> RankGroup[PublishingCalls]:
+    async def actor(self) -> RankGroup[ActorCalls]:
         recipe, resume = self.recipe, self.resume
         config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
         origin = WeightOrigin(folder=recipe.model.path.absolute())
         if resume is not None:
             base = origin.folder if recipe.model.lora else None
             origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer, base=base)
-        held = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
+        reference_folder = None
+        if reference is not None and reference.pool is None:
+            reference_folder = (reference.path or recipe.model.path).absolute()
         build = partial(
             _build_actor,
             origin=origin,
             algorithm=recipe.algorithm,
             train=recipe.train,
             total_steps=recipe.run.total_steps - (critic.warmup_steps if critic else 0),
-            reference_folder=held,
+            reference_folder=reference_folder,
             bind=recipe.network.bind,
         )
         is_self_play = recipe.algorithm.needs.self_play_steps is not None
@@ -179,32 +168,27 @@ class _Starter:
         recipe, config = self.recipe, self.recipe.roles.critic
         if config is None:
             return None
-        origin = WeightOrigin(folder=critic_folder(config, recipe.model.path).absolute())
+        start_folder = critic_folder(config, recipe.model.path).absolute()
+        origin = WeightOrigin(folder=start_folder)
         if self.resume is not None:
             state = self.resume.state.critic
             assert state is not None, f"{self.resume.folder} has no critic"
-            base = origin.folder if recipe.model.lora else None
+            base = start_folder if recipe.model.lora else None
             origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
         algorithm = recipe.algorithm
         assert algorithm.needs.has_critic, f"{algorithm.kind} has no critic"
         shape = critic_shape(config, self.shape, algorithm)
-        if algorithm.needs.implicit_reward_beta is not None:
-            start = partial(
-                _build_implicit_reward,
-                origin=origin,
-                algorithm=algorithm,
-                critic=config,
-                total_steps=recipe.run.total_steps,
-                folder=critic_folder(config, recipe.model.path).absolute(),
-            )
-            models = await self._start("critic", start, config, shape, pool=config.pool, refill=origin.refill)
-            return cast("RankGroup[CriticCalls]", models)
         build = partial(
-            _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
+            _build_critic,
+            origin=origin,
+            algorithm=algorithm,
+            critic=config,
+            total_steps=recipe.run.total_steps,
+            start_folder=start_folder,
         )
         return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
 
-    async def reference(self) -> RankGroup[ReferenceCalls] | None:
+    async def reference(self) -> RankGroup[PolicyCalls] | None:
         config = self.recipe.roles.reference
         if config is None or config.pool is None:
             return None
@@ -212,7 +196,11 @@ class _Starter:
         return await self._start("reference", build, config, self.shape, pool=config.pool)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherCalls]:
-        build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
+        distillation = self.recipe.algorithm.distillation
+        assert distillation is not None, "a teacher without algorithm.distillation"
+        build = partial(
+            _build_teacher, folder=config.model.absolute(), num_top=distillation.top_k, vocab=self.shape.vocab
+        )
         return await self._start(role, build, config, read_model_shape(config.model), pool=config.pool)
 
     async def _start(
@@ -233,7 +221,7 @@ class _Starter:
             split=split,
             timeout_s=recipe.train.operation_timeout_s,
             report_folder=recipe.run_folder.absolute(),
-            turn=places.turn,
+            device_lock=places.turn,
         )
         left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
         workers = [worker for worker in left if worker is not None]
@@ -284,20 +272,20 @@ def _build_actor(
     total_steps: int,
     reference_folder: Path | None,
     bind: str | None,
-) -> PublishingCalls:
+) -> ActorCalls:
     from megarl.ranks.publishing import PublishingActor  # noqa: PLC0415 - Megatron, which only a rank loads
 
     rank = PublishingActor(spec, algorithm=algorithm, train=train, total_steps=total_steps, bind=bind)
     origin.fill(rank)
     if reference_folder is not None:
-        rank.keep_reference(reference_folder)
+        rank.load_reference(reference_folder)
     if algorithm.needs.self_play_steps is not None:
         # A resumed run begins an iteration.
         rank.refresh_reference()
     return rank
 
 
-def _refill_self_play(model: PublishingCalls, origin: WeightOrigin) -> bool:
+def _refill_self_play(model: ActorCalls, origin: WeightOrigin) -> bool:
     """Refill an actor of `spin`: one that goes back to a checkpoint begins an iteration, like a resumed run."""
     is_there = origin.refill(model)
     if not is_there:
@@ -306,10 +294,23 @@ def _refill_self_play(model: PublishingCalls, origin: WeightOrigin) -> bool:
 
 
 def _build_critic(
-    spec: RankSpec, *, origin: WeightOrigin, algorithm: AlgorithmConfig, critic: CriticConfig, total_steps: int
+    spec: RankSpec,
+    *,
+    origin: WeightOrigin,
+    algorithm: AlgorithmConfig,
+    critic: CriticConfig,
+    total_steps: int,
+    start_folder: Path,
 ) -> CriticCalls:
+    """`start_folder` has the model's first weights, which implicit rewards are relative to."""
     from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
+    from megarl.train.implicit_reward import ImplicitRewardRank  # noqa: PLC0415 - as above
 
+    if algorithm.needs.implicit_reward_beta is not None:
+        rewards = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
+        origin.fill(rewards)
+        rewards.load_start(start_folder)
+        return rewards
     rank = CriticRank(
         spec,
         algorithm=algorithm,
@@ -322,28 +323,19 @@ def _build_critic(
     return rank
 
 
-def _build_implicit_reward(
-    spec: RankSpec,
-    *,
-    origin: WeightOrigin,
-    algorithm: AlgorithmConfig,
-    critic: CriticConfig,
-    total_steps: int,
-    folder: Path,
-) -> ImplicitRewardCalls:
-    """`folder` has the first weights, which its rewards are relative to."""
-    from megarl.train.critic import ImplicitRewardRank  # noqa: PLC0415 - as above
+def _build_reference(spec: RankSpec, *, folder: Path) -> PolicyCalls:
+    from megarl.train.frozen import ReferenceRank  # noqa: PLC0415 - as above
 
-    rank = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
-    origin.fill(rank)
-    rank.keep_reference(folder)
+    rank = ReferenceRank(spec)
+    rank.load(folder)
     return rank
 
 
-def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceCalls:
-    from megarl.train.rank import ReferenceRank  # noqa: PLC0415 - as above
+def _build_teacher(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherCalls:
+    """`vocab` is the size of the policy's vocabulary."""
+    from megarl.train.frozen import TeacherRank  # noqa: PLC0415 - as above
 
-    rank = ReferenceRank(spec)
+    rank = TeacherRank(spec, num_top=num_top, vocab=vocab)
     rank.load(folder)
     return rank
 
@@ -356,45 +348,3 @@ def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
 def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
     body = policy if critic.path is None else read_model_shape(critic.path)
     return body if algorithm.needs.implicit_reward_beta is not None else body.as_critic()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
-    ask: Callable[[Iterator[Share]], Awaitable[HeldNumbers]]
-    pack: Callable[[Sequence[TrainSample], Sequence[int]], Iterator[Share]]
-    """Takes the samples of a step, and the indices of those to ask about."""
-    sources: tuple[str, ...]
-    """Empty: all that no other teacher has."""
-
-
-class Teachers:
-    """Asks the teacher of each sample's source about it."""
-
-    def __init__(self, teachers: Mapping[str, Teacher]) -> None:
-        self._teachers = teachers
-        self._sources = {name: teacher.sources for name, teacher in teachers.items()}
-
-    async def hold(self, samples: Sequence[TrainSample], sources: Sequence[str]) -> HeldNumbers:
-        """Return the numbers of all samples, which stay where ranks computed them."""
-        asked: dict[str, list[int]] = {}
-        for index, source in enumerate(sources):
-            asked.setdefault(teacher_of(source, self._sources), []).append(index)
-        answers = await asyncio.gather(
-            *(self._teachers[name].ask(self._teachers[name].pack(samples, indices)) for name, indices in asked.items())
-        )
-        return replace(answers[0], parts=tuple(part for answer in answers for part in answer.parts))
-
-
-def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherCalls]:
-    """Return the function that builds a rank; `vocab` is the size of the policy's vocabulary."""
-    distillation = algorithm.distillation
-    assert distillation is not None, "a teacher without algorithm.distillation"
-    return partial(_build, folder=folder, num_top=distillation.top_k, vocab=vocab)
-
-
-def _build(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherCalls:
-    from megarl.train.rank import TeacherRank  # noqa: PLC0415 - Megatron, which only a rank loads
-
-    rank = TeacherRank(spec, num_top=num_top, vocab=vocab)
-    rank.load(folder)
-    return rank

@@ -28,11 +28,10 @@ from megarl.engine.dispatch import Pace
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
-from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.stages import Generator, Scorer
 from megarl.system.faults import reach
-from megarl.tokens import AskedRoutes, Content, RouteShape, repeated, shared_if_equal
+from megarl.tokens import AskedRoutes, Content, RouteShape, SampledTokens, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -211,14 +210,7 @@ class FleetGenerator:
             is_echoed=True,
             num_routed=num_routed,
         )
-        response = await self._continued(asked)
-        return SampledTokens(
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
-            versions=response.versions,
-            is_cut=response.finish_reason is FinishReason.LENGTH,
-            routes=response.routes,
-        )
+        return await self._continued(asked)
 
     async def _continued(self, asked: _Asked) -> Response:
         """Return the whole response, from as many engines as it takes."""
@@ -322,12 +314,7 @@ class FleetGenerator:
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(
-            content=Content(
-                token_ids=response.token_ids,
-                logprobs=response.logprobs,
-                text=self._vocabulary.decode(response.token_ids),
-                routes=response.routes,
-            ),
+            content=Content(text=self._vocabulary.decode(response.token_ids), **response.columns()),
             versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,

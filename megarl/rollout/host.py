@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,10 @@ import ray
 
 from megarl.algo.grade import answer_in
 from megarl.cluster.remote_process import RemoteProcess, this_process
-from megarl.cluster.stored import ResponseArrays, StoredContent, StoredResponses, fetch, rollouts_of
+from megarl.cluster.stored import StoredContent, StoredResponses, fetch
 from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
+from megarl.data.group_encoding import ContentArrays, GroupRecord
 from megarl.data.rollout_files import EvaluatedRollout, SampledRollout, make_table, write_generations, write_tables
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
@@ -46,8 +47,8 @@ from megarl.rollout.worker import (
     WorkerReport,
     cache_sizes,
 )
-from megarl.tokens import Content, is_repeated, repeated
-from megarl.types import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.tokens import OF_ROLLOUT, is_repeated, repeated
+from megarl.types import Prompt, Rollout, RolloutGroup, Score
 
 REPORT_EVERY_S = 5.0
 """Longest time between reports while nothing happens; a failed engine is reported at once."""
@@ -64,93 +65,74 @@ _MAX_BYTES = 1 << 27
 """Arrays of one delivery."""
 
 
-_ScoreNumbers: TypeAlias = tuple[float, Mapping[str, float], str | None, bool, tuple[float, ...] | None]
-"""A score as pickle reads it quickest."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupNumbers:
-    """A scored group without its prompt and its content; the baseline, where there is one, comes last.
+class DeliveredGroup:
+    """A scored group without its prompt and its contents, which are stored."""
 
-    One number stands for all tokens of a rollout where all have the same.
-    """
-
-    num_tokens: tuple[int, ...]
-    versions: tuple[int | npt.NDArray[np.int32], ...]
-    loss_masks: tuple[bool | npt.NDArray[np.bool_], ...]
-    finish_reasons: tuple[FinishReason, ...]
-    episodes: tuple[Episode, ...]
-    scores: tuple[_ScoreNumbers, ...]
-    baseline: _ScoreNumbers | None
+    record: GroupRecord
+    columns: Mapping[str, tuple[int | bool | npt.NDArray[Any], ...]]
+    """The columns of the rollouts; one number stands for all tokens of a rollout where all have the same."""
     seconds: float
     repetition: float
     """The repeated share of the first rollout: the driver's summary of a step needs one of each group."""
     answers: tuple[str | None, ...]
-    """Made of the texts, where a scorer read no answer out of them and there are several to compare."""
+    """Read from the texts, where a scorer read no answer from them and there are several to compare."""
 
     @classmethod
-    def of(cls, answered: AnsweredPrompt) -> GroupNumbers:
+    def of(cls, answered: AnsweredPrompt) -> DeliveredGroup:
         scored = answered.scored
-        rollouts = rollouts_of(scored.group)
+        rollouts = scored.group.with_baseline
         return cls(
-            num_tokens=tuple(rollout.num_tokens for rollout in rollouts),
-            versions=tuple(int(each[0]) if is_repeated(each) else each for each in (one.versions for one in rollouts)),
-            loss_masks=tuple(
-                bool(each[0]) if is_repeated(each) else each for each in (one.loss_mask for one in rollouts)
-            ),
-            finish_reasons=tuple(rollout.finish_reason for rollout in rollouts),
-            episodes=tuple(rollout.episode for rollout in rollouts),
-            scores=tuple(map(_score_numbers, scored.scores)),
-            baseline=None if scored.baseline is None else _score_numbers(scored.baseline),
+            record=GroupRecord.of(scored),
+            columns={
+                column.name: tuple(_compact(getattr(rollout, column.name)) for rollout in rollouts)
+                for column in OF_ROLLOUT
+            },
             seconds=answered.seconds,
             repetition=repeated_share(rollouts[0].token_ids),
             answers=tuple(map(_answer, rollouts, scored.scores)) if len(scored.scores) > 1 else (),
         )
 
+    @property
+    def num_responses(self) -> int:
+        return len(self.record.num_tokens)
+
     def answered(self, prompt: Prompt, stored: StoredResponses, first: int) -> AnsweredPrompt:
-        """Return the group; `first` is the place of its first response."""
-        rollouts = tuple(self._rollouts(stored, first))
-        num_trained = len(self.scores)
-        group = RolloutGroup(
-            prompt=prompt,
-            rollouts=rollouts[:num_trained],
-            baseline=rollouts[num_trained] if len(rollouts) > num_trained else None,
+        """Return the group; `first` is the index of its first response among those stored."""
+        answers = chain(self.answers, repeat(None))
+        contents = (
+            StoredContent(stored, index, self.repetition if index == first else None, next(answers))
+            for index in range(first, first + self.num_responses)
         )
-        scored = ScoredGroup(
-            group=group,
-            scores=tuple(map(_score, self.scores)),
-            baseline=None if self.baseline is None else _score(self.baseline),
-        )
+        scored = self.record.scored_group(prompt, contents, self._columns())
         return AnsweredPrompt(scored=scored, seconds=self.seconds)
 
-    def _rollouts(self, stored: StoredResponses, first: int) -> Iterator[Rollout]:
+    def _columns(self) -> Iterator[dict[str, npt.NDArray[Any]]]:
         # A slice of a repeated number is made far quicker than another one.
-        longest = max(self.num_tokens)
-        masks = {is_chosen: repeated(np.bool_(is_chosen), longest) for is_chosen in (False, True)}
-        served = {each: repeated(np.int32(each), longest) for each in self.versions if isinstance(each, int)}
-        rows = zip(self.num_tokens, self.versions, self.loss_masks, self.finish_reasons, self.episodes, strict=True)
-        answers = chain(self.answers, repeat(None))
-        for index, (num_tokens, versions, mask, finish_reason, episode) in enumerate(rows, start=first):
-            yield Rollout(
-                versions=served[versions][:num_tokens] if isinstance(versions, int) else versions,
-                loss_mask=masks[mask][:num_tokens] if isinstance(mask, bool) else mask,
-                finish_reason=finish_reason,
-                content=StoredContent(stored, index, self.repetition if index == first else None, next(answers)),
-                episode=episode,
-            )
+        longest = max(self.record.num_tokens)
+        dtypes = {column.name: column.dtype for column in OF_ROLLOUT}
+        shared = {
+            (name, value): repeated(dtypes[name](value), longest)
+            for name, values in self.columns.items()
+            for value in {each for each in values if not isinstance(each, np.ndarray)}
+        }
+        for index, num_tokens in enumerate(self.record.num_tokens):
+            values = {name: of_column[index] for name, of_column in self.columns.items()}
+            yield {
+                name: value if isinstance(value, np.ndarray) else shared[name, value][:num_tokens]
+                for name, value in values.items()
+            }
+
+
+def _compact(array: npt.NDArray[Any]) -> int | bool | npt.NDArray[Any]:
+    if not is_repeated(array):
+        return array
+    number: int | bool = array.item(0)
+    return number
 
 
 def _answer(rollout: Rollout, score: Score) -> str | None:
     return None if score.prediction is not None else answer_in(rollout.text)
-
-
-def _score_numbers(score: Score) -> _ScoreNumbers:
-    return score.value, score.components, score.prediction, score.is_masked, score.tokens
-
-
-def _score(numbers: _ScoreNumbers) -> Score:
-    value, components, prediction, is_masked, tokens = numbers
-    return Score(value=value, components=components, prediction=prediction, is_masked=is_masked, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +140,7 @@ class FailedAnswer:
     """Why a prompt has no answer."""
 
     error: MegarlError | None
-    """None for an error that nobody expects."""
+    """None for an unexpected exception."""
     detail: str
 
 
@@ -175,7 +157,7 @@ class Delivery:
     """A worker's report, and the answers since the last one. The responses of the groups are stored in their order."""
 
     report: WorkerReport
-    answers: tuple[tuple[int, GroupNumbers | FailedAnswer], ...]
+    answers: tuple[tuple[int, DeliveredGroup | FailedAnswer], ...]
     """By the number of the prompt."""
     node: str
     """Ray's id of the worker's node."""
@@ -273,7 +255,7 @@ class RolloutHost:
         await self._following.follow(views)
 
     @ray.method(num_returns=2)
-    async def report(self, orders: Orders, views: Sequence[EngineView]) -> tuple[Delivery, ResponseArrays | None]:
+    async def report(self, orders: Orders, views: Sequence[EngineView]) -> tuple[Delivery, ContentArrays | None]:
         """Return what happened since the last report: one heartbeat for all engines of the worker."""
         await self._following.follow(views)
         await self.take(orders)
@@ -285,16 +267,17 @@ class RolloutHost:
         every_s = min(REPORT_EVERY_S, self._silence_timeout_s / 8)
         report = await self._following.report(within_s=every_s)
         answers, groups = self._answers()
-        arrays = ResponseArrays.of(groups) if groups else None
+        contents = [rollout.content.load() for group in groups for rollout in group.with_baseline]
+        arrays = ContentArrays.of(contents) if groups else None
         return Delivery(report=report, answers=tuple(answers), node=self._node), arrays
 
     async def cut(
         self, references: Sequence[ray.ObjectRef], pieces: Sequence[Sequence[tuple[int, int]]]
-    ) -> tuple[None, *tuple[ResponseArrays, ...]]:
+    ) -> tuple[None, *tuple[ContentArrays, ...]]:
         """Return the responses of each piece, given by their deliveries' places among the references and indices."""
         stored = await asyncio.gather(*references)
         contents = [[stored[place].content(index) for place, index in piece] for piece in pieces]
-        return None, *(await asyncio.to_thread(lambda: tuple(map(ResponseArrays.joined, contents))))
+        return None, *(await asyncio.to_thread(lambda: tuple(map(ContentArrays.of, contents))))
 
     async def tabulate(self, rollouts: Sequence[SampledRollout]) -> pa.Table:
         """Return the rows of rollouts for a file; their responses are stored, here in most cases."""
@@ -321,9 +304,9 @@ class RolloutHost:
         lines = [iter(part) for part in await asyncio.gather(*parts)]
         await asyncio.to_thread(write_generations, path, (next(lines[part]) for part in order))
 
-    def _answers(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
+    def _answers(self) -> tuple[list[tuple[int, DeliveredGroup | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""
-        answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
+        answers: list[tuple[int, DeliveredGroup | FailedAnswer]] = []
         groups: list[RolloutGroup] = []
         num_bytes = 0
         if self._gathering is not None:
@@ -335,10 +318,9 @@ class RolloutHost:
             if error is not None:
                 answers.append((number, _failure(error)))
                 continue
-            numbers = GroupNumbers.of(answering.result())
-            answers.append((number, numbers))
+            answers.append((number, DeliveredGroup.of(answering.result())))
             groups.append(answering.result().scored.group)
-            num_bytes += sum(_num_bytes(rollout.content.load()) for rollout in rollouts_of(groups[-1]))
+            num_bytes += sum(rollout.content.load().num_bytes for rollout in groups[-1].with_baseline)
         if self._ended:
             self._following.report_now()
         return answers, groups
@@ -364,11 +346,6 @@ def gather_s(seconds: float, *, num_done: int, num_open: int, least_s: float) ->
     if num_open <= _FEW_OPEN * num_done:
         return 0.0
     return max(least_s, min(_GATHER_SHARE * seconds, REPORT_EVERY_S))
-
-
-def _num_bytes(content: Content) -> int:
-    arrays = (content.token_ids, content.logprobs, content.routes, content.teacher)
-    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _open_pool(task: ScoringTask, *, setup: WorkerSetup) -> WorkerPool:

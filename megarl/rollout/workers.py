@@ -436,7 +436,7 @@ class WorkerLink:
                 continue
             if question is not None and is_awaited:
                 question.answer.set_result(answer.answered(question.prompt, stored, first))
-            first += len(answer.num_tokens)
+            first += answer.num_responses
 
     def lose(self, reason: str) -> None:
         """End all that was asked: the worker is lost."""

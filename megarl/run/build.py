@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
-from megarl.checkpoint.carried import read_carried, take_open_step
-from megarl.checkpoint.manifest import FileDigest
+from megarl.checkpoint.carried import read_groups, take_open_step
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.config.reward import RewardConfig
 from megarl.config.teaching import teaching_of
@@ -26,9 +24,8 @@ from megarl.engine.dispatch import divide_engines
 from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
-from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import critic_folder, critic_shape
-from megarl.ranks.trainer import ModelsTrainer, build_trainer
+from megarl.ranks.trainer import ModelsTrainer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
 from megarl.rollout.frozen import FrozenEngines
@@ -53,12 +50,11 @@ from megarl.run.preemption import Preemption
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.run.saver import RunSaver, SavedModel
 from megarl.serving.adapter_publisher import AdapterPublisher
-from megarl.serving.canary import Canary, CanaryPublisher, CanaryQuestion
+from megarl.serving.canary import Canary, CanaryProbe
+from megarl.serving.connect import NoPublisher, Roles
 from megarl.serving.frozen import FrozenRole, models_of, open_access
-from megarl.serving.publisher import Pauses, PausingPublisher, TellingPublisher
-from megarl.serving.serving import ExternalServing, ManagedServing, NoServing, Roles
+from megarl.serving.serving import ExternalServing, ManagedServing, NoServing
 from megarl.stages import Algorithm, GroupSource, Publisher, Scorer, Stages, Trainer
-from megarl.train.interface import TrainedCalls
 from megarl.types import PolicyVersion
 
 
@@ -84,7 +80,7 @@ class LoopBuilder:
         prompts, algorithm = self._prompts(), self._algorithm()
         groups = self._groups()
         buffer = self._buffer(prompts, groups)
-        models = build_trainer(
+        models = ModelsTrainer.of(
             recipe,
             self.inputs.shape,
             self.roles.trainers,
@@ -119,13 +115,6 @@ class LoopBuilder:
             return Start(step=0, version=PolicyVersion(0))
         return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
-    @cached_property
-    def _pauses(self) -> Pauses | None:
-        in_flight = self.recipe.in_flight
-        if in_flight is None or self.workers is None:
-            return None
-        return Pauses(in_flight, announce=self.workers.announce)
-
     def _prompts(self) -> PromptStream:
         state = None if self.resume is None else self.resume.state
         return PromptStream(
@@ -151,7 +140,7 @@ class LoopBuilder:
             max_staleness=train.max_staleness,
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
-            carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
             restore=groups.restore if isinstance(groups, TaskGroups) else None,
         )
         self.observer.watch_queue(
@@ -226,48 +215,49 @@ class LoopBuilder:
         return await asyncio.to_thread(write_rollouts, path, kept, decode=self.inputs.tokenizer.decode)
 
     def _publisher(self, models: ModelsTrainer) -> Publisher:
-        """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""
-        recipe, publisher, serving = self.recipe, self.roles.publisher, self.roles.serving
-        if isinstance(serving, NoServing) or self.workers is None:
+        """Return the publisher of these ranks, with the steps around it that this run takes."""
+        publisher, serving = self.roles.publisher, self.roles.serving
+        if isinstance(publisher, NoPublisher) or isinstance(serving, NoServing) or self.workers is None:
             return publisher
-        adapters = publisher if isinstance(publisher, AdapterPublisher) else None
-        publisher = TellingPublisher(publisher, self.workers.announce)
-        if self._pauses is not None:
-            publisher = PausingPublisher(publisher, serving.fleet, self._pauses)
-        if serving.config.canary_every is None:
-            return publisher
-        question = CanaryQuestion.of(
+        canary = self._canary(models, serving)
+        if canary is not None and isinstance(publisher.transport, AdapterPublisher):
+            # Probed before the first request uses the version; in a shared pool none does before the check anyway.
+            publisher.transport.compare_with(canary.differences, every=canary.every)
+            canary = None
+        return replace(publisher, in_flight=self.recipe.in_flight, announce=self.workers.announce, canary=canary)
+
+    def _canary(self, models: ModelsTrainer, serving: ExternalServing | ManagedServing) -> Canary | None:
+        recipe, config = self.recipe, serving.config
+        if config.canary_every is None:
+            return None
+        probe = CanaryProbe.of(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_response_tokens=recipe.sampling.max_response_tokens,
             temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
-            dtype=recipe.run.dtype if serving.config.fp8_keep is None else "fp8",
+            dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
         )
-        canary = Canary(
+        return Canary(
             serving.fleet,
-            question=question,
+            probe=probe,
             logprobs=models.logprobs,
             phases=self.roles.phases,
             warn=self.observer.warned,
+            # Only the canary shows that an external engine computes with the files that were written.
+            every=1 if isinstance(serving, ExternalServing) else config.canary_every,
         )
-        # Only the canary shows that an external engine computes with the files that were written.
-        every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
-        if adapters is not None:
-            # Asked before the first request uses the version; in a shared pool none does before the check anyway.
-            adapters.compare_with(canary.differences, every=every)
-            return publisher
-        return CanaryPublisher(publisher, canary, every=every)
 
     def _saver(self, algorithm: Algorithm, prompts: PromptStream, buffer: Buffer) -> RunSaver:
         recipe, trainers, inputs = self.recipe, self.roles.trainers, self.inputs
         critic = None
         if trainers.critic is not None and recipe.roles.critic is not None:
             shape = critic_shape(recipe.roles.critic, inputs.shape, recipe.algorithm)
-            critic = _saved_model(trainers.critic, shape, critic_folder(recipe.roles.critic, recipe.model.path))
+            folder = critic_folder(recipe.roles.critic, recipe.model.path)
+            critic = SavedModel(ranks=trainers.critic, shape=shape, source_folder=folder)
         return RunSaver(
             recipe,
-            actor=_saved_model(trainers.actor, inputs.shape, recipe.model.path),
+            actor=SavedModel(ranks=trainers.actor, shape=inputs.shape, source_folder=recipe.model.path),
             critic=critic,
             algorithm=algorithm,
             prompts=prompts,
@@ -344,16 +334,6 @@ class LoopBuilder:
             write=self._write,
             run_folder=recipe.run_folder.absolute(),
         )
-
-
-def _saved_model(ranks: RankGroup[TrainedCalls], shape: ModelShape, source_folder: Path) -> SavedModel:
-    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
-        written = await ranks.call_beside(TrainedCalls.write, folder, companions)
-        return {name: digest for files in written for name, digest in files.items()}
-
-    return SavedModel(
-        snapshot=ranks.computing(TrainedCalls.snapshot), write=write, shape=shape, source_folder=source_folder
-    )
 
 
 _PER_NODE = 1  # by default, in runs of several nodes

@@ -34,8 +34,10 @@ from megarl.run.build import LoopBuilder, open_workers
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import Preemption, preemptible
 from megarl.run.resume import Restarts, last_good
-from megarl.serving.frozen import FrozenTurns, start_frozen
-from megarl.serving.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
+from megarl.serving.connect import connect, make_room
+from megarl.serving.frozen import FrozenRole, start_frozen
+from megarl.serving.frozen_phases import alternating, score_after_generation, sleeping_beside_trainers
+from megarl.serving.serving import NoServing, Serving, reserve_pools, start_serving
 from megarl.serving.stragglers import watched_ranks
 from megarl.system.lease import Lease
 
@@ -97,7 +99,7 @@ class _Run:
         *,
         asks_ray_for_gpu: bool,
     ) -> None:
-        recipe, observer, sampling = self._recipe, self._observer, self._recipe.sampling
+        recipe, observer = self._recipe, self._observer
         with opened() as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as preemption:
             self._outlive_driver = cluster.outlive_driver
             kinds = accelerators()
@@ -107,19 +109,35 @@ class _Run:
             pools = reserve_pools(cluster, recipe.pools, recipe.roles)
             observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
             async with self._mirroring, AsyncExitStack() as stack, task_group() as tasks:
-                begin = partial(start_frozen, recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network)
-                starting_frozen = begin(
-                    observer=observer, longest_reply=longest_reply(recipe.reward), temperature=sampling.temperature
+                starting_frozen = start_frozen(
+                    recipe.roles.frozen,
+                    pools,
+                    stack,
+                    run=recipe.run,
+                    network=recipe.network,
+                    observer=observer,
+                    longest_reply=longest_reply(recipe.reward),
+                    temperature=recipe.sampling.temperature,
                 )
-                frozen = FrozenTurns(recipe.roles, tasks.create_task(starting_frozen))
-                start = partial(start_serving, recipe, self._inputs.shape, pools, stack, observer=observer)
-                serving = tasks.create_task(frozen.before(start))
+                frozen = tasks.create_task(starting_frozen)
+                serving = tasks.create_task(self._start_serving(frozen, pools, stack))
                 workers = tasks.create_task(self._open_workers(serving, frozen, stack))
                 async with self._kept.watched(partial(_can_answer, serving)):
                     await self._replace_lost_ranks(resume, pools, serving, frozen, workers, preemption)
 
+    async def _start_serving(
+        self, frozen: asyncio.Task[dict[str, FrozenRole]], pools: Mapping[str, Pool], stack: AsyncExitStack
+    ) -> Serving:
+        if self._recipe.roles.scores_after_generation:
+            # These models have the engines' devices until they sleep.
+            await asyncio.shield(frozen)
+        return await start_serving(self._recipe, self._inputs.shape, pools, stack, observer=self._observer)
+
     async def _open_workers(
-        self, serving: asyncio.Task[Serving], frozen: FrozenTurns, stack: AsyncExitStack
+        self,
+        serving: asyncio.Task[Serving],
+        frozen: asyncio.Task[dict[str, FrozenRole]],
+        stack: AsyncExitStack,
     ) -> Answering | None:
         engines = await asyncio.shield(serving)
         if isinstance(engines, NoServing):
@@ -129,25 +147,36 @@ class _Run:
         if environment is not None:
             tokenizer, context = self._inputs.tokenizer, recipe.max_context_tokens
             episodes = EpisodeSetup.of(environment, tokenizer, engines.config, max_context_tokens=context)
-        run_folder, observer = recipe.run_folder, self._observer
-        opened = partial(
+        models = await asyncio.shield(frozen)
+        open_with = partial(
             open_workers,
             engines,
             self._inputs,
             stack,
             episodes=episodes,
             rollouts_per_prompt=recipe.sampling.rollouts_per_prompt,
-            run_folder=run_folder,
-            observer=observer,
+            run_folder=recipe.run_folder,
+            observer=self._observer,
         )
-        return await frozen.scoring(opened, recipe.reward, engines, stack, run_folder=run_folder, observer=observer)
+        if not recipe.roles.scores_after_generation:
+            return await open_with(recipe.reward, models)
+        workers = await open_with(None, {role: model for role, model in models.items() if not model.is_shared})
+        return score_after_generation(
+            workers,
+            recipe.reward,
+            engines,
+            models,
+            stack,
+            run_folder=recipe.run_folder,
+            observer=self._observer,
+        )
 
     async def _replace_lost_ranks(
         self,
         first: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
-        frozen: FrozenTurns,
+        frozen: asyncio.Task[dict[str, FrozenRole]],
         workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
@@ -206,7 +235,7 @@ class _Run:
         point: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
-        frozen: FrozenTurns,
+        frozen: asyncio.Task[dict[str, FrozenRole]],
         workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
@@ -217,7 +246,7 @@ class _Run:
                 if recipe.roles.beside_engines or recipe.roles.frozen_in_turns:
                     await self._kept.cancel()  # the ranks need the devices that answer
                 await make_room(recipe.roles, serving)
-                await frozen.make_room()
+                frozen_phases = await sleeping_beside_trainers(recipe.roles, frozen)
                 starting = running_trainers(recipe, shape, pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
                 if not serving.done():
@@ -227,10 +256,12 @@ class _Run:
                 if num_kept := await self._kept.finish():
                     self._observer.noted(f"{num_kept} groups of the step are kept")
                 roles = await connect(recipe.roles, trainers, engines, stack, observer=self._observer)
+                if frozen_phases is not None:
+                    roles = alternating(roles, recipe.roles, frozen_phases)
             builder = LoopBuilder(
                 recipe=recipe,
                 inputs=self._inputs,
-                roles=frozen.connected(roles),
+                roles=roles,
                 workers=await asyncio.shield(workers),
                 observer=self._observer,
                 preemption=preemption,

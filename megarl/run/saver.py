@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
 
 from megarl import __version__
-from megarl.checkpoint.carried import write_carried
+from megarl.checkpoint.carried import write_groups
 from megarl.checkpoint.folder import (
     CHECKPOINTS_FOLDER,
     begin,
@@ -27,13 +27,15 @@ from megarl.checkpoint.folder import (
     mark_best,
     remove_old,
 )
-from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, Contents, FileDigest, Manifest, digest_file
+from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, Manifest, digest_file
 from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, TrainerState, identity_digest, write_state
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, Problem, WorkerError
 from megarl.observe.observer import Observer
+from megarl.ranks.calls import TrainedCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import EvalResult
 from megarl.run.buffer import Buffer
 from megarl.run.preemption import Preemption
@@ -75,13 +77,15 @@ class Saver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    snapshot: Callable[[Contents], Awaitable[TrainerState]]
-    """Copies what a checkpoint has of the model to host memory; returns the state of its trainer."""
-    write: Callable[[Path, Path], Awaitable[Mapping[str, FileDigest]]]
-    """Writes the copy into a folder while the ranks train on, with companions from the second folder."""
+    ranks: RankGroup[TrainedCalls]
     shape: ModelShape
     source_folder: Path
     """Holds the model's configuration and tokenizer."""
+
+    async def write(self, folder: Path) -> dict[str, FileDigest]:
+        """Write the snapshot of the ranks into a folder while they train on; return every file that a rank wrote."""
+        written = await self.ranks.call_beside(TrainedCalls.write, folder, self.source_folder.absolute())
+        return {name: digest for files in written for name, digest in files.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +272,9 @@ class RunSaver:
         best_before = self._best
         try:
             partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
-            trainers = await asyncio.gather(*(model.snapshot(self._config.contents) for model in self._models.values()))
+            trainers = await asyncio.gather(
+                *(model.ranks.compute(TrainedCalls.snapshot, self._config.contents) for model in self._models.values())
+            )
         except (CheckpointError, OSError) as error:
             await self._fail(mark.step, folder, error)
             return
@@ -327,7 +333,7 @@ class RunSaver:
 
     async def _write_models(self, partial: Path) -> dict[str, FileDigest]:
         written = await asyncio.gather(
-            *(model.write(partial / name, model.source_folder.absolute()) for name, model in self._models.items()),
+            *(model.write(partial / name) for name, model in self._models.items()),
             return_exceptions=True,
         )
         files: dict[str, FileDigest] = {}
@@ -352,7 +358,7 @@ class RunSaver:
     def _complete(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
         reach("ranks_done", step=step_in(save.partial))
         write_state(save.partial, save.state)
-        files = {**files, **write_carried(save.partial, save.carried)}
+        files = {**files, **write_groups(save.partial, save.carried)}
         recipe = self._recipe.model_dump(mode="json")
         manifest = Manifest(
             format=FORMAT,

@@ -12,31 +12,34 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from megarl.cluster.stored_adapter import StoredAdapter
+from megarl.config.model import ModelShape
+from megarl.config.recipe import ModelConfig
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
+from megarl.engine.process import EngineAdapters, EngineSpec
 from megarl.errors import EngineError, WeightSyncError, first_few
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
+from megarl.serving.processes import Engines
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, served_tensors
 
 logger = logging.getLogger(__name__)
 
 Compare: TypeAlias = Callable[[Sequence[Engine], PolicyVersion, str], Awaitable[Mapping[int, str]]]
-"""Asks engines with the adapter of this name; returns the reason for each, by index, that differs from the trainer."""
+"""Probes engines with the adapter of this name; returns a reason for each, by index, that differs from the trainer."""
 
 _POLL_S = 0.05
 _MAX_UNEXPLAINED = 2
 """Failures after which every engine still answers."""
-
-
-class AdapterRanks(Protocol):
-    """The trainer ranks, as this publisher needs them."""
-
-    async def store_adapter(self, version: int, source_folder: Path, /) -> StoredAdapter: ...
 
 
 class AdapterPlaces(Protocol):
@@ -47,11 +50,29 @@ class AdapterPlaces(Protocol):
     ) -> AbstractAsyncContextManager[Path]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapters:
+    """The adapters of a run, as its engines serve them."""
+
+    places: Engines
+    base_folder: Path
+    tensors: Mapping[str, TensorSpec]
+    limits: EngineAdapters
+
+    @classmethod
+    def of(cls, model: ModelConfig, shape: ModelShape, spec: EngineSpec, engines: Engines) -> ServedAdapters | None:
+        """Return the adapters of a model; None where its own weights are trained."""
+        if model.lora is None or spec.adapters is None:
+            return None
+        tensors = served_tensors(canonical_tensors(shape), LoraShape.of(model.lora), dtype=spec.dtype)
+        return cls(places=engines, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
+
+
 class AdapterPublisher:
     def __init__(
         self,
         *,
-        ranks: AdapterRanks,
+        ranks: RankGroup[ActorCalls],
         fleet: Fleet,
         places: AdapterPlaces,
         base_folder: Path,
@@ -73,7 +94,7 @@ class AdapterPublisher:
         self._num_published = 0
         self._num_alive = 0
         self._served: StoredAdapter | None = None
-        self._turn = asyncio.Lock()
+        self._publish_lock = asyncio.Lock()
         """Held during a publish: versions are loaded one after the other."""
 
     def compare_with(self, compare: Compare, *, every: int) -> None:
@@ -82,9 +103,9 @@ class AdapterPublisher:
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         """Load the version on all reachable engines, then let new requests use it on those where that succeeded."""
-        async with self._turn:
+        async with self._publish_lock:
             started = time.monotonic()
-            stored = await self._ranks.store_adapter(version, self._base_folder)
+            stored = await self._store(version)
             self._check(stored)
             engines = await self._deliver_somewhere(stored)
             self._served = stored
@@ -101,9 +122,16 @@ class AdapterPublisher:
             max_adapters=self._num_loaded,
         )
 
+    async def _store(self, version: PolicyVersion) -> StoredAdapter:
+        """Put the adapter of the version that the ranks hold into the object store."""
+        async with self._ranks.device_lock:
+            of_ranks = await self._ranks.call_to_end(ActorCalls.store_adapter, version, self._base_folder)
+        (stored,) = (each for each in of_ranks if each is not None)
+        return stored
+
     async def catch_up(self, engine: Engine) -> bool:
-        """Load the committed version on a stale engine; return False if there is none, or if it is not kept here."""
-        async with self._turn:
+        """Load the committed version on a stale engine; return False if there is none, or if it is not stored here."""
+        async with self._publish_lock:
             stored = self._served
             if stored is None or engine.state is not EngineState.STALE:
                 return False

@@ -18,8 +18,7 @@ from megarl.engine.client import GenerateRequest
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import Expectation, Response, read_response
 from megarl.errors import EngineError, WeightSyncError
-from megarl.results import PublishResult
-from megarl.stages import Phases, Publisher
+from megarl.stages import Phases
 from megarl.tokens import Content
 from megarl.types import FloatArray, PolicyVersion, Rollout, TokenArray, TrainSample
 
@@ -40,7 +39,7 @@ _TOKEN_STEP = 7919
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryQuestion:
+class CanaryProbe:
     """The request that every engine gets."""
 
     prompt_ids: TokenArray  # [P]
@@ -61,8 +60,8 @@ class CanaryQuestion:
         vocab: int,
         eos_ids: tuple[int, ...],
         dtype: str,
-    ) -> CanaryQuestion:
-        """Return a question within the length limits of the run."""
+    ) -> CanaryProbe:
+        """Return a probe within the length limits of the run."""
         num_tokens = min(MAX_PROMPT_TOKENS, max_prompt_tokens)
         return cls(
             prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % vocab).astype(np.int32),
@@ -102,16 +101,26 @@ class Canary:
         self,
         fleet: Fleet,
         *,
-        question: CanaryQuestion,
+        probe: CanaryProbe,
         logprobs: LogprobsOf,
         phases: Phases,
         warn: Callable[[str], None],
+        every: int = 1,
     ) -> None:
+        """The first and then every `every`-th publish is checked."""
         self._fleet = fleet
-        self._question = question
+        self._probe = probe
         self._logprobs = logprobs
         self._phases = phases
         self._warn = warn
+        self.every = every
+        self._num_published = 0
+
+    async def check_if_due(self, version: PolicyVersion) -> None:
+        """Check the engines after a publish, unless it is one that is not checked."""
+        if self._num_published % self.every == 0:
+            await self.check(version)
+        self._num_published += 1
 
     async def check(self, version: PolicyVersion) -> None:
         """Mark the engines that differ from the trainer as stale; WeightSyncError if all do."""
@@ -137,13 +146,13 @@ class Canary:
         """
         async with self._phases.generating():
             answers = await asyncio.gather(
-                *(self._ask(engine, version, adapter or engine.adapter) for engine in engines)
+                *(self._send(engine, version, adapter or engine.adapter) for engine in engines)
             )
         answered = [
             (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)
         ]
         async with self._phases.comparing():
-            trained = await self._logprobs([self._question.sample(answer) for _, answer in answered])
+            trained = await self._logprobs([self._probe.sample(answer) for _, answer in answered])
         reasons = {
             engine.index: str(answer)
             for engine, answer in zip(engines, answers, strict=True)
@@ -155,47 +164,30 @@ class Canary:
                 reasons[engine.index] = f"{engine}: {reason}"
         return {index: f"canary at version {version}: {reason}" for index, reason in reasons.items()}
 
-    async def _ask(self, engine: Engine, version: PolicyVersion, adapter: str | None) -> Response | EngineError:
-        question = self._question
+    async def _send(self, engine: Engine, version: PolicyVersion, adapter: str | None) -> Response | EngineError:
+        probe = self._probe
         expected = Expectation(
-            vocab=question.vocab,
-            max_response_tokens=question.max_response_tokens,
-            eos_ids=frozenset(question.eos_ids),
+            vocab=probe.vocab,
+            max_response_tokens=probe.max_response_tokens,
+            eos_ids=frozenset(probe.eos_ids),
             version=version,
             newest_version=version,
             base_version=None if adapter is None else PolicyVersion(0),
         )
         try:
-            reply = await engine.client.generate(question.request(version, adapter))
+            reply = await engine.client.generate(probe.request(version, adapter))
             return read_response(reply.content, expected)
         except EngineError as error:
             return error
 
     def _compare(self, answer: Response, of_trainer: FloatArray) -> str | None:
         difference = float(np.median(np.abs(answer.logprobs - of_trainer)))
-        tolerance = TOLERANCES[self._question.dtype]
+        tolerance = TOLERANCES[self._probe.dtype]
         logger.info("canary difference=%.3g tolerance=%g", difference, tolerance)
         # Not `>`: NaN must count as a difference.
         if difference <= tolerance:
             return None
         return (
             f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} (median), "
-            f"at most {tolerance:g} is allowed in {self._question.dtype}"
+            f"at most {tolerance:g} is allowed in {self._probe.dtype}"
         )
-
-
-class CanaryPublisher:
-    """A Publisher that runs the canary after its first and then every `every`-th publish."""
-
-    def __init__(self, publisher: Publisher, canary: Canary, *, every: int) -> None:
-        self._publisher = publisher
-        self._canary = canary
-        self._every = every
-        self._num_published = 0
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        result = await self._publisher.publish(version)
-        if self._num_published % self._every == 0:
-            await self._canary.check(version)
-        self._num_published += 1
-        return result

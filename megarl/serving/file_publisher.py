@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
@@ -22,6 +21,8 @@ from megarl.config.roles import EndpointConfig, FrozenRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.types import JsonValue, PolicyVersion
 
@@ -33,17 +34,9 @@ _PREFIX = "version_"
 _CHECK_TIMEOUT_S = 30.0
 
 
-class ExportingRanks(Protocol):
-    """The trainer ranks, as publishing by files needs them."""
-
-    async def export(self, folder: Path, source_folder: Path, /) -> Mapping[str, FileDigest]:
-        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
-        ...
-
-
 class FilePublisher:
     def __init__(
-        self, *, ranks: ExportingRanks, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
+        self, *, ranks: RankGroup[ActorCalls], fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
     ) -> None:
         """Engines load from `folder`; `source_folder` has the configuration and tokenizer."""
         self._ranks = ranks
@@ -85,9 +78,11 @@ class FilePublisher:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return await self._ranks.export(folder, self._source_folder)
+            async with self._ranks.device_lock:
+                written = await self._ranks.call_to_end(ActorCalls.export, folder, self._source_folder)
         except CheckpointError as error:
             raise WeightSyncError(f"{folder} was not written; engines keep what they have: {error}") from error
+        return {name: digest for files in written for name, digest in files.items()}
 
     async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
         """Return None if the engine serves `version` now, else the reason."""

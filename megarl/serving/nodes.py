@@ -1,23 +1,32 @@
-"""The nodes of the engines: taken out and added as a whole, and excluded after repeated faults.
+"""The nodes of the engines: excluded after repeated faults, lost, and taken out or added as a whole.
 
+The engines of a lost or excluded node start where their devices are moved to; `cluster.lost_nodes` moves devices.
 A node is known by the address at which its engines answer, as `megarl fleet` lists it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
-from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, free_devices, live_nodes
-from megarl.cluster.lost_nodes import reserve_on
+from megarl.cluster.cluster import NodeBundle, Pool
+from megarl.cluster.lost_nodes import failure_of, followed, leave_for_spares
 from megarl.cluster.node_faults import NodeFaults
-from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.cluster.tasks import logged_task
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import EngineState, Life
-from megarl.errors import EngineError, first_line
+from megarl.engine.lifecycle import EngineState, Life, Relocated
+from megarl.errors import EngineError, MachineError
 from megarl.observe.observer import Observer
 from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
+
+_HAND_OVER_S = 30.0
+"""Longest wait for the requests of an excluded node's engines to leave them."""
+_POLL_S = 0.25
+_RETRY_S = 10.0
 
 
 class EngineNodes:
@@ -36,7 +45,7 @@ class EngineNodes:
     ) -> None:
         """`grow` starts further engines on a node.
 
-        `excluded` is told a node and its engines, which are retired then.
+        `excluded` is called with a node and its engines, which are retired then.
         """
         self._fleet = fleet
         self._supervisor = supervisor
@@ -44,15 +53,15 @@ class EngineNodes:
         self._observer = observer
         self._faults = faults
         self._grow = grow
-        self._tell_excluded = excluded
+        self._notify_excluded = excluded
         fleet.listen(self._note)
 
     def retire(self, node: str) -> None:
         """Take all engines of a node out."""
         engines = self._on(node)
         if not engines:
-            known = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
-            raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(known)}")
+            used = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
+            raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(used)}")
         self._retire(node, engines, "retired by the operator")
 
     async def add(self, node: str, count: int | None = None) -> None:
@@ -100,7 +109,7 @@ class EngineNodes:
         )
         engines = self._on(node)
         self._retire(node, engines, reason)
-        self._tell_excluded(node, engines)
+        self._notify_excluded(node, engines)
 
 
 def nodes_of(engine: Engine) -> tuple[str, ...]:
@@ -109,48 +118,74 @@ def nodes_of(engine: Engine) -> tuple[str, ...]:
     return endpoint.node_hosts or (endpoint.host,)
 
 
-class Growth:
-    """Adds engines to a pool that only engines use."""
+def following_nodes(
+    pool: Pool, fleet: Fleet, engines: Engines, *, warn: Callable[[str], None]
+) -> AbstractAsyncContextManager[None]:
+    """Start the engines of a lost or excluded node, inside the block, on the node that their devices are moved to."""
 
-    def __init__(
-        self, pool: Pool, fleet: Fleet, engines: Engines, *, connect: Callable[[EngineEndpoint], EngineClient]
-    ) -> None:
-        self._pool = pool
-        self._fleet = fleet
-        self._engines = engines
-        self._tensor = engines.tensor
-        self._connect = connect
-        self._turn = asyncio.Lock()
+    async def start_there(bundle: NodeBundle) -> None:
+        for engine in fleet.engines:
+            if bundle in engines.nodes_of(engine.index):
+                if engines.is_elsewhere(engine.index):
+                    await engines.leave(engine.index)
+                fleet.report(engine, Relocated())
 
-    async def add(self, address: str, count: int | None) -> None:
-        """Start `count` engines on a node, or as many as have room there. Raise EngineError if there is no room."""
-        if self._pool.is_shared:
-            raise EngineError("the engines share their pool with other roles; only a pool of their own can grow")
-        async with self._turn:
-            try:
-                bundle = await asyncio.to_thread(self._reserve, address, count)
-            except RAY_FAILURES as error:
-                raise EngineError(f"node {address}: Ray cannot place engines there now: {first_line(error)}") from error
-            places = [Place(bundle=bundle, slot=slot) for slot in range(bundle.size)]
-            self._pool.places = [*self._pool.places, *places]
-            shares = [places[first : first + self._tensor] for first in range(0, bundle.size, self._tensor)]
-            endpoints = [self._engines.extend(share, address) for share in shares]
-            self._fleet.add([self._connect(endpoint) for endpoint in endpoints], "was added by the operator")
+    return followed(pool, moved=start_there, warn=warn)
 
-    def _reserve(self, address: str, count: int | None) -> NodeBundle:
-        """Reserve the devices of further engines on a node."""
-        resource = self._pool.places[0].bundle.resource
-        free = free_devices(resource)
-        nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
-        if address not in nodes:
-            roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)
-            there = f"there is room on {', '.join(roomy)}" if roomy else "no node has free devices"
-            raise EngineError(f"no node {address} is in the Ray cluster; {there}")
-        num_free = free.get(nodes[address], 0)
-        wanted = num_free // self._tensor if count is None else count
-        size = wanted * self._tensor
-        if not 0 < size <= num_free or (bundle := reserve_on(address, resource=resource, size=size)) is None:
-            each = f"an engine takes {self._tensor} (roles.rollout.tensor)"
-            raise EngineError(f"node {address} has {num_free} free device(s), {each}; no engine was added")
-        bundle.node, bundle.is_bound = nodes[address], True
-        return bundle
+
+@asynccontextmanager
+async def moving_engines(
+    pool: Pool, fleet: Fleet, engines: Engines, supervisor: Supervisor, *, warn: Callable[[str], None]
+) -> AsyncIterator[Callable[[str, Sequence[Engine]], None]]:
+    """Yield a function that moves the retired engines of an excluded node to a spare one, in the background."""
+    moves: list[asyncio.Task[None]] = []
+
+    def move(node: str, retired: Sequence[Engine]) -> None:
+        moves.append(logged_task(_move(pool, fleet, engines, supervisor, node, retired, warn=warn)))
+
+    try:
+        yield move
+    finally:
+        for task in moves:
+            task.cancel()
+        await asyncio.gather(*moves, return_exceptions=True)
+
+
+async def _move(
+    pool: Pool,
+    fleet: Fleet,
+    engines: Engines,
+    supervisor: Supervisor,
+    node: str,
+    retired: Sequence[Engine],
+    *,
+    warn: Callable[[str], None],
+) -> None:
+    """Start the engines of an excluded node on a spare one, when their requests have left them."""
+    deadline = time.monotonic() + _HAND_OVER_S
+    while any(engine.num_requests for engine in retired) and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    for engine in retired:
+        await engines.leave(engine.index)
+    places = [pair for engine in retired for pair in zip(nodes_of(engine), engines.nodes_of(engine.index), strict=True)]
+    left = {bundle: bundle.node for address, bundle in places if address == node}
+    leave = partial(_left_with_ranks, left) if pool.has_ranks else partial(leave_for_spares, pool, list(left))
+    reported = ""
+    # Until the operator takes the node or one of its engines back.
+    while node in pool.faults.excluded and all(engine.state is EngineState.RETIRED for engine in retired):
+        problem = await failure_of(leave)
+        if problem is None and fleet.is_awake:
+            warn(f"the engines of node {node} start on a spare node")
+            for engine in retired:
+                supervisor.add(engine.index)
+            return
+        if problem is not None and problem != reported:
+            warn(f"the engines of node {node} stay out for now: {problem}")
+            reported = problem
+        await asyncio.sleep(_RETRY_S if problem else _POLL_S)
+
+
+def _left_with_ranks(nodes: Mapping[NodeBundle, str]) -> None:
+    """Raise MachineError while a bundle of a shared pool is still on its node."""
+    if any(bundle.node == node for bundle, node in nodes.items()):
+        raise MachineError("they leave the node with the ranks of their pool, when these start again")

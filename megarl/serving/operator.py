@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,19 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.cluster.cluster import RAY_FAILURES, NodeBundle, Place, Pool, free_devices, live_nodes
+from megarl.cluster.lost_nodes import reserve_on
+from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import Fleet
-from megarl.errors import FleetError, MachineError
+from megarl.errors import EngineError, FleetError, MachineError, first_line
 from megarl.serving.nodes import EngineNodes
+from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
 
 SOCKET_FILE = "fleet.sock"
 _TIMEOUT_S = 10.0
 _HANDLE_S = 180.0
-"""For a request to be handled: Ray takes a while to place engines on a node."""
+"""Timeout of one operator request; placement takes Ray seconds."""
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -160,3 +164,50 @@ def _short(folder: Path) -> Iterator[Path]:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
+
+
+class Growth:
+    """Adds engines to a pool that only engines use."""
+
+    def __init__(
+        self, pool: Pool, fleet: Fleet, engines: Engines, *, connect: Callable[[EngineEndpoint], EngineClient]
+    ) -> None:
+        self._pool = pool
+        self._fleet = fleet
+        self._engines = engines
+        self._tensor = engines.tensor
+        self._connect = connect
+        self._reserve_lock = asyncio.Lock()
+
+    async def add(self, address: str, count: int | None) -> None:
+        """Start `count` engines on a node, or as many as have room there. Raise EngineError if there is no room."""
+        if self._pool.is_shared:
+            raise EngineError("the engines share their pool with other roles; only a pool of their own can grow")
+        async with self._reserve_lock:
+            try:
+                bundle = await asyncio.to_thread(self._reserve, address, count)
+            except RAY_FAILURES as error:
+                raise EngineError(f"node {address}: Ray cannot place engines there now: {first_line(error)}") from error
+            places = [Place(bundle=bundle, slot=slot) for slot in range(bundle.size)]
+            self._pool.places = [*self._pool.places, *places]
+            by_engine = [places[first : first + self._tensor] for first in range(0, bundle.size, self._tensor)]
+            endpoints = [self._engines.extend(of_engine, address) for of_engine in by_engine]
+            self._fleet.add([self._connect(endpoint) for endpoint in endpoints], "was added by the operator")
+
+    def _reserve(self, address: str, count: int | None) -> NodeBundle:
+        """Reserve the devices of further engines on a node."""
+        resource = self._pool.places[0].bundle.resource
+        free = free_devices(resource)
+        nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
+        if address not in nodes:
+            roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)
+            there = f"there is room on {', '.join(roomy)}" if roomy else "no node has free devices"
+            raise EngineError(f"no node {address} is in the Ray cluster; {there}")
+        num_free = free.get(nodes[address], 0)
+        num_engines = num_free // self._tensor if count is None else count
+        size = num_engines * self._tensor
+        if not 0 < size <= num_free or (bundle := reserve_on(address, resource=resource, size=size)) is None:
+            each = f"an engine takes {self._tensor} (roles.rollout.tensor)"
+            raise EngineError(f"node {address} has {num_free} free device(s), {each}; no engine was added")
+        bundle.node, bundle.is_bound = nodes[address], True
+        return bundle

@@ -1,11 +1,12 @@
-"""A publish as a transaction: receive everywhere, compare digests, then serve the version everywhere or nowhere.
+"""A publish: its steps for any way in which the bytes move, and the transaction that moves them between ranks.
 
-This module decides and sequences; the bytes go from trainer ranks to engine ranks directly and in place: an engine has
-no room for two versions. A publish goes to the reachable engines. If it fails after its first byte, they are stale: the
+`EnginePublisher` has the steps. `TransferPublisher` moves the bytes: receive everywhere, compare digests, then serve
+the version everywhere or nowhere. Bytes go from trainer ranks to engine ranks directly and in place: an engine has no
+room for two versions. A publish goes to the reachable engines. If it fails after its first byte, they are stale: the
 fleet gives them no request until the version was sent again, in a new transfer group, without the engines that were
 lost. The trainer ranks keep the version until then, so nothing is lost but time.
 
-A publisher belongs to one set of trainer ranks; the fleet outlives it.
+A transfer belongs to one set of trainer ranks; the fleet outlives it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 from megarl.config.roles import InFlight
-from megarl.engine.client import PauseMode
 from megarl.engine.commands import Rendezvous
 from megarl.engine.control import ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import EngineError, WeightSyncError, WorkerError
+from megarl.errors import WeightSyncError, WorkerError
+from megarl.ranks.calls import ActorCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
+from megarl.serving.canary import Canary
+from megarl.serving.pauses import paused
+from megarl.serving.phases import SeparatePhases
+from megarl.serving.shared_phases import SharedPhases
 from megarl.stages import Publisher
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
@@ -47,20 +53,37 @@ _GIVE_UP_S = 10.0
 """Time for engines to notice that the group was abandoned."""
 
 
-class SendingRanks(Protocol):
-    """The trainer ranks, as a publish needs them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePublisher:
+    """A Publisher (see `stages`): the steps of a publish, whichever way the bytes move."""
 
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which no rank computes, so that weights do not change."""
-        ...
+    transport: Publisher
+    """Moves the bytes; returns when the engines serve the version."""
+    fleet: Fleet
+    phases: SeparatePhases | SharedPhases
+    in_flight: InFlight | None = None
+    """The treatment of requests that run during a publish; None where none does."""
+    announce: Callable[[], Awaitable[None]] | None = None
+    """Returns when rollout workers in other processes know what the engines serve."""
+    canary: Canary | None = None
 
-    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous, /) -> None: ...
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        if self.in_flight is None:
+            result = await self._send(version)
+        else:
+            async with paused(self.fleet, self.in_flight, announce=self.announce):
+                result = await self._send(version)
+        if self.canary is not None:
+            await self.canary.check_if_due(version)
+        return result
 
-    async def version(self) -> int: ...
-
-    async def send(self, version: int, /) -> Sequence[Mapping[tuple[int, str], int]]:
-        """Return per rank the digests of what it sent, by target rank and tensor."""
-        ...
+    async def _send(self, version: PolicyVersion) -> PublishResult:
+        # In a shared pool engines take the memory of their weights first.
+        async with self.phases.publishing():
+            result = await self.transport.publish(version)
+        if self.announce is not None:
+            await self.announce()
+        return result
 
 
 class ReceivingEngines(Protocol):
@@ -95,7 +118,7 @@ class TransferPublisher:
     def __init__(
         self,
         *,
-        ranks: SendingRanks,
+        ranks: RankGroup[ActorCalls],
         fleet: Fleet,
         control: ReceivingEngines,
         transfer: Callable[[], TransferSpec],
@@ -116,7 +139,7 @@ class TransferPublisher:
         self._failed = failed
         self._link: _Link | None = None
         self._has_published = False
-        self._turn = asyncio.Lock()
+        self._publish_lock = asyncio.Lock()
         """Held during a publish: versions are sent one after the other."""
 
     async def connect(self) -> None:
@@ -132,7 +155,7 @@ class TransferPublisher:
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         """Publish to all reachable engines; if there is none, to the first that is restarted."""
-        async with self._turn:
+        async with self._publish_lock:
             started = time.monotonic()
             num_engines, plan = await self._publish_somewhere(version)
             self._has_published = True
@@ -154,11 +177,11 @@ class TransferPublisher:
         It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
         send the version it holds. The next publish includes this engine.
         """
-        async with self._turn, self._ranks.at_rest():
+        async with self._publish_lock, self._ranks.device_lock:
             version = self._fleet.committed_version
             if not self._has_published or engine.state is not EngineState.STALE:
                 return False
-            if await self._ranks.version() != version:
+            if (await self._ranks.call(ActorCalls.version))[0] != version:
                 return False
             with self._fleet.syncing([engine]):
                 await self._deliver([engine], version, is_catching_up=True)
@@ -210,7 +233,7 @@ class TransferPublisher:
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
                 sent, arrived = await self._together(
-                    link.store, self._ranks.send(version), link.control.receive(version)
+                    link.store, self._ranks.call(ActorCalls.send, version), link.control.receive(version)
                 )
                 check_digests(sent, arrived)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
@@ -252,7 +275,7 @@ class TransferPublisher:
         )
         await self._together(
             store,
-            self._ranks.join(transfer, rendezvous),
+            self._ranks.call(ActorCalls.join, transfer, rendezvous),
             control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)
@@ -298,78 +321,3 @@ def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:
         logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
         return "gloo"
     return "nccl"
-
-
-class Pauses:
-    """Pauses the engines around a publish, each counted before it happens."""
-
-    def __init__(self, mode: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None) -> None:
-        """`announce` returns when rollout workers in other processes know the counts and the versions."""
-        self.mode: InFlight = mode
-        self._announce = announce
-
-    @asynccontextmanager
-    async def around(self, fleet: Fleet) -> AsyncIterator[None]:
-        """Pause all reachable engines inside the block; new requests wait."""
-        engines = fleet.reachable
-        await self._count(fleet, engines)
-        try:
-            await _ask_all(fleet, engines, self._pause)
-            yield
-        finally:
-            await self._count(fleet, engines)
-            await _ask_all(fleet, engines, _resume)
-
-    async def _count(self, fleet: Fleet, engines: Sequence[Engine]) -> None:
-        fleet.count_pause(engines)
-        if self._announce is not None:
-            # An engine that is paused answers at once: the count must be there before the tokens.
-            await self._announce()
-
-    async def _pause(self, engine: Engine) -> None:
-        await engine.client.pause(PauseMode(self.mode))
-
-
-async def _resume(engine: Engine) -> None:
-    if not engine.is_live:
-        # Its weights are wrong: its requests are sent to other engines.
-        await engine.client.abort_all()
-    await engine.client.resume()
-
-
-async def _ask_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
-    outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-    for engine, outcome in zip(engines, outcomes, strict=True):
-        match outcome:
-            case EngineError():
-                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
-                await fleet.mark_stale(engine, str(outcome))
-            case BaseException():
-                raise outcome
-
-
-class PausingPublisher:
-    """A Publisher (see `stages`) that pauses the engines during each publish."""
-
-    def __init__(self, publisher: Publisher, fleet: Fleet, pauses: Pauses) -> None:
-        self._publisher = publisher
-        self._fleet = fleet
-        self._pauses = pauses
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        async with self._pauses.around(self._fleet):
-            return await self._publisher.publish(version)
-
-
-class TellingPublisher:
-    """A Publisher (see `stages`) after which every rollout worker knows what the engines serve."""
-
-    def __init__(self, publisher: Publisher, announce: Callable[[], Awaitable[None]]) -> None:
-        self._publisher = publisher
-        self._announce = announce
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        result = await self._publisher.publish(version)
-        await self._announce()
-        return result

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Protocol
 
 from megarl.cluster.tasks import beside
 from megarl.config.recipe import StragglerConfig
@@ -21,6 +20,8 @@ from megarl.engine.dispatch import Pace
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import WorkerError
 from megarl.observe.observer import Observer
+from megarl.ranks.calls import ModelCalls
+from megarl.ranks.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +56,6 @@ class SlowStreaks:
 
     def forget(self, index: int) -> None:
         self._streaks.pop(index, None)
-
-
-class MeasuredRanks(Protocol):
-    """The ranks of a model."""
-
-    role: str
-
-    def __len__(self) -> int: ...
-
-    async def measure(self) -> dict[int, float]:
-        """Return the time of the same work on every rank; raise WorkerError if one is lost."""
-        ...
-
-    def node_of(self, rank: int) -> str: ...
 
 
 class EngineWatch:
@@ -123,7 +110,9 @@ class EngineWatch:
 
 
 @asynccontextmanager
-async def watched_ranks(ranks: MeasuredRanks, config: StragglerConfig, observer: Observer) -> AsyncIterator[None]:
+async def watched_ranks(
+    ranks: RankGroup[ModelCalls], config: StragglerConfig, observer: Observer
+) -> AsyncIterator[None]:
     """Measure and compare the ranks of a model once in each window, inside the block."""
     streaks = SlowStreaks(ratio=config.ratio)
 
@@ -131,7 +120,8 @@ async def watched_ranks(ranks: MeasuredRanks, config: StragglerConfig, observer:
         while len(ranks) > 1:
             await asyncio.sleep(config.window_s)
             try:
-                times = await ranks.measure()
+                async with ranks.device_lock:
+                    times = dict(enumerate(await ranks.call(ModelCalls.measure)))
             except WorkerError as error:
                 logger.info("role=%s not measured: %s", ranks.role, error)
                 return  # the run notices the loss of its ranks as well and handles it

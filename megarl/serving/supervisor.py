@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from megarl.cluster.tasks import beside, task_group
 from megarl.engine.client import EngineClient, EngineEndpoint
@@ -62,10 +62,8 @@ class Processes(Protocol):
     async def end(self, index: int) -> None: ...
 
 
-class CatchUp(Protocol):
-    async def catch_up(self, engine: Engine) -> bool:
-        """Send the committed version to a stale engine; return False if that is not possible now."""
-        ...
+CatchUp: TypeAlias = Callable[[Engine], Awaitable[bool]]
+"""Sends the committed version to a stale engine; returns False if that is not possible now."""
 
 
 class Supervisor:
@@ -84,15 +82,15 @@ class Supervisor:
         self._fleet = fleet
         self._processes = processes
         self._connect = connect
-        self._publisher: CatchUp | None = None
+        self._catch_up: CatchUp | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._changes: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         fleet.listen(self._note_change)
         fleet.join_listeners.append(self._welcome)
 
-    def attach(self, publisher: CatchUp | None) -> None:
-        """Set the publisher that stale engines catch up with; None while there is none."""
-        self._publisher = publisher
+    def attach(self, catch_up: CatchUp | None) -> None:
+        """Set how stale engines catch up; None while there are no trainer ranks."""
+        self._catch_up = catch_up
 
     def retire(self, index: int, reason: str = "retired by the operator") -> None:
         """Take an engine out: it gets no further request, and ends when it has returned the tokens of those it has."""
@@ -237,9 +235,9 @@ class Supervisor:
 
     async def _sync(self, engine: Engine) -> None:
         while engine.life.wants in (Want.WATCH, Want.SYNC):
-            if engine.life.wants is Want.SYNC and self._publisher is not None:
+            if engine.life.wants is Want.SYNC and self._catch_up is not None:
                 try:
-                    if await self._publisher.catch_up(engine):
+                    if await self._catch_up(engine):
                         continue
                 except WeightSyncError as error:
                     self._fleet.report(engine, SyncFailed(reason=str(error)))

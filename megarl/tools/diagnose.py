@@ -28,12 +28,15 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.tool_commands import FILE_PREFIX
 from megarl.engine.tool_control import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.ranks.calls import ActorCalls
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.run.inputs import read_inputs
-from megarl.serving.serving import ManagedServing, started_roles, transfer_spec
+from megarl.serving.connect import started_roles
+from megarl.serving.engine_transfer import transfer_spec
+from megarl.serving.serving import ManagedServing
 from megarl.stages import Generator, Phases
 from megarl.tools.small_recipe import SmallRecipe, single_copy
-from megarl.train.interface import RECORD_PREFIX, ActorCalls, TrainerRecord
+from megarl.train.rank_spec import RECORD_PREFIX, TrainerRecord
 from megarl.types import FloatArray, PolicyVersion, Prompt, RolloutGroup, TokenArray, TrainBatch, TrainSample
 from megarl.weights.hook_points import LM_HEAD, LOGPROBS, HookPoint, hook_points
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,18 +18,16 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
-from megarl.train.interface import RECORD_PREFIX, RankSpec, TrainerRecord
-from megarl.train.layer_spec import recordable
 from megarl.train.logprob import TokenScores
-from megarl.train.lora import adapters_off
-from megarl.train.memory import host_places, measure_usage
-from megarl.train.passes import forward
+from megarl.train.memory import measure_usage
+from megarl.train.rank_spec import RECORD_PREFIX, RankSpec, TrainerRecord
+from megarl.train.recording import recorded
+from megarl.train.reference import Reference
 from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.types import DEMONSTRATION, MiniBatch, PolicyVersion, TrainBatch
-from megarl.weights.hook_points import module_hooks
-from megarl.weights.recordings import Recorder, weight_digests, write_patches
+from megarl.weights.recordings import weight_digests
 
 
 class ActorRank(TrainedRank):
@@ -48,7 +46,7 @@ class ActorRank(TrainedRank):
         self._algorithm = algorithm
         self._epochs = epochs
         self._monitor = MismatchMonitor(algorithm)
-        self._reference: dict[str, Tensor] = {}
+        self._reference = Reference(self._models, is_base=spec.lora is not None)
 
     def resume(self, folder: Path, state: TrainerState) -> None:
         super().resume(folder, state)
@@ -60,14 +58,14 @@ class ActorRank(TrainedRank):
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Update once per mini-batch and epoch, with ratios to the policy before the first update."""
-        rate, version = self._learning_rate(), self._num_updates
+        rate = self._learning_rate()
+        version = self._num_updates
         is_single = len(batch.mini_batches) * self._epochs == 1
         applied: list[tuple[MiniBatch, MiniBatchStats, float]] = []
         with self._on_device():
             # Old log-probabilities are not needed for a single update, whose ratio is 1, and may come with the batch.
             is_known = is_single or batch.mini_batches[0].micro_batches[0].old_logprobs is not None
-            old = [] if is_known else [self._score(batch, item) for item in batch.mini_batches]
-            befores: list[list[Tensor] | None] = [*old] if old else [None] * len(batch.mini_batches)
+            befores = [None] * len(batch.mini_batches) if is_known else self._forward(batch)
             updates = list(zip(batch.mini_batches, befores, strict=True)) * self._epochs
             for mini_batch, before in updates:
                 stats = self._accumulate(batch, mini_batch, before, is_single=is_single, version=version)
@@ -95,53 +93,31 @@ class ActorRank(TrainedRank):
 
     def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return the log-probabilities of the response tokens."""
-        with self._on_device():
-            return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
+        return self._column(batch)
 
     def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
         """Score a batch of one sample; write the modules' inputs and outputs to a file in `folder`."""
         topology = self._topology
         assert topology.data == 1, f"{topology.data} data-parallel ranks; recording is for one copy of the model"
-        modules = {
-            f"chunk{index}.{name}": module
-            for index, model in enumerate(self._models)
-            for name, module in model.named_modules()
-        }
-        # If micro-batches come in multiples, the sample is in the first and the others are padding.
-        recorder = Recorder(modules, recordable(module_hooks(self._holding), modules), max_calls=1)
-        try:
-            logprobs = self.logprobs(batch)
-        finally:
-            recorder.close()
         part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
-        write_patches(folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors", recorder.patches(part=part))
+        path = folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors"
+        with recorded(self._models, self._holding, path, part=part):
+            logprobs = self.logprobs(batch)
         digests = weight_digests(self._holding, self._layout.canonical, self.tensors())
         return TrainerRecord(logprobs=None if logprobs is None else logprobs.numbers, weight_digests=digests)
 
-    def keep_reference(self, folder: Path) -> None:
-        """Load this rank's share of the reference policy into host memory; the base of an adapter is there already."""
-        if self._spec.lora is not None:
-            return
-        weights = self.tensors()
-        places = host_places([tensor.nbytes for tensor in weights.values()], self._topology.device)
-        self._reference = {
-            name: place.view(tensor.dtype).view(tensor.shape)
-            for (name, tensor), place in zip(weights.items(), places, strict=True)
-        }
-        self._read(folder, self._reference)
+    def load_reference(self, folder: Path) -> None:
+        """Load this rank's part of the reference policy into host memory; the base of an adapter is there already."""
+        self._reference.load(self.tensors(), self._topology.device, read=partial(self._read, folder))
 
     def refresh_reference(self) -> None:
         """Make the policy of now the reference."""
-        assert self._reference, "keep_reference comes first"
-        for name, tensor in self.tensors().items():
-            self._reference[name].copy_(tensor)
+        self._reference.refresh(self.tensors())
 
     def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return what `logprobs` does, with the weights of the reference."""
-        assert self._reference or self._spec.lora is not None, "keep_reference comes first"
-        base = _exchanged(self.tensors(), self._reference) if self._reference else adapters_off(self._models)
-        with self._on_device(), base:
-            return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
+        with self._reference.in_place_of(self.tensors()):
+            return self._column(batch)
 
     def _summarise(self, applied: Sequence[tuple[MiniBatch, MiniBatchStats, float]], rate: float) -> UpdateStats:
         mini_batches = [mini_batch for mini_batch, _, _ in applied]
@@ -167,7 +143,7 @@ class ActorRank(TrainedRank):
     ) -> MiniBatchStats:
         """Compute the gradients of one mini-batch's loss; `version` is the policy's before the step."""
         algorithm = self._monitor.algorithm
-        micro_batches = self._share(batch, mini_batch)
+        micro_batches = self._to_device(batch, mini_batch)
 
         def loss(index: int, output: TokenScores | Tensor) -> tuple[Tensor, Report]:
             micro_batch, scores = micro_batches[index], _scores_of(output)
@@ -205,30 +181,7 @@ class ActorRank(TrainedRank):
 
         return ACTOR.reduce(self._gradients(micro_batches, loss), mini_batch, self._topology)
 
-    def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
-        self._reach("asked", step=self._num_steps + 1)
-        outputs: list[TokenScores | Tensor] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
-        return [_scores_of(output).logprobs for output in outputs]
-
 
 def _scores_of(output: TokenScores | Tensor) -> TokenScores:
     """Return the scores of tokens; the numbers of a value head take the place of log-probabilities."""
     return output if isinstance(output, TokenScores) else TokenScores(output, torch.zeros_like(output))
-
-
-@contextmanager
-def _exchanged(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Iterator[None]:
-    """Exchange their values within the context, tensor by tensor: the device never holds both."""
-    _exchange(weights, kept)
-    try:
-        yield
-    finally:
-        _exchange(weights, kept)
-
-
-@torch.no_grad()
-def _exchange(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        before = weight.clone()
-        weight.copy_(kept[name])
-        kept[name].copy_(before)

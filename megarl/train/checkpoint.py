@@ -1,4 +1,4 @@
-"""A trainer rank's share of a checkpoint: which tensors are saved to and loaded from which folder.
+"""A trainer rank's part of a checkpoint: which tensors are saved to and loaded from which folder.
 
 Master weights and moments are described as boxes of canonical tensors, like weights: every byte is written once, by a
 rank that holds it, and can be read in any other layout.
@@ -7,7 +7,7 @@ rank that holds it, and can be read in any other layout.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.folder import below
-from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest
+from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest, verify_tensors
 from megarl.checkpoint.save import (
     BoxView,
     Contribution,
     GatheringPlan,
     UnfiniteError,
+    assign_tensors,
     boxes_on_host,
     contribution,
     copy_to_host,
@@ -39,6 +40,7 @@ from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
+from megarl.train.rank_spec import RankSpec
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
@@ -50,6 +52,8 @@ from megarl.weights.layouts.pieces import FlatRange, restrict, restrict_all
 _MASTER = "master"
 _DTYPE = "float32"
 _ANY_PORT = 9
+_VERIFYING_THREADS = 4
+"""A node has several ranks."""
 
 
 def weights_of(folder: Path) -> Path:
@@ -69,8 +73,70 @@ def has_own_master(layout: Layout) -> bool:
     return any(spec.dtype != _DTYPE for specs in (layout.canonical.values(), held) for spec in specs)
 
 
+class RankCheckpoints:
+    """Saves and restores the trained tensors and the optimizer of one rank. Constructing it is collective."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        layout: Layout,
+        tensors: Callable[[], dict[str, Tensor]],
+        optimizer: ModelOptimizer,
+        topology: Topology,
+    ) -> None:
+        self._rank = spec.rank
+        self._layout = layout
+        self._tensors = tensors
+        self._optimizer = optimizer
+        peers = Peers(topology, spec.master_address, timeout_s=spec.timeout_s)
+        self.saver, self.exporter = (
+            RankSaver(
+                layout=layout,
+                tensors=tensors,
+                optimizer=optimizer,
+                topology=topology,
+                peers=peers,
+                shape=spec.shape,
+                lora=spec.lora,
+                purpose=purpose,
+            )
+            for purpose in ("save", "export")
+        )
+
+    def verify(self, checkpoint: Path, inner: str) -> None:
+        """Compare tensors that `restore` reads from the inner folder of a checkpoint with their digests.
+
+        Each tensor is compared by one of the ranks that read it, so that all ranks together compare all of them once.
+        """
+        mine = assign_tensors(self._layout).by_rank[self._rank].tensors
+        read = (each.relative_to(checkpoint).as_posix() for each in folders_read(checkpoint / inner))
+        verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
+
+    def restore(self, folder: Path, *, num_updates: int) -> None:
+        """Load the weights and the optimizer's states from a checkpoint of any layout."""
+        self.read(weights_of(folder))
+        load_optimizer(
+            folder,
+            holding=self._layout.by_rank[self._rank],
+            layout=self._layout,
+            optimizer=self._optimizer,
+            num_updates=num_updates,
+        )
+
+    def read(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:
+        """Load the trained tensors of a folder."""
+        load_hf(folder, self._layout.by_rank[self._rank], self._layout.canonical, self._tensors(), may_lack=may_lack)
+        self._optimizer.adopt_weights()
+
+    def close(self) -> None:
+        """Close the connections to the other ranks."""
+        self.saver.close()
+        self.exporter.close()
+
+
 class RankSaver:
-    """Saves one rank's share of one model: copies it while training waits, writes the copy while training continues.
+    """Saves one rank's part of one model: copies it while training waits, writes the copy while training continues.
 
     `snapshot` is collective and runs in the trainer's thread; `write` takes long and may run in another thread.
     """
@@ -105,7 +171,7 @@ class RankSaver:
         self._taken: dict[str, _Part] = {}
 
     def snapshot(self, contents: Contents) -> None:
-        """Copy this rank's share to host memory; discard an earlier copy that was not written."""
+        """Copy this rank's part to host memory; discard an earlier copy that was not written."""
         self._num_snapshots += 1
         rank = self._topology.rank
         # Free the earlier copy first: host memory holds one at most.
@@ -166,7 +232,7 @@ class RankSaver:
         """Copy the moments, and the master weights if they are more precise than `model/`."""
         shards = self._optimizer.shards()
         if self._shards is None:
-            ranges = _share_ranges(shards, self._topology)
+            ranges = _all_ranges(shards, self._topology)
             self._shards = contribution(restrict_all(self._layout, ranges, dtype=_DTYPE), rank)
         kinds: dict[str, dict[str, Tensor]] = {
             kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
@@ -242,7 +308,7 @@ class RankSaver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """This rank's share of one inner folder of a checkpoint."""
+    """This rank's part of one inner folder of a checkpoint."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -277,7 +343,7 @@ def load_optimizer(
             shards[name].restore({kind: values}, num_updates=num_updates)
 
 
-def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:
+def _all_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:
     """Gather every rank's ranges, which Megatron decides on the rank that holds the parameters."""
     ranges: list[dict[str, FlatRange]] = [{} for _ in range(topology.world)]
     dist.all_gather_object(ranges, {name: shard.range for name, shard in shards.items()})

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import assert_never
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.train.layer_spec import accumulate_in_products, drop_fp8_weights
-from megarl.train.memory import Offload, free_cache
+from megarl.train.memory import free_cache
 from megarl.train.model import Model, named_weights
-from megarl.train.shards import HostStates, Shard, shards_of
+from megarl.train.shards import Shard, shards_of
 
 
 class ModelOptimizer:
-    """Owns the wrapped chunks. Parameters and gradients are in their buffers, moments and master weights in shards.
+    """Owns the wrapped chunks. Parameters and gradients are in their buffers, moments and master weights in shards."""
 
-    With `offload` the shards are in host memory, and gradients take device memory from `zero_grad` until `trim`.
-    """
+    is_released = False
+    """Whether device memory that training needs is given to engines."""
+    has_weights = True
+    """Whether the weights are on the device."""
 
     def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
-        self._offloads = split.offload
         self._device = next(chunks[0].parameters()).device
-        self._offload = Offload(self._device)
-        self._is_released = False
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
         buffers = buffer_config(split.megatron_ddp)
@@ -57,8 +54,6 @@ class ModelOptimizer:
         for group in self._optimizer.param_groups:
             # Norms and biases are in their own group with multiplier 0, which Megatron leaves to the caller to apply.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        on_host = self._optimizer.chained_optimizers if self._offloads != "nothing" else ()
-        self._states = [HostStates(optimizer, self._device) for optimizer in on_host]
         free_cache(self._device)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -69,58 +64,34 @@ class ModelOptimizer:
     def shards(self) -> dict[str, Shard]:
         """Return the states of this rank's Adam by the name of their parameter."""
         names = {parameter: name for name, parameter in self.parameters().items()}
-        on_device = () if self._states else self._optimizer.chained_optimizers
-        return {
-            names[parameter]: shard
-            for shards in (*(states.shards.items() for states in self._states), *map(shards_of, on_device))
-            for parameter, shard in shards
-        }
+        return {names[parameter]: shard for parameter, shard in self._shards()}
 
-    @property
-    def is_released(self) -> bool:
-        return self._is_released
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the weights are on the device."""
-        return not (self._is_released and self._offloads == "everything")
+    def _shards(self) -> Iterator[tuple[torch.nn.Parameter, Shard]]:
+        for optimizer in self._optimizer.chained_optimizers:
+            yield from shards_of(optimizer)
 
     def trim(self) -> None:
-        """Free what only passes need and, with `offload`, the gradients, which the next `zero_grad` allocates again."""
+        """Free what only passes need."""
         for chunk in self.chunks:
             drop_fp8_weights(chunk)
-        if self._offloads != "nothing":
-            for gradient in self._gradients():
-                gradient.untyped_storage().resize_(0)
         free_cache(self._device)
 
     def release(self) -> None:
-        """Free device memory for engines: as `trim` does, and the weights if they are offloaded."""
-        if self._offloads == "everything":
-            self._offload.release(self._weights())
+        """Free device memory for engines."""
         self.trim()
-        self._is_released = self._offloads != "nothing"
 
     def reload(self) -> None:
-        """Take back the weights that `release` freed."""
-        self._offload.reload()
-        self._is_released = False
+        """Take back what `release` freed."""
 
     def at_hand(self, tensor: Tensor) -> Tensor:
         """Return a weight, from host memory while it is released."""
-        return self._offload.at_hand(tensor)
+        return tensor
 
     def adopt_weights(self) -> None:
         """Copy the model's weights, changed from outside, to the master weights."""
-        if not self._states:
-            self._optimizer.reload_model_params()
-        for states in self._states:
-            states.adopt_weights()
+        self._optimizer.reload_model_params()
 
     def zero_grad(self) -> None:
-        for gradient in self._gradients():
-            if not gradient.untyped_storage().nbytes():
-                gradient.untyped_storage().resize_(gradient.nbytes)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -139,33 +110,10 @@ class ModelOptimizer:
         """Clip the gradients, update the weights and gather them."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._states:
-            self._step_in_pieces()
-        else:
-            self._optimizer.step()
+        self._update()
 
-    def _step_in_pieces(self) -> None:
-        """Do the same as Megatron's own step, with states that are in host memory."""
-        grad_norm, clip = self.grad_norm(), self._config.clip_grad_norm
-        for optimizer in self._optimizer.chained_optimizers:
-            if clip > 0 and optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
-        for states in self._states:
-            states.step()
-        if not self.chunks[0].ddp_config.overlap_param_gather:
-            for chunk in self.chunks:
-                chunk.start_param_sync()
-
-    def _weights(self) -> list[Tensor]:
-        frozen = [each.data for chunk in self.chunks for each in chunk.module.parameters() if not each.requires_grad]
-        return [*(buffer.param_data for chunk in self.chunks for buffer in _buffers(chunk)), *frozen]
-
-    def _gradients(self) -> list[Tensor]:
-        return [buffer.grad_data for chunk in self.chunks for buffer in _buffers(chunk)]
-
-
-def _buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+    def _update(self) -> None:
+        self._optimizer.step()
 
 
 def buffer_config(native: Mapping[str, object]) -> DistributedDataParallelConfig:

@@ -1,8 +1,8 @@
-"""One rank of a model that Megatron splits: its share in this process, and what every model needs.
+"""One rank of a model that Megatron splits: its part in this process, and what every model needs.
 
-Every method is collective: all ranks call it, each with the batch of its data-parallel rank. Numbers per token are
+Every method is collective: all ranks call it, each with the batch of its data-parallel rank. Columns of tokens are
 returned by one rank of each data-parallel replica of the model and are None elsewhere; other results are the same on
-all ranks. Only `write` may run concurrently with the others, in its own thread. Knows no Ray: `runtime` starts the
+all ranks. Only `write` may run concurrently with the others, in its own thread. Knows no Ray: `ranks` starts the
 processes and sets deadlines.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,21 +20,19 @@ from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu
-from megarl.train.interface import RankSpec
 from megarl.train.layer_spec import forget_buffers, forget_scales
-from megarl.train.likeliest import top_scores
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
 from megarl.train.model import (
     DeviceMicroBatch,
     Model,
-    PolicyModel,
     build_chunks,
     named_weights,
     to_device,
     whole_column,
 )
 from megarl.train.passes import forward
+from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
@@ -85,7 +82,7 @@ class ModelRank:
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder; each rank reads only its share.
+        """Load the weights of a Hugging Face folder; each rank reads only its part.
 
         A critic may start from a language model; its value head is then zero.
         """
@@ -137,20 +134,44 @@ class ModelRank:
         with self._on_device():
             load_hf(folder, self._holding, self._layout.canonical, tensors, may_lack=may_lack)
 
-    def _reach(self, point: StepPoint, *, step: int | None = None) -> Spoil | None:
-        return reach(point, step=step, rank=self._spec.rank, of=self.ROLE)
+    @property
+    def _chunks(self) -> Sequence[torch.nn.Module]:
+        """The chunks that passes run through."""
+        return self._models
+
+    @property
+    def _step(self) -> int | None:
+        """The number of the step under way, for a model that counts steps."""
+        return None
+
+    def _reach(self, point: StepPoint) -> Spoil | None:
+        return reach(point, step=self._step, rank=self._spec.rank, of=self.ROLE)
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return cpu.literal_devices() if self._spec.device == "cpu" else contextlib.nullcontext()
 
-    def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
+    def _column(self, batch: TrainBatch) -> SampleNumbers | None:
+        """Return the model's column of the response tokens: log-probabilities, values, or scores of a teacher."""
+        with self._on_device():
+            return self._unpack(batch, self._forward(batch))
+
+    def _forward(self, batch: TrainBatch) -> list[list[Tensor]]:
+        """Return the model's column per mini-batch and micro-batch, on the last stage; [] per mini-batch elsewhere."""
+        self._reach("asked")
+        columns = []
+        for mini_batch in batch.mini_batches:
+            outputs: list[TokenScores | Tensor] = forward(self._chunks, self._to_device(batch, mini_batch))
+            columns.append([each.logprobs if isinstance(each, TokenScores) else each for each in outputs])
+        return columns
+
+    def _to_device(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
+        """Copy the micro-batches to this rank's device; of long sequences it has its part."""
         return [
             to_device(micro_batch, self._topology, temperature=batch.temperature)
             for micro_batch in mini_batch.micro_batches
         ]
 
     def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleNumbers | None:
-        """Return the numbers of the share's response tokens on the rank that answers, None on the others."""
         topology = self._topology
         if not (topology.is_last_stage and topology.tensor_rank == 0):
             return None
@@ -162,39 +183,3 @@ class ModelRank:
             for of_share, mini_batch in zip(columns, batch.mini_batches, strict=True)
         ]
         return unpack(batch, whole) if topology.context_rank == 0 else None
-
-
-class ReferenceRank(ModelRank):
-    """A rank of a reference policy in its own pool: weights without an optimizer."""
-
-    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
-        """Return the log-probabilities of the response tokens."""
-        with self._on_device():
-            scores: list[list[TokenScores]] = [self._score(batch, item) for item in batch.mini_batches]
-            return self._unpack(batch, [[item.logprobs for item in of_share] for of_share in scores])
-
-    def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[TokenScores]:
-        self._reach("asked")
-        return forward(self._models, self._share(batch, mini_batch))
-
-
-class TeacherRank(ModelRank):
-    """A rank of a teacher: weights without an optimizer, of any shape with the policy's vocabulary."""
-
-    ROLE = "teacher"
-
-    def __init__(self, spec: RankSpec, *, num_top: int, vocab: int) -> None:
-        """`vocab` is the size of the policy's vocabulary, from which the likeliest tokens are."""
-        super().__init__(spec)
-        for model in self._models:
-            assert isinstance(model, PolicyModel), "a teacher without a language head"
-            model.teaching = partial(top_scores, num_top=num_top, vocab=vocab)
-
-    def scores(self, batch: TrainBatch) -> SampleNumbers | None:
-        """Return `top_scores` of the response tokens."""
-        self._reach("asked")
-        with self._on_device():
-            scores: list[list[Tensor]] = [
-                forward(self._models, self._share(batch, item)) for item in batch.mini_batches
-            ]
-            return self._unpack(batch, scores)

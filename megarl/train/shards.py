@@ -16,7 +16,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS
-from megarl.train.memory import host_zeros, synchronize
+from megarl.train.host_memory import host_zeros
+from megarl.train.memory import synchronize
 from megarl.weights.algebra.slices import Index
 from megarl.weights.layouts.pieces import FlatRange
 

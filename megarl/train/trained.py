@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.manifest import Contents, FileDigest, verify_tensors
+from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.resume import TrainerState
-from megarl.checkpoint.save import assign_tensors
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
-from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
-from megarl.train.interface import RankSpec
+from megarl.train.checkpoint import RankCheckpoints
 from megarl.train.lora import attach_adapters, dropout_keys, initialize_adapters
 from megarl.train.model import DeviceMicroBatch, named_weights
-from megarl.train.optimizer import ModelOptimizer, learning_rate
+from megarl.train.offload import build_optimizer
+from megarl.train.optimizer import learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
 from megarl.train.rank import ModelRank
+from megarl.train.rank_spec import RankSpec
 from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
-from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.lora import ADAPTED_HEAD, LoraShape, adapter_layout
 
-_VERIFYING_THREADS = 4
-"""A node has several ranks."""
 MAX_SKIPPED_UPDATES = 3
 """Consecutive ones: a bad batch is skipped, a broken model ends the run."""
 
@@ -51,20 +48,13 @@ class TrainedRank(ModelRank):
         self._num_skipped = 0
         with self._on_device():
             assert isinstance(spec.split, TrainedModelConfig), "a model that is not trained"
-            self._optimizer = ModelOptimizer(self._models, optimizer, spec.split)
-            peers = Peers(self._topology, spec.master_address, timeout_s=spec.timeout_s)
-            self._saver, self._exporter = (
-                RankSaver(
-                    layout=self._trained_layout,
-                    tensors=self.trained_tensors,
-                    optimizer=self._optimizer,
-                    topology=self._topology,
-                    peers=peers,
-                    shape=spec.shape,
-                    lora=spec.lora,
-                    purpose=purpose,
-                )
-                for purpose in ("save", "export")
+            self._optimizer = build_optimizer(self._models, optimizer, spec.split)
+            self._checkpoints = RankCheckpoints(
+                spec,
+                layout=self._trained_layout,
+                tensors=self.trained_tensors,
+                optimizer=self._optimizer,
+                topology=self._topology,
             )
 
     def trained_tensors(self) -> dict[str, Tensor]:
@@ -75,62 +65,67 @@ class TrainedRank(ModelRank):
             name: parameter.data for name, parameter in named_weights(self._models).items() if parameter.requires_grad
         }
 
+    @property
+    def _chunks(self) -> Sequence[torch.nn.Module]:
+        return self._optimizer.chunks
+
+    @property
+    def _step(self) -> int:
+        return self._num_steps + 1
+
+    def _to_device(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
+        assert not self._optimizer.is_released, "released; reload comes first"
+        return super()._to_device(batch, mini_batch)
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self._num_steps, self._config, self._total_steps)
+
+    def _gradients(self, micro_batches: Sequence[DeviceMicroBatch], loss: Loss[Output, Report]) -> list[Report]:
+        """Compute the gradients of the sum of all losses; return the reports, [] except on the last stage."""
+
+        def loss_of(index: int, output: Output) -> tuple[Tensor, Report]:
+            value, report = loss(index, output)
+            return value * torch.nan if self._reach("backward") == "nan" else value, report
+
+        if self._spec.lora is not None and self._spec.lora.dropout:
+            for each in micro_batches:
+                tokens = each.token_ids[0], each.positions[0]
+                each.sequences.dropout_keys = dropout_keys(*tokens, seed=self._spec.seed, update=self._num_updates)
+        self._reach("forward")
+        self._optimizer.zero_grad()
+        return accumulate_gradients(self._chunks, micro_batches, loss=loss_of)
+
+    def _apply(self, loss: float, rate: float) -> float | None:
+        """Apply the gradients and return their norm; None, with no weight changed, if norm or loss is not finite."""
+        if self._reach("gradients") == "nan":
+            self._optimizer.spoil_gradients()
+        grad_norm = self._optimizer.grad_norm()
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._reach("optimizer")
+            self._optimizer.step(rate)
+            self._reach("updated")
+            self._num_updates += 1
+            self._num_skipped = 0
+            return grad_norm
+        self._num_skipped += 1
+        if self._num_skipped > MAX_SKIPPED_UPDATES:
+            raise NumericsError(
+                f"step {self._step}: the loss is {loss}, the gradient norm {grad_norm}; "
+                f"the {MAX_SKIPPED_UPDATES} updates before it were not finite either; none of them was applied"
+            )
+        return None
+
     def load(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder; adapters start as the recipe says."""
         super().load(folder)
         lora, rank = self._spec.lora, self._spec.rank
-        if lora is not None:
-            tensors, layout = self.trained_tensors(), self._trained_layout
-            initialize_adapters(tensors, layout, lora, rank=rank, seed=self._spec.seed)
-            if lora.path is not None:
-                self._read_trained(lora.path, may_lack=[ADAPTED_HEAD])
         with self._on_device():
+            if lora is not None:
+                tensors, layout = self.trained_tensors(), self._trained_layout
+                initialize_adapters(tensors, layout, lora, rank=rank, seed=self._spec.seed)
+                if lora.path is not None:
+                    self._checkpoints.read(lora.path, may_lack=[ADAPTED_HEAD])
             self._optimizer.adopt_weights()
-
-    def _read_trained(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:
-        layout = self._trained_layout
-        holding = layout.by_rank[self._spec.rank]
-        with self._on_device():
-            load_hf(folder, holding, layout.canonical, self.trained_tensors(), may_lack=may_lack)
-            self._optimizer.adopt_weights()
-
-    def verify(self, checkpoint: Path, inner: str) -> None:
-        """Compare tensors that `resume` reads from the inner folder of a checkpoint with their digests.
-
-        Each tensor is compared by one of the ranks that read it, so that all ranks together compare all of them once.
-        """
-        folder = checkpoint / inner
-        mine = assign_tensors(self._trained_layout).by_rank[self._spec.rank].tensors
-        read = (each.relative_to(checkpoint).as_posix() for each in folders_read(folder))
-        verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
-
-    def resume(self, folder: Path, state: TrainerState) -> None:
-        """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it.
-
-        The base of an adapter is not in the checkpoint: `load` comes first.
-        """
-        self._read_trained(weights_of(folder))
-        with self._on_device():
-            load_optimizer(
-                folder,
-                holding=self._trained_layout.by_rank[self._spec.rank],
-                layout=self._trained_layout,
-                optimizer=self._optimizer,
-                num_updates=state.num_updates,
-            )
-        self._num_steps, self._num_updates = state.num_steps, state.num_updates
-        self._num_skipped = state.num_skipped_in_a_row
-
-    def close(self) -> None:
-        self._saver.close()
-        self._exporter.close()
-        super().close()
-
-    @property
-    def state(self) -> TrainerState:
-        return TrainerState(
-            num_steps=self._num_steps, num_updates=self._num_updates, num_skipped_in_a_row=self._num_skipped
-        )
 
     def release(self) -> None:
         """Free the device until `reload`; meanwhile only saving is allowed, unless nothing is offloaded."""
@@ -141,14 +136,35 @@ class TrainedRank(ModelRank):
         with self._on_device():
             self._optimizer.trim()
 
+    def reload(self) -> None:
+        with self._on_device():
+            self._optimizer.reload()
+
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device and can be published from there."""
         return self._optimizer.has_weights
 
-    def reload(self) -> None:
+    @property
+    def state(self) -> TrainerState:
+        return TrainerState(
+            num_steps=self._num_steps, num_updates=self._num_updates, num_skipped_in_a_row=self._num_skipped
+        )
+
+    def verify(self, checkpoint: Path, inner: str) -> None:
+        """Compare tensors that `resume` reads from the inner folder of a checkpoint with their digests."""
+        self._checkpoints.verify(checkpoint, inner)
+
+    def resume(self, folder: Path, state: TrainerState) -> None:
+        """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it.
+
+        The base of an adapter is not in the checkpoint: `load` comes first.
+        """
         with self._on_device():
-            self._optimizer.reload()
+            self._checkpoints.restore(folder, num_updates=state.num_updates)
+        self._num_steps = state.num_steps
+        self._num_updates = state.num_updates
+        self._num_skipped = state.num_skipped_in_a_row
 
     def snapshot(self, contents: Contents) -> TrainerState:
         """Copy the weights and, with contents "everything", the optimizer to host memory; return the current state.
@@ -156,66 +172,26 @@ class TrainedRank(ModelRank):
         `write` writes this copy, even if training has continued meanwhile.
         """
         with self._on_device():
-            self._saver.snapshot(contents)
+            self._checkpoints.saver.snapshot(contents)
         return self.state
 
     def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         """Write the snapshot into a folder, while another thread may train; return this rank's files."""
         if self._topology.device.type == "cuda":
             torch.cuda.set_device(self._topology.device)
-        return self._saver.write(folder, source_folder)
+        return self._checkpoints.saver.write(folder, source_folder)
 
     def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         """Write the current weights, even while a checkpoint is being written; return this rank's files."""
         with self._on_device():
-            self._exporter.snapshot("weights")
-        return self._exporter.write(folder, source_folder)
+            self._checkpoints.exporter.snapshot("weights")
+        return self._checkpoints.exporter.write(folder, source_folder)
 
     def gather(self) -> Mapping[str, Tensor]:
         """Return all tensors that are trained on rank 0, in host memory, and none elsewhere."""
         with self._on_device():
-            return self._exporter.gather()
+            return self._checkpoints.exporter.gather()
 
-    def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
-        assert not self._optimizer.is_released, "released; reload comes first"
-        return super()._share(batch, mini_batch)
-
-    def _learning_rate(self) -> float:
-        return learning_rate(self._num_steps, self._config, self._total_steps)
-
-    def _gradients(self, micro_batches: Sequence[DeviceMicroBatch], loss: Loss[Output, Report]) -> list[Report]:
-        """Compute the gradients of the sum of all losses; return the reports, [] except on the last stage."""
-        step = self._num_steps + 1
-
-        def loss_of(index: int, output: Output) -> tuple[Tensor, Report]:
-            value, report = loss(index, output)
-            return value * torch.nan if self._reach("backward", step=step) == "nan" else value, report
-
-        if self._spec.lora is not None and self._spec.lora.dropout:
-            for each in micro_batches:
-                tokens = each.token_ids[0], each.positions[0]
-                each.sequences.dropout_keys = dropout_keys(*tokens, seed=self._spec.seed, update=self._num_updates)
-        self._reach("forward", step=step)
-        self._optimizer.zero_grad()
-        return accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss_of)
-
-    def _apply(self, loss: float, rate: float) -> float | None:
-        """Apply the gradients and return their norm; None, with no weight changed, if norm or loss is not finite."""
-        step = self._num_steps + 1
-        if self._reach("gradients", step=step) == "nan":
-            self._optimizer.spoil_gradients()
-        grad_norm = self._optimizer.grad_norm()
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self._reach("optimizer", step=step)
-            self._optimizer.step(rate)
-            self._reach("updated", step=step)
-            self._num_updates += 1
-            self._num_skipped = 0
-            return grad_norm
-        self._num_skipped += 1
-        if self._num_skipped > MAX_SKIPPED_UPDATES:
-            raise NumericsError(
-                f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
-                f"the {MAX_SKIPPED_UPDATES} updates before it were not finite either; none of them was applied"
-            )
-        return None
+    def close(self) -> None:
+        self._checkpoints.close()
+        super().close()

@@ -35,6 +35,7 @@ from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.observe.samples import ListSink, scored_group
+from tests.ranks.local_ranks import LocalRanks
 from tests.run.test_saver import PROMPT
 
 
@@ -115,8 +116,7 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     saver = RunSaver(
         recipe,
         actor=SavedModel(
-            snapshot=rank.snapshot,
-            write=rank.write,
+            ranks=LocalRanks(rank),
             shape=read_model_shape(recipe.model.path),
             source_folder=recipe.model.path,
         ),

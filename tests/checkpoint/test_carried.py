@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.checkpoint.carried import GROUPS_FILE, read_carried, write_carried
+from megarl.checkpoint.carried import GROUPS_FILE, read_groups, write_groups
 from megarl.errors import CheckpointError
 from megarl.types import Prompt, Rollout, ScoredGroup
 from tests.algo.groups import scored_group, with_baseline
@@ -29,9 +29,9 @@ def rollouts_of(group: ScoredGroup) -> list[Rollout]:
 
 
 def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
-    files = write_carried(tmp_path, GROUPS)
+    files = write_groups(tmp_path, GROUPS)
     assert set(files) == {path.name for path in tmp_path.iterdir()}
-    again = read_carried(tmp_path, 2, prompt_at)
+    again = read_groups(tmp_path, 2, prompt_at)
     for found, expected in zip(again, GROUPS, strict=True):
         assert found.group.prompt is expected.group.prompt
         assert (found.scores, found.baseline) == (expected.scores, expected.baseline)
@@ -48,8 +48,8 @@ def test_the_engines_experts_come_back_for_the_rollouts_that_have_some(tmp_path:
     routes = np.random.default_rng(0).integers(0, 8, (9, 3, 2)).astype(np.uint8)
     rollouts[1] = replace(rollouts[1], content=replace(content, routes=routes))
     group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
-    write_carried(tmp_path, [group, GROUPS[1]])
-    (first, second), other = (each.group.rollouts for each in read_carried(tmp_path, 2, prompt_at))
+    write_groups(tmp_path, [group, GROUPS[1]])
+    (first, second), other = (each.group.rollouts for each in read_groups(tmp_path, 2, prompt_at))
     assert first.content.load().routes is None
     found = second.content.load().routes
     assert found is not None
@@ -68,23 +68,23 @@ def test_the_numbers_of_a_teacher_come_back_for_the_rollouts_that_have_some(tmp_
         for each, taught in zip(rollouts, numbers, strict=True)
     ]
     group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
-    write_carried(tmp_path, [GROUPS[1], group])
-    other, own = (each.group.rollouts for each in read_carried(tmp_path, 2, prompt_at))
+    write_groups(tmp_path, [GROUPS[1], group])
+    other, own = (each.group.rollouts for each in read_groups(tmp_path, 2, prompt_at))
     assert other[0].content.load().teacher is None
     for rollout, expected in zip(own, numbers, strict=True):
         np.testing.assert_array_equal(rollout.content.load().teacher, expected)
 
 
 def test_nothing_to_carry_is_no_file(tmp_path: Path) -> None:
-    assert write_carried(tmp_path, []) == {}
+    assert write_groups(tmp_path, []) == {}
     assert not any(tmp_path.iterdir())
-    assert read_carried(tmp_path, 0, prompt_at) == []
+    assert read_groups(tmp_path, 0, prompt_at) == []
 
 
 def test_another_number_than_the_state_says_is_refused(tmp_path: Path) -> None:
-    write_carried(tmp_path, GROUPS)
+    write_groups(tmp_path, GROUPS)
     with pytest.raises(CheckpointError, match=r"has 2 groups, state\.json counts 3"):
-        read_carried(tmp_path, 3, prompt_at)
+        read_groups(tmp_path, 3, prompt_at)
     (tmp_path / GROUPS_FILE).unlink()
     with pytest.raises(CheckpointError, match="cannot read its carried groups"):
-        read_carried(tmp_path, 2, prompt_at)
+        read_groups(tmp_path, 2, prompt_at)

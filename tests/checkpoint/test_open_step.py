@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.checkpoint import carried as open_step
-from megarl.checkpoint.carried import FOLDER, GROUPS_FILE, TOKENS_FILE, take_open_step, write_open_step
+from megarl.checkpoint.carried import GROUPS_FILE, OPEN_STEP_FOLDER, TOKENS_FILE, take_open_step, write_open_step
 from megarl.types import PolicyVersion, ScoredGroup
 from tests.checkpoint.test_carried import GROUPS, prompt_at, rollouts_of
 
@@ -28,7 +28,7 @@ def take(folder: Path, *, version: int = 4, identity: str = "a run") -> tuple[li
 def test_groups_come_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_tokens: int) -> None:
     monkeypatch.setattr(open_step, "_PART_TOKENS", part_tokens)
     write(tmp_path)
-    assert len(list((tmp_path / FOLDER).glob(f"*/{TOKENS_FILE}"))) == (2 if part_tokens == 1 else 1)
+    assert len(list((tmp_path / OPEN_STEP_FOLDER).glob(f"*/{TOKENS_FILE}"))) == (2 if part_tokens == 1 else 1)
     left, warnings = take(tmp_path)
     assert warnings == []
     assert [scored.scores for scored in left] == [scored.scores for scored in GROUPS]
@@ -48,7 +48,7 @@ def test_answers_that_would_be_others_now_are_not_used(tmp_path: Path, version: 
 @pytest.mark.parametrize("is_missing", [False, True], ids=["damaged", "missing"])
 def test_what_cannot_be_read_is_asked_again(tmp_path: Path, name: str, is_missing: bool) -> None:
     write(tmp_path)
-    path = tmp_path / FOLDER / name
+    path = tmp_path / OPEN_STEP_FOLDER / name
     if is_missing:
         path.unlink()
     else:
@@ -59,6 +59,6 @@ def test_what_cannot_be_read_is_asked_again(tmp_path: Path, name: str, is_missin
 
 
 def test_a_half_written_one_is_as_if_there_were_none(tmp_path: Path) -> None:
-    (tmp_path / f"{FOLDER}.tmp" / "0").mkdir(parents=True)
+    (tmp_path / f"{OPEN_STEP_FOLDER}.tmp" / "0").mkdir(parents=True)
     write(tmp_path)
     assert len(take(tmp_path)[0]) == len(GROUPS)

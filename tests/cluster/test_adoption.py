@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 import ray
 
-from megarl.cluster.adoption import Adoption, KeptActors, adopt_ranks, take_over
+from megarl.cluster.adoption import Adoption, KeptActors, take_over
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint, GenerateRequest, PauseMode
-from megarl.errors import EngineError, WorkerError
-from megarl.train.rank import ModelRank
+from megarl.errors import EngineError
 from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel
 
 
@@ -87,30 +85,3 @@ def test_an_actor_is_taken_once() -> None:
     assert actors.take("actor-0") is not None
     assert actors.take("actor-0") is None
     assert actors.options("actor-0") == {}
-
-
-class _Ranks:
-    role = "actor"
-
-    def __init__(self, outcome: bool | WorkerError) -> None:
-        self.outcome = outcome
-        self.num_asked = 0
-
-    async def adopt(self, fill: Callable[[ModelRank], bool], *, timeout_s: float) -> bool:
-        assert timeout_s > 0
-        self.num_asked += 1
-        if isinstance(self.outcome, WorkerError):
-            raise self.outcome
-        return self.outcome
-
-
-@pytest.mark.parametrize(
-    ("outcome", "is_shared", "expected"),
-    [(True, False, True), (False, False, True), (True, True, False), (WorkerError("rank 1 failed"), False, False)],
-)
-def test_ranks_are_adopted_unless_they_failed_or_share_their_devices(
-    outcome: bool | WorkerError, is_shared: bool, expected: bool
-) -> None:
-    ranks = _Ranks(outcome)
-    assert asyncio.run(adopt_ranks(ranks, lambda _: True, is_shared=is_shared)) is expected
-    assert ranks.num_asked == (not is_shared)

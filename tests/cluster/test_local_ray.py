@@ -40,7 +40,7 @@ with private_ray():
     from megarl.cluster.local_ray import LocalRay, local_ray
     from megarl.cluster.lost_nodes import RankNodes, followed, settle
     from megarl.cluster.worker_group import LostRanksError, WorkerDiedError, WorkerLateError
-    from megarl.serving.nodes import Growth
+    from megarl.serving.operator import Growth
     from megarl.serving.processes import Engines
 
 GPUS = (4, 4, 2, 4)

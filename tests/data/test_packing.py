@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
-from megarl.data.shares import QUESTION, unpack, with_numbers
+from megarl.data.shares import UNUSED_IN_FORWARD, unpack, with_columns
 from megarl.tokens import Content, SampleNumbers, assemble
 from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
 from tests.filled_shares import pack
@@ -169,7 +169,7 @@ def test_numbers_of_one_division_are_columns_of_another(
     samples = make_samples(sizes)
     parts = [columns_of(share, "rollout_logprobs") for share in pack_samples(samples, data_parallel=asked)]
     for share in pack_samples(samples, data_parallel=learning, per_update=per_update):
-        for mini_batch in with_numbers(share, {"values": parts, "old_logprobs": parts}).mini_batches:
+        for mini_batch in with_columns(share, {"values": parts, "old_logprobs": parts}).mini_batches:
             for item in mini_batch.micro_batches:
                 np.testing.assert_array_equal(item.values, item.rollout_logprobs)
                 np.testing.assert_array_equal(item.old_logprobs, item.rollout_logprobs)
@@ -280,7 +280,7 @@ def test_a_question_has_only_tokens(sizes: Lengths, data_parallel: int) -> None:
         pad_multiple=1,
         micro_batch_multiple=1,
     )
-    asked = list(pack(samples, packing, temperature=1.0, without=QUESTION))
+    asked = list(pack(samples, packing, temperature=1.0, without=UNUSED_IN_FORWARD))
     for lean, full in zip(
         micro_batches(asked), micro_batches(list(pack(samples, packing, temperature=1.0))), strict=True
     ):

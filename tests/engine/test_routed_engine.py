@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from megarl.engine.client import PauseMode
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
-from megarl.episodes.session import SampledTokens, Session
+from megarl.episodes.session import Session
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.tokens import SampledTokens
 from megarl.types import Ending, Prompt, Rollout, TokenArray
 from tests.engine.engines import CONTEXT, ServedModel, engine_spec, prompt_of, spell
 from tests.tiny_models import write_tiny_model

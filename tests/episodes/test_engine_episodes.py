@@ -23,11 +23,10 @@ from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
 from megarl.rollout.generator import Sampling, Vocabulary
 from megarl.rollout.worker import RequestCounts, RolloutTask, RolloutWorker, cache_sizes
-from megarl.serving.publisher import Pauses, PausingPublisher
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, RolloutGroup, TurnKind
 from tests.engine.engines import CONTEXT, EOS, ServedModel, prompt_of
 from tests.episodes.templates import family_tokenizer
-from tests.serving.test_in_flight import DiskPublisher
+from tests.serving.test_in_flight import DiskPublisher, pausing
 
 NUM_EPISODES = 16
 NUM_TURNS = 6
@@ -87,7 +86,7 @@ async def play(
         fleet.requests = counts = RequestCounts()
         playing = asyncio.create_task(worker.answer(prompt_of(*PROMPT), task_of(mode)))
         if mode is not None:
-            publisher = PausingPublisher(DiskPublisher(served, fleet, mode), fleet, Pauses(mode))
+            publisher = pausing(DiskPublisher(served, fleet, mode), fleet, mode)
             for version in (1, 2):
                 await asyncio.sleep(pause_s)
                 await publisher.publish(PolicyVersion(version))

@@ -29,7 +29,6 @@ from megarl.results import PublishResult
 from megarl.reward.scorer import ExactScorer
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.worker import RequestCounts, RolloutTask, RolloutWorker, cache_sizes
-from megarl.serving.publisher import Pauses, PausingPublisher
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, Score, ScoredGroup, TurnKind
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec
 from tests.episodes.chain_model import (
@@ -42,6 +41,7 @@ from tests.episodes.chain_model import (
 )
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
+from tests.serving.test_in_flight import pausing
 
 pytestmark = pytest.mark.slow
 
@@ -404,7 +404,7 @@ def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_chang
             while len(list(tmp_path.glob("held-*"))) < 6:
                 await asyncio.sleep(0.05)
             folders = {1: second.folder}
-            publisher = PausingPublisher(_FoldersPublisher(fleet, folders), fleet, Pauses("abort"))
+            publisher = pausing(_FoldersPublisher(fleet, folders), fleet, "abort")
             await publisher.publish(PolicyVersion(1))
             (tmp_path / "hold").unlink()
             os.killpg(engines.processes[1].pid, signal.SIGKILL)

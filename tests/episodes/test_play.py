@@ -19,8 +19,8 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.play import MAX_LOST_IN_A_ROW, EpisodeSetup, Player, Tools, open_player, tools_of
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
-from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
+from megarl.tokens import SampledTokens
 from megarl.types import DEMONSTRATION, Ending, FinishReason, Prompt, Rollout, Score, TokenArray, TurnKind
 from tests.episodes.conftest import CALCULATOR
 from tests.episodes.templates import ADD, family_tokenizer

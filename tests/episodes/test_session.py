@@ -17,8 +17,9 @@ from megarl.config.environment import ClassEnvironmentConfig
 from megarl.engine.fleet import Fleet
 from megarl.episodes.play import Player, Tools
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation, Row, ToolSchema, Transcript
-from megarl.episodes.session import SampledTokens, Session
+from megarl.episodes.session import Session
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.tokens import SampledTokens
 from megarl.types import Ending, PolicyVersion, Rollout, Score, TokenArray, TurnKind
 from tests.engine.engines import CONTEXT, ServedModel, prompt_of, spell
 

@@ -30,7 +30,7 @@ from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
 from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention import PackedAttention, packed_sequences
-from megarl.train.interface import RankSpec
+from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 from tests.filled_shares import pack

@@ -19,8 +19,9 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train import shards
 from megarl.train.actor import ActorRank
-from megarl.train.interface import RankSpec
-from megarl.train.memory import Offload, free_cache
+from megarl.train.host_memory import Offload
+from megarl.train.memory import free_cache
+from megarl.train.rank_spec import RankSpec
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.executors.digest import check_digests

@@ -21,8 +21,8 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
 from megarl.train.actor import ActorRank
-from megarl.train.interface import RankSpec
 from megarl.train.lora import adapters_off
+from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch
 from tests.filled_shares import pack
 from tests.gpu.test_trainer import sample_of

@@ -15,7 +15,7 @@ from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
 from megarl.tokens import Content, assemble
 from megarl.train.actor import ActorRank
-from megarl.train.interface import RankSpec
+from megarl.train.rank_spec import RankSpec
 from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample
 from tests.filled_shares import pack
 from tests.tiny_models import write_tiny_model

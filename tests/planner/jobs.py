@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.train.rank import ReferenceRank
+from megarl.train.frozen import ReferenceRank
 from megarl.train.trained import TrainedRank
 from tests.train.jobs import CriticSetup, Setup, build, build_critic, spec_of
 

@@ -1,4 +1,4 @@
-"""Shares of a step on real Ray actors: each reaches its ranks alone, and numbers stay where they were computed."""
+"""Shares of a step on real Ray actors: each reaches its ranks alone, and columns stay where they were computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from megarl.algo.advantage import Outcomes
 from megarl.algo.estimators import choose_estimator
-from megarl.algo.held_credit import CreditTask
+from megarl.algo.remote_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.config.algorithm import GaeConfig
 from megarl.config.load import load_recipe
@@ -40,9 +40,11 @@ with private_ray():
     import ray
 
     from megarl.cluster.cluster import open_cluster
-    from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, HeldPart, RankGroup, RankHost
-    from megarl.train.interface import RankSpec
+    from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+    from megarl.ranks.remote_columns import RemoteColumn, RemotePart
+    from megarl.ranks.remote_credit import assign_credit
     from megarl.train.rank import ModelRank
+    from megarl.train.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     from megarl.train.topology import Topology
@@ -101,48 +103,48 @@ def folder(real_ray: None, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(folder: Path) -> None:
+def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(folder: Path) -> None:
     samples = make_samples(9, vocab=50)
     remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
     workers = [remote.remote(None) for _ in range(WORLD)]
 
     async def run() -> None:
         group: RankGroup[EchoRank] = RankGroup(
-            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
         await group.start(build, place)
-        held = await group.ask(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
+        column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
         # One rank of each of the two replicas answers.
-        assert len(held.parts) == PACKING.data_parallel
-        assert sorted(i for part in held.parts for i in part.sample_ids) == list(range(len(samples)))
-        for found, sample in zip(await held.fetch(), samples, strict=True):
-            np.testing.assert_array_equal(found, sample.rollout.logprobs)
+        assert len(column.parts) == PACKING.data_parallel
+        assert sorted(i for part in column.parts for i in part.sample_ids) == list(range(len(samples)))
+        for array, sample in zip(await column.fetch(), samples, strict=True):
+            np.testing.assert_array_equal(array, sample.rollout.logprobs)
         # Other micro-batches: the numbers of a rank come from both replicas.
         narrow = Packing(
             data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
         )
         shares = make_shares(samples, narrow, temperature=1.0)
-        results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": held})
+        results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": column})
         counts = [count for count, _ in results]
         assert counts[0] == counts[1]
         assert counts[2] == counts[3]
         assert counts[0] + counts[2] == len(samples)
         assert [worst for _, worst in results] == [0.0] * WORLD
-        await assign_credit(group, held, samples)
+        await compare_credit(group, column, samples)
         await group.end()
 
     asyncio.run(run())
 
 
-async def assign_credit(group: RankGroup[EchoRank], values: HeldNumbers, samples: Sequence[TrainSample]) -> None:
-    """The ranks assign credit from the values that they hold, as `estimate` does with all of them."""
+async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, samples: Sequence[TrainSample]) -> None:
+    """The ranks assign credit from the values on their nodes, as `estimate` does with all of them."""
     rewards, masks = np.arange(len(samples)) / 4, tuple(sample.rollout.loss_mask for sample in samples)
     outcomes = Outcomes(rewards=rewards, groups=np.arange(len(samples)), loss_masks=masks)
     config = GaeConfig(kind="gae", lam=0.9)
     unscored = 3
     scored = [i for i in range(len(samples)) if i != unscored]
     task = CreditTask.of(config, outcomes, range(len(samples)), kl=None, kl_coef=0.0).among(scored)
-    sums, columns = await group.credit(task, values, {"values": values})
+    sums, columns = await assign_credit(group, task, values, {"values": values})
     of_scored = replace(
         outcomes,
         rewards=rewards[scored],
@@ -180,8 +182,8 @@ def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
     """The run then starts new ranks."""
 
     async def fetch() -> None:
-        part = HeldPart(sample_ids=frozenset({0}), reference=reference())
-        await HeldNumbers(role="actor", parts=(part,), timeout_s=0.1).fetch()
+        part = RemotePart(sample_ids=frozenset({0}), reference=reference())
+        await RemoteColumn(role="actor", parts=(part,), timeout_s=0.1).fetch()
 
     with pytest.raises(WorkerError, match=f"numbers of actor ranks .*{reason}"):
         asyncio.run(fetch())
@@ -228,10 +230,10 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
 
     async def run() -> None:
         group: RankGroup[BareRank] = RankGroup(
-            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
         await group.start(bare, place)
-        hindering = asyncio.create_task(hinder(group._processes[2].pid))
+        hindering = asyncio.create_task(hinder(group.processes[2].pid))
         config = StragglerConfig(windows=2, window_s=0.5)
         async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):
             while not any("actor rank 2 on " in text for text in sink.texts):

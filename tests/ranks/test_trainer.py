@@ -1,34 +1,35 @@
-"""Who is asked what, who learns when, and what is kept of a step that could not be trained on."""
+"""Which forward passes run, which model learns when, and what is written of a step that could not be trained on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.algo.algorithm import PolicyGradient
-from megarl.algo.held_credit import CreditTask
+from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.remote_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
+from megarl.config.hub import PUBLIC_MODELS
+from megarl.data.packing import Packing
 from megarl.data.shares import Share
 from megarl.errors import NumericsError
-from megarl.ranks.ranks import HeldNumbers
-from megarl.ranks.trainer import (
-    Held,
-    HeldCredit,
-    ModelQuestion,
-    ModelQuestions,
-    ModelsTrainer,
-    TrainedActor,
-    TrainedCritic,
-)
-from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
-from megarl.tokens import RolloutSums
-from megarl.types import Estimates, FloatArray, PolicyVersion, TrainSample
+from megarl.ranks import forward_passes
+from megarl.ranks.calls import ModelCalls
+from megarl.ranks.forward_passes import Columns, ForwardPasses
+from megarl.ranks.packings import ModelPacking, ModelPackings
+from megarl.ranks.ranks import RankGroup
+from megarl.ranks.remote_columns import RemoteColumn
+from megarl.ranks.start import Trainers
+from megarl.ranks.trainer import ModelsTrainer
+from megarl.results import CriticResult, CriticStats, RankUsage, UpdateResult
+from megarl.tokens import ColumnName, RolloutSums
+from megarl.types import Estimates, FloatArray, PolicyVersion
 from tests.algo.groups import scored_group
+from tests.ranks.local_ranks import LocalRanks
 from tests.train.samples import make_samples
 
 VALUE_STATS = CriticStats(
@@ -43,29 +44,17 @@ VALUE_STATS = CriticStats(
 USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
 
 
-def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
-    assert samples
-    yield Share(
-        row_ids=(),
-        sample_ids=(),
-        prompt_ids=np.zeros(0, np.int32),
-        prompt_bounds=(),
-        bounds=(),
-        num_episode_loss_tokens=(),
-        are_whole=(),
-        columns={},
-        sources=(),
-        places=(),
-        has_rollout_logprobs=False,
-        has_routes=False,
-        teacher_width=0,
-        updates=(),
-        temperature=1.0,
-    )
+PACKING = ModelPacking(
+    packing=Packing(
+        data_parallel=1, tokens_per_micro_batch=64, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+    ),
+    temperature=1.0,
+)
+PACKINGS = ModelPackings(actor=PACKING, reference=PACKING, critic=PACKING)
 
 
-class Numbers(HeldNumbers):
-    """Numbers that lie in this process."""
+class LocalColumn(RemoteColumn):
+    """A column in this process."""
 
     def __init__(self, *arrays: FloatArray) -> None:
         super().__init__(role="actor", parts=(), timeout_s=60)
@@ -83,16 +72,22 @@ class Numbers(HeldNumbers):
         return {index: self.arrays[index] for index in sample_ids}
 
 
+NOTHING = LocalColumn()
+
+
 class FakeActor:
-    def __init__(self, *, num_skipped: int = 0, error: NumericsError | None = None) -> None:
+    def __init__(
+        self, *, num_skipped: int = 0, error: NumericsError | None = None, reference: LocalColumn = NOTHING
+    ) -> None:
         self.num_updates = 0
         self._num_skipped = num_skipped
         self._error = error
-        self.held: list[Held] = []
+        self._reference = reference
+        self.columns: list[Columns] = []
 
-    async def update(self, shares: Iterator[Share], held: Held) -> UpdateResult:
+    async def update(self, shares: Iterator[Share], columns: Columns) -> UpdateResult:
         assert len(list(shares)) == 1
-        self.held.append(held)
+        self.columns.append(columns)
         if self._error is not None:
             raise self._error
         self.num_updates += 1
@@ -103,17 +98,23 @@ class FakeActor:
             usage={"actor": USAGE},
         )
 
-    async def logprobs(self, shares: Iterator[Share]) -> HeldNumbers:
-        return Numbers(np.full(2, -0.5, np.float32))
+    async def reference_logprobs(self, shares: Iterator[Share]) -> RemoteColumn:
+        assert len(list(shares)) == 1
+        return self._reference
 
 
 class FakeCritic:
-    def __init__(self) -> None:
+    def __init__(self, values: LocalColumn = NOTHING) -> None:
         self.num_updates = 0
-        self.held: list[Held] = []
+        self.columns: list[Columns] = []
+        self._values = values
 
-    async def update(self, shares: Iterator[Share], held: Held) -> CriticResult:
-        self.held.append(held)
+    async def values(self, shares: Iterator[Share]) -> RemoteColumn:
+        assert len(list(shares)) == 1
+        return self._values
+
+    async def update(self, shares: Iterator[Share], columns: Columns) -> CriticResult:
+        self.columns.append(columns)
         self.num_updates += 1
         return CriticResult(stats=VALUE_STATS)
 
@@ -124,52 +125,53 @@ def trainer(
     *,
     critic: FakeCritic | None = None,
     warmup_steps: int = 0,
-    questions: ModelQuestions | None = None,
+    has_reference: bool = False,
+    fetched: Collection[ColumnName] = (),
+    algorithm: Sft | PolicyGradient | None = None,
     num_steps: int = 0,
     version: int = 0,
 ) -> ModelsTrainer:
-    trained = None
-    if critic is not None:
-        trained = TrainedCritic(update=critic.update, pack=pack, warmup_steps=warmup_steps)
+    trainers = Trainers(
+        actor=LocalRanks(actor),
+        critic=None if critic is None else LocalRanks(critic, role="critic"),
+        reference=None,
+    )
+    algorithm = algorithm or Sft()
+    passes = ForwardPasses(
+        trainers=trainers,
+        packings=PACKINGS,
+        algorithm=algorithm,
+        has_reference=has_reference,
+        fetched=frozenset(fetched),
+    )
     return ModelsTrainer(
-        actor=TrainedActor(
-            update=actor.update,
-            pack=pack,
-            logprobs=ModelQuestion(ask=actor.logprobs, pack=pack),
-            measure_work=lambda _, usage: TrainingWork(flops=1.0, peak_flops_per_second=None),
-        ),
-        critic=trained,
-        questions=questions or ModelQuestions(),
+        trainers,
+        PACKINGS,
+        passes if critic is not None or has_reference else None,
+        algorithm=algorithm,
+        shape=PUBLIC_MODELS["qwen2.5-7b"],
+        epochs=1,
         num_steps=num_steps,
         version=PolicyVersion(version),
         skipped_folder=folder,
+        warmup_steps=warmup_steps,
     )
 
 
-def test_nothing_is_asked_that_nobody_needs(tmp_path: Path) -> None:
+def test_no_forward_pass_is_run_that_nothing_needs(tmp_path: Path) -> None:
     assert asyncio.run(trainer(tmp_path, FakeActor()).estimate([scored_group(0, [1, 0])])) == Estimates()
 
 
-def asking(numbers: Numbers, *, is_for_credit: bool = True) -> ModelQuestion:
-    async def ask(shares: Iterator[Share]) -> HeldNumbers:
-        assert len(list(shares)) == 1
-        return numbers
-
-    return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
+def test_a_column_that_the_driver_needs_is_fetched(tmp_path: Path) -> None:
+    arrays = (np.zeros(2, np.float32), np.ones(3, np.float32))
+    training = trainer(tmp_path, FakeActor(), critic=FakeCritic(LocalColumn(*arrays)), fetched=["values"])
+    assert asyncio.run(training.estimate([scored_group(0, [1, 0])])) == Estimates(values=arrays)
 
 
-def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
-    answer = (np.zeros(2, np.float32), np.ones(3, np.float32))
-    asked = ModelQuestions(values=asking(Numbers(*answer)))
-    estimates = asyncio.run(trainer(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
-    assert estimates == Estimates(values=answer)
-
-
-def test_numbers_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_path: Path) -> None:
-    reference, values = Numbers(np.zeros(2, np.float32)), Numbers(np.ones(2, np.float32))
-    asked = ModelQuestions(reference_logprobs=asking(reference, is_for_credit=False), values=asking(values))
-    actor, critic = FakeActor(), FakeCritic()
-    training = trainer(tmp_path, actor, critic=critic, questions=asked)
+def test_columns_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_path: Path) -> None:
+    reference, values = LocalColumn(np.zeros(2, np.float32)), LocalColumn(np.ones(2, np.float32))
+    actor, critic = FakeActor(reference=reference), FakeCritic(values)
+    training = trainer(tmp_path, actor, critic=critic, has_reference=True, fetched=["values"])
 
     async def steps() -> Estimates:
         estimates = await training.estimate([scored_group(0, [1, 0])])
@@ -180,27 +182,32 @@ def test_numbers_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_pa
     estimates = asyncio.run(steps())
     assert estimates.reference_logprobs is None
     assert (reference.num_fetched, values.num_fetched) == (0, 1)
-    # The second step was not asked about: it gets nothing of the first.
-    assert actor.held == [{"reference_logprobs": reference}, {}]
-    assert critic.held == [{"values": values}, {}]
+    # No forward pass was run for the second step: it gets nothing of the first.
+    assert actor.columns == [{"reference_logprobs": reference}, {}]
+    assert critic.columns == [{"values": values}, {}]
 
 
-def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver(tmp_path: Path) -> None:
+def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = scored_group(0, [1, 0])
     lengths = [rollout.num_tokens for rollout in group.group.rollouts]
-    values, advantages, returns = (Numbers(*(np.full(n, number, np.float32) for n in lengths)) for number in (0, 1, 2))
+    values, advantages, returns = (
+        LocalColumn(*(np.full(length, number, np.float32) for length in lengths)) for number in (0, 1, 2)
+    )
     sums = RolloutSums(counts=np.ones(2), kl=None, advantages=np.ones(2))
     algorithm = PolicyGradient(GaeConfig(kind="gae"), max_response_tokens=10)
-    asked: list[tuple[HeldNumbers, Held]] = []
+    assigned: list[tuple[str, RemoteColumn, Columns]] = []
 
-    async def assign(task: CreditTask, own: HeldNumbers, numbers: Held) -> tuple[RolloutSums, dict[str, HeldNumbers]]:
-        asked.append((own, numbers))
+    async def assign(
+        ranks: RankGroup[ModelCalls], task: CreditTask, own: RemoteColumn, columns: Columns
+    ) -> tuple[RolloutSums, Columns]:
+        assigned.append((ranks.role, own, columns))
         return sums, {"advantages": advantages, "returns": returns}
 
-    credit = HeldCredit(task=algorithm.credit_task, assign=assign, name="values")
-    questions = ModelQuestions(values=asking(values, is_for_credit=False), credit=credit)
-    actor, critic = FakeActor(num_skipped=1), FakeCritic()
-    training = trainer(tmp_path, actor, critic=critic, questions=questions)
+    monkeypatch.setattr(forward_passes, "assign_credit", assign)
+    actor, critic = FakeActor(num_skipped=1), FakeCritic(values)
+    training = trainer(tmp_path, actor, critic=critic, algorithm=algorithm)
 
     async def step() -> Estimates:
         estimates = await training.estimate([group])
@@ -208,11 +215,11 @@ def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver
         return estimates
 
     assert asyncio.run(step()) == Estimates(sums=sums)
-    assert asked == [(values, {"values": values})]
-    assert actor.held == [{"advantages": advantages}]
-    assert critic.held == [{"values": values, "returns": returns}]
+    assert assigned == [("critic", values, {"values": values})]
+    assert actor.columns == [{"advantages": advantages}]
+    assert critic.columns == [{"values": values, "returns": returns}]
     assert (values.num_fetched, advantages.num_fetched) == (0, 0)
-    # The rollouts of a skipped update are written with the numbers that only ranks had.
+    # The rollouts of a skipped update are written with the columns that only ranks had.
     (row, _) = pq.read_table(tmp_path / "step_000001.parquet").to_pylist()
     assert [row[name][0] for name in ("values", "advantages", "returns")] == [0, 1, 2]
 

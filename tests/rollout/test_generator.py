@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
-from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, FleetError
 from megarl.rollout.generator import evaluation_seed, sampling_seed
 from megarl.rollout.worker import RequestCounts
+from megarl.tokens import SampledTokens
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.engine.engines import (
     EOS,

@@ -14,6 +14,7 @@ import pytest
 
 from megarl.cluster.local_ray import private_ray
 from megarl.config.reward import ExactRewardConfig
+from megarl.data.group_encoding import ContentArrays
 from megarl.engine.fleet import Fleet
 from megarl.errors import QuarantineError
 from megarl.rollout.generator import Sampling
@@ -23,12 +24,11 @@ from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
 
 with private_ray():
-    from megarl.cluster.stored import ResponseArrays
     from megarl.rollout.host import (
         REPORT_EVERY_S,
+        DeliveredGroup,
         Delivery,
         FailedAnswer,
-        GroupNumbers,
         Orders,
         WorkerSetup,
         gather_s,
@@ -89,7 +89,8 @@ def test_prompts_of_one_moment_are_one_call_and_answers_find_those_who_wait() ->
     groups = [scored_group([0.0, 1.0], lengths=[2, 4], number=number) for number in range(3)]
     with_tokens = tuple(replace(score, tokens=(0.5, 0.25)) for score in groups[0].scores)
     groups[0] = replace(groups[0], scores=with_tokens)
-    arrays = ResponseArrays.of([groups[2].group, groups[0].group])
+    stored_groups = (groups[2].group, groups[0].group)
+    arrays = ContentArrays.of([each.content.load() for group in stored_groups for each in group.rollouts])
 
     async def run() -> None:
         host = Host()
@@ -101,9 +102,9 @@ def test_prompts_of_one_moment_are_one_call_and_answers_find_those_who_wait() ->
         assert list(numbers.values()) == [scored.group.prompt for scored in groups]
         first, second, third = numbers
         answers = (
-            (third, GroupNumbers.of(AnsweredPrompt(scored=groups[2], seconds=1.0))),
+            (third, DeliveredGroup.of(AnsweredPrompt(scored=groups[2], seconds=1.0))),
             (second, FailedAnswer(error=QuarantineError("no answer"), detail="")),
-            (first, GroupNumbers.of(AnsweredPrompt(scored=groups[0], seconds=1.0))),
+            (first, DeliveredGroup.of(AnsweredPrompt(scored=groups[0], seconds=1.0))),
         )
         reference = cast("object", None)
         worker.take(Delivery(report=REPORT, answers=answers, node="node"), reference)

@@ -19,7 +19,8 @@ from megarl.rollout.groups import GivenGroups
 from megarl.run.buffer import Buffer, Quarantine
 from megarl.run.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.run.loop import Loop, Start
-from megarl.serving.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.serving.phases import SeparatePhases
+from megarl.serving.shared_phases import Offloader, SharedPhases
 from megarl.stages import Phases, Stages
 from megarl.tokens import Content
 from megarl.types import (
@@ -462,7 +463,7 @@ def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
     async def trim() -> None:
         cluster.calls.append("trim")
 
-    phases.take_turns_with([Offloader(trim=trim, release=release, reload=reload)])
+    phases.alternate_with([Offloader(trim=trim, release=release, reload=reload)])
     run(cluster, num_steps=2, phases=phases)
     assert cluster.calls == [
         *("publish 0", "release", "sleep", "reload", "update", "publish 1"),

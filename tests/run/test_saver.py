@@ -28,6 +28,7 @@ from megarl.run.saver import RunSaver, SavedModel
 from megarl.types import PolicyVersion, Prompt
 from tests.checkpoint.samples import make_recipe
 from tests.observe.samples import ListSink, evaluated, scored_group
+from tests.ranks.local_ranks import LocalRanks
 from tests.weights.reference import make_shape
 
 TENSORS = "model/model.safetensors"
@@ -129,9 +130,7 @@ class FakeRun:
                 self.saved_at_trained.append((step, self.saved[-1] if self.saved else 0))
 
     def _saved(self, ranks: FakeRanks) -> SavedModel:
-        return SavedModel(
-            snapshot=ranks.snapshot, write=ranks.write, shape=make_shape(), source_folder=self.recipe.model.path
-        )
+        return SavedModel(ranks=LocalRanks(ranks), shape=make_shape(), source_folder=self.recipe.model.path)
 
     async def _generate(self, step: int) -> None:
         while len(self.buffer.counts.carried) < self.recipe.train.prompts_per_step:

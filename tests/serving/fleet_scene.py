@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import COMMAND_TIMEOUT_S, REQUEST_TIMEOUT_S, engine_spec
 from tests.engine.trainers import fill
+from tests.ranks.local_ranks import LocalRanks
 from tests.tiny_models import write_tiny_model
 
 SILENCE_TIMEOUT_S = 6.0
@@ -91,11 +92,7 @@ class ThreadRanks:
         self._senders: list[Sender] = []
         self._tensors: list[dict[str, torch.Tensor]] = []
         self._groups: list[TransferGroup] = []
-        self._turn = asyncio.Lock()
         self.before_send: Callable[[], Awaitable[None]] | None = None
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        return self._turn
 
     async def version(self) -> int:
         return self.held
@@ -200,7 +197,7 @@ class Duo:
         control = ToolControl(fleet, timeout_s=COMMAND_TIMEOUT_S)
         ranks = ThreadRanks(self.folders)
         publisher = TransferPublisher(
-            ranks=ranks,
+            ranks=LocalRanks(ranks),
             fleet=fleet,
             control=control,
             transfer=lambda: self._transfer,
@@ -208,7 +205,7 @@ class Duo:
             host=LOOPBACK,
         )
         supervisor = Supervisor(fleet, self.processes, connect=connect)
-        supervisor.attach(publisher)
+        supervisor.attach(publisher.catch_up)
         try:
             async with supervisor.running():
                 await publisher.connect()

@@ -7,8 +7,8 @@ from pathlib import Path
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.engine.commands import Rendezvous
-from megarl.train.interface import RankSpec
 from megarl.train.rank import ModelRank
+from megarl.train.rank_spec import RankSpec
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender

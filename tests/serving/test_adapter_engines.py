@@ -23,13 +23,14 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess
 from megarl.errors import EngineError, WeightSyncError
 from megarl.ranks.adapters import store_adapter
-from megarl.serving.adapter_publisher import AdapterPublisher, AdapterRanks
+from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.processes import EngineHost
 from megarl.types import FloatArray, PolicyVersion, Rollout
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.lora import LoraShape, served_tensors
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
+from tests.ranks.local_ranks import LocalRanks
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 
 RANK = 16
@@ -79,9 +80,9 @@ class AdaptedEngine:
         yield folder
         await self.host.remove_adapter(folder)
 
-    def publisher(self, fleet: Fleet, *, ranks: AdapterRanks | None = None) -> AdapterPublisher:
+    def publisher(self, fleet: Fleet, *, ranks: object | None = None) -> AdapterPublisher:
         return AdapterPublisher(
-            ranks=ranks or self,
+            ranks=LocalRanks(ranks or self),
             fleet=fleet,
             places=self,
             base_folder=self.model,
@@ -118,7 +119,10 @@ class AdaptedEngine:
         return found
 
 
-@pytest.fixture(scope="module", params=[("qwen2", 1), ("qwen3", 2)], ids=["tp1", "tp2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("qwen2", 1), marks=SLOW), ("qwen3", 2)], ids=["tp1", "tp2"])
 def adapted(
     request: pytest.FixtureRequest, real_engines: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AdaptedEngine]:
@@ -178,7 +182,7 @@ def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -
 
 
 @pytest.mark.usefixtures("real_engines")
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize(("tensor", "expert"), [pytest.param(1, 1, marks=SLOW), pytest.param(2, 1, marks=SLOW), (2, 2)])
 def test_a_shared_expert_is_served_with_its_adapter(tensor: int, expert: int, tmp_path: Path) -> None:
     async def run() -> list[Rollout]:
         async with engine.published() as (fleet, publisher):

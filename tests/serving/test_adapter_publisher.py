@@ -20,6 +20,7 @@ from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
 from tests.engine.engines import scripted_fleet
+from tests.ranks.local_ranks import LocalRanks
 
 TENSORS = {"a": TensorSpec(shape=(4, 8), dtype="float32"), "b": TensorSpec(shape=(8, 4), dtype="float32")}
 
@@ -79,7 +80,7 @@ def publisher_of(
     engines: FakeEngines, fleet: Fleet, *, ranks: FakeRanks | None = None, num_loaded: int = 3, timeout_s: float = 60
 ) -> AdapterPublisher:
     return AdapterPublisher(
-        ranks=ranks or FakeRanks(),
+        ranks=LocalRanks(ranks or FakeRanks()),
         fleet=fleet,
         places=engines,
         base_folder=Path("/base"),

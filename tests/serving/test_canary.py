@@ -14,12 +14,14 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
-from megarl.serving.canary import Canary, CanaryPublisher, CanaryQuestion
-from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.serving.canary import Canary, CanaryProbe
+from megarl.serving.phases import SeparatePhases
+from megarl.serving.publisher import EnginePublisher
+from megarl.serving.shared_phases import SharedPhases
 from megarl.types import FloatArray, PolicyVersion, TrainSample
 from tests.engine.engines import EOS, Handler, ServedModel, scripted_fleet
 
-QUESTION = CanaryQuestion.of(
+PROBE = CanaryProbe.of(
     max_prompt_tokens=64, max_response_tokens=64, temperature=1.0, vocab=99, eos_ids=(EOS,), dtype="float32"
 )
 
@@ -48,7 +50,7 @@ def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not
         async with qwen2_tp1.fleet() as fleet:
             canary = Canary(
                 fleet,
-                question=QUESTION,
+                probe=PROBE,
                 logprobs=FolderTrainer(folder).logprobs,
                 phases=SharedPhases(fleet),
                 warn=warnings.append,
@@ -72,7 +74,7 @@ def answering(logprob: float, *, version: int = 3) -> Handler:
     """An engine that gives every token the same log-probability."""
 
     def handle(request: httpx.Request) -> httpx.Response:
-        tokens = [7] * QUESTION.max_response_tokens
+        tokens = [7] * PROBE.max_response_tokens
         meta = {
             "finish_reason": {"type": "length"},
             "output_token_logprobs": [[logprob, token, None] for token in tokens],
@@ -88,7 +90,7 @@ async def saying(samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
 
 
 def canary_of(fleet: Fleet, warnings: list[str]) -> Canary:
-    return Canary(fleet, question=QUESTION, logprobs=saying, phases=SeparatePhases(), warn=warnings.append)
+    return Canary(fleet, probe=PROBE, logprobs=saying, phases=SeparatePhases(), warn=warnings.append)
 
 
 def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
@@ -114,7 +116,8 @@ class CountingPublisher:
 
 
 class CountingCanary(Canary):
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet, *, every: int) -> None:
+        super().__init__(fleet, probe=PROBE, logprobs=saying, phases=SeparatePhases(), warn=lambda _: None, every=every)
         self.checked: list[int] = []
 
     async def check(self, version: PolicyVersion) -> None:
@@ -122,12 +125,12 @@ class CountingCanary(Canary):
 
 
 def test_the_first_and_every_further_kth_publish_is_checked() -> None:
-    canary = CountingCanary()
-    publisher = CanaryPublisher(CountingPublisher(), canary, every=3)
-
-    async def scenario() -> None:
+    async def scenario() -> list[int]:
+        fleet = scripted_fleet(lambda _: httpx.Response(500))
+        canary = CountingCanary(fleet, every=3)
+        publisher = EnginePublisher(transport=CountingPublisher(), fleet=fleet, phases=SeparatePhases(), canary=canary)
         for version in range(8):
             await publisher.publish(PolicyVersion(version))
+        return canary.checked
 
-    asyncio.run(scenario())
-    assert canary.checked == [0, 3, 6]
+    assert asyncio.run(scenario()) == [0, 3, 6]

@@ -22,6 +22,7 @@ from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.engine.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
 from tests.engine.test_control import fingerprints_from_disk
+from tests.ranks.local_ranks import LocalRanks
 from tests.run.runs import run
 from tests.tiny_models import write_tiny_model
 
@@ -44,7 +45,7 @@ class FolderRanks:
 
 def publisher_to(fleet: Fleet, ranks: FolderRanks, folder: Path, source_folder: Path) -> FilePublisher:
     return FilePublisher(
-        ranks=ranks,
+        ranks=LocalRanks(ranks),
         fleet=fleet,
         folder=folder,
         source_folder=source_folder,

@@ -17,8 +17,8 @@ from megarl.engine.lifecycle import Ended, RestartPolicy
 from megarl.errors import FleetError, ScoreError
 from megarl.rollout.generator import Sampling
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
-from megarl.serving.frozen import ScoredInTurns, SleepingModels
-from megarl.serving.phases import SharedPhases
+from megarl.serving.frozen_phases import ScoredAfterGeneration, SleepingModels
+from megarl.serving.shared_phases import SharedPhases
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.engine.engines import prompt_of, scripted
@@ -37,7 +37,7 @@ class Scene:
         self.rollout, self.judge = self._fleet("rollout"), self._fleet("judge")
         self.phases = SharedPhases(self.rollout)
         self.models = SleepingModels([self.judge])
-        self.scored = ScoredInTurns(self, self, phases=self.phases, models=self.models)
+        self.scored = ScoredAfterGeneration(self, self, phases=self.phases, models=self.models)
 
     def _fleet(self, name: str) -> Fleet:
         def answer(request: httpx.Request) -> httpx.Response:

@@ -13,11 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from megarl import stages
 from megarl.config.roles import InFlight
 from megarl.engine.fleet import Fleet
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
-from megarl.serving.publisher import Pauses, PausingPublisher
+from megarl.serving.phases import SeparatePhases
+from megarl.serving.publisher import EnginePublisher
 from megarl.types import FinishReason, PolicyVersion, Rollout, RolloutGroup
 from tests.engine.engines import (
     EOS,
@@ -52,6 +54,10 @@ class DiskPublisher:
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
 
 
+def pausing(transport: stages.Publisher, fleet: Fleet, mode: InFlight) -> EnginePublisher:
+    return EnginePublisher(transport=transport, fleet=fleet, phases=SeparatePhases(), in_flight=mode)
+
+
 def generate_through_publishes(served: ServedModel, mode: InFlight) -> RolloutGroup:
     """Generate until the publishes came neither too late nor too early for most of the rollouts."""
     for pause_s in (0.7, 0.3, 1.5):
@@ -67,9 +73,8 @@ def num_mixed(group: RolloutGroup) -> int:
 
 async def generate_once(served: ServedModel, mode: InFlight, pause_s: float) -> RolloutGroup:
     async with served.fleet() as fleet:
-        pauses = Pauses(mode)
-        publisher = PausingPublisher(DiskPublisher(served, fleet, mode), fleet, pauses)
-        generator = generator_of(fleet, num_rollouts=16, max_response_tokens=MAX_TOKENS, in_flight=pauses.mode)
+        publisher = pausing(DiskPublisher(served, fleet, mode), fleet, mode)
+        generator = generator_of(fleet, num_rollouts=16, max_response_tokens=MAX_TOKENS, in_flight=mode)
         generating = asyncio.create_task(generator.generate(prompt_of(*PROMPT)))
         for version in (1, 2):
             await asyncio.sleep(pause_s)
@@ -200,10 +205,9 @@ def test_an_aborted_rollout_goes_on_from_where_it_was_with_the_versions_of_both_
     async def scenario() -> None:
         engine = PausedEngine()
         fleet = scripted_fleet(engine)
-        pauses = Pauses("abort")
-        generating = asyncio.create_task(generator_of(fleet, in_flight=pauses.mode).generate(prompt_of(5, 6)))
+        generating = asyncio.create_task(generator_of(fleet, in_flight="abort").generate(prompt_of(5, 6)))
         await engine.has_begun.wait()
-        await PausingPublisher(Publisher(fleet), fleet, pauses).publish(PolicyVersion(1))
+        await pausing(Publisher(fleet), fleet, "abort").publish(PolicyVersion(1))
         (rollout,) = (await generating).rollouts
         assert rollout.token_ids.tolist() == [7, 8, 9, EOS]
         assert rollout.versions.tolist() == [0, 0, 1, 1]
@@ -218,10 +222,9 @@ def test_what_an_engine_says_after_a_failed_publish_is_not_trusted() -> None:
     async def scenario() -> None:
         broken, good = PausedEngine(retracts=True), PausedEngine(retracts=True)
         fleet = scripted_fleet(broken, good)
-        pauses = Pauses("retract")
-        generating = asyncio.create_task(generator_of(fleet, in_flight=pauses.mode).generate(prompt_of(5, 6)))
+        generating = asyncio.create_task(generator_of(fleet, in_flight="retract").generate(prompt_of(5, 6)))
         await broken.has_begun.wait()
-        await PausingPublisher(Publisher(fleet, failing=0), fleet, pauses).publish(PolicyVersion(1))
+        await pausing(Publisher(fleet, failing=0), fleet, "retract").publish(PolicyVersion(1))
         (rollout,) = (await generating).rollouts
         assert rollout.versions.tolist() == [1, 1]
         assert (len(broken.prompts), len(good.prompts)) == (1, 1)
@@ -235,7 +238,7 @@ def test_engines_go_on_though_the_publish_fails() -> None:
         engine = PausedEngine()
         fleet = scripted_fleet(engine)
         with pytest.raises(WeightSyncError, match="committed nowhere"):
-            await PausingPublisher(Publisher(fleet, failing=0), fleet, Pauses("retract")).publish(PolicyVersion(1))
+            await pausing(Publisher(fleet, failing=0), fleet, "retract").publish(PolicyVersion(1))
         assert engine.orders[-1] == "/continue_generation"
 
     asyncio.run(scenario())

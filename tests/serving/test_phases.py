@@ -16,8 +16,9 @@ from megarl.engine.lifecycle import EngineState, RestartPolicy
 from megarl.errors import WeightSyncError
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult
-from megarl.serving.phases import Offloader, SharedPhases, SharedPublisher
-from megarl.serving.serving import offloaders
+from megarl.serving.connect import offloaders
+from megarl.serving.publisher import EnginePublisher
+from megarl.serving.shared_phases import Offloader, SharedPhases
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted
 
@@ -41,7 +42,7 @@ class Pool:
             clients, max_outstanding=8, publish_timeout_s=5, policy=RestartPolicy(max_restarts=2, back_off_s=0.0)
         )
         self.phases = SharedPhases(self.fleet, releases_weights=releases_weights)
-        self.publisher = SharedPublisher(self, self.phases)
+        self.publisher = EnginePublisher(transport=self, fleet=self.fleet, phases=self.phases)
         self._can_send_away = can_send_away
 
     def _client(self, index: int) -> EngineClient:
@@ -68,7 +69,7 @@ class Pool:
         async def refill() -> None:
             await self.publisher.publish(self.version)
 
-        self.phases.take_turns_with([actor], refill=refill, can_send_away=self._can_send_away)
+        self.phases.alternate_with([actor], refill=refill, can_send_away=self._can_send_away)
         await self.phases.take_weights()
 
     def _note(self, call: str) -> Callable[[], asyncio.Future[None]]:
@@ -213,9 +214,9 @@ def test_one_engine_catches_up_while_both_sides_have_weights(can_send_away: bool
         await pool.publisher.publish(pool.version)
         engine = pool.fleet.engines[1]
         async with pool.phases.generating():
-            assert await pool.publisher.catch_up(engine) is is_sent
+            assert await pool.phases.send_to_one(pool.catch_up, engine) is is_sent
         async with pool.phases.training():
-            assert await pool.publisher.catch_up(engine) is False, "it has given up its weights"
+            assert await pool.phases.send_to_one(pool.catch_up, engine) is False, "it has given up its weights"
 
     asyncio.run(scenario())
 
@@ -227,11 +228,16 @@ def test_engines_keep_their_memory_until_one_of_them_has_caught_up() -> None:
         await pool.publisher.publish(pool.version)
         async with pool.phases.generating():
             pass
-        async with pool.phases.sending_to_one():
-            training = asyncio.create_task(_enter(pool.phases))
+        training: list[asyncio.Task[None]] = []
+
+        async def send(_: Engine) -> bool:
+            training.append(asyncio.create_task(_enter(pool.phases)))
             await asyncio.sleep(0.05)
             assert "release kv_cache weights" not in pool.taken()[-2:]
-        await training
+            return True
+
+        assert await pool.phases.send_to_one(send, pool.fleet.engines[1])
+        await training[0]
         assert "release kv_cache weights" in pool.taken()
 
     asyncio.run(scenario())
@@ -278,7 +284,7 @@ def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_has_star
     async def scenario() -> None:
         engines = LostEngines()
         phases = SharedPhases(engines)
-        phases.take_turns_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
+        phases.alternate_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
         async with phases.publishing():
             assert engines.calls == [
                 *("trainers leave", "wake", "sleep", "trainers return"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import httpx
@@ -21,6 +20,7 @@ from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import scripted_fleet
+from tests.ranks.local_ranks import LocalRanks
 
 TRANSFER = TransferSpec(
     shape=ModelShape(
@@ -57,11 +57,7 @@ class FakeRanks:
         self._calls = calls
         self._dies = dies
         self._num_engines = 0
-        self._turn = asyncio.Lock()
         self.held = 4
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        return self._turn
 
     async def version(self) -> int:
         return self.held
@@ -134,7 +130,7 @@ class Scene:
         self.fleet = scripted_fleet(self._answer(0), self._answer(1))
         self.ranks = FakeRanks(self.calls, dies=dies)
         self.publisher = TransferPublisher(
-            ranks=self.ranks,
+            ranks=LocalRanks(self.ranks),
             fleet=self.fleet,
             control=FakeControl(self.fleet, self.calls, mischief),
             transfer=lambda: TRANSFER,

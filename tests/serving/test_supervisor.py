@@ -104,7 +104,7 @@ async def supervised(
     scripted.served = dict.fromkeys(scripted.served, PolicyVersion(7))
     await fleet.committed(PolicyVersion(7), fleet.engines)
     supervisor = Supervisor(fleet, scripted, connect=lambda endpoint: scripted.client(endpoint.index))
-    supervisor.attach(scripted)
+    supervisor.attach(scripted.catch_up)
     async with supervisor.running():
         yield scripted, fleet, supervisor
 
@@ -222,15 +222,14 @@ def test_an_engine_that_cannot_be_synced_is_started_again() -> None:
         async with supervised() as (scripted, fleet, supervisor):
             num_failures = 0
 
-            class Failing:
-                async def catch_up(self, engine: Engine) -> bool:
-                    nonlocal num_failures
-                    num_failures += 1
-                    if num_failures > MAX_FAILED_SYNCS:
-                        return await scripted.catch_up(engine)
-                    raise WeightSyncError("digests differ")
+            async def catch_up(engine: Engine) -> bool:
+                nonlocal num_failures
+                num_failures += 1
+                if num_failures > MAX_FAILED_SYNCS:
+                    return await scripted.catch_up(engine)
+                raise WeightSyncError("digests differ")
 
-            supervisor.attach(Failing())
+            supervisor.attach(catch_up)
             await fleet.mark_stale(fleet.engines[1], "half a commit")
             await until(lambda: fleet.engines[1].is_live)
             assert scripted.calls.count("start 1") == 1

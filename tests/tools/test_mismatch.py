@@ -18,7 +18,7 @@ from megarl.config.roles import ActorConfig
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
 from megarl.tools.diagnose import Diagnosis, Verdict, compare
-from megarl.train.interface import TrainerRecord
+from megarl.train.rank_spec import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -26,7 +26,7 @@ from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, eng
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.reference import Model
-from tests.train.test_rank import SPLITS, setup_of
+from tests.train.splits import SPLITS, setup_of
 
 NOISE = 1e-5
 TEMPERATURE = 0.8

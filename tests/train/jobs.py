@@ -24,10 +24,11 @@ from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu, shards
 from megarl.train.actor import ActorRank
-from megarl.train.critic import CriticRank, ImplicitRewardRank
-from megarl.train.interface import RankSpec, TrainerRecord
+from megarl.train.critic import CriticRank
+from megarl.train.frozen import ReferenceRank, TeacherRank
+from megarl.train.implicit_reward import ImplicitRewardRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import ReferenceRank, TeacherRank
+from megarl.train.rank_spec import RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 
@@ -115,6 +116,13 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     tensors = {name: tensor.numpy().copy() for name, tensor in trainer.trained_tensors().items()}
     trainer.close()
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
+
+
+def score(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleNumbers | None:
+    trainer = build(rank, world, port, setup)
+    logprobs = trainer.logprobs(batch)
+    trainer.close()
+    return logprobs
 
 
 def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleNumbers | None:
@@ -245,6 +253,27 @@ def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]
     except (RuntimeError, AssertionError):
         is_refused_outside = True
     return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside
+
+
+def train_and_save_twice(
+    rank: int,
+    world: int,
+    port: int,
+    setup: Setup,
+    before: Sequence[TrainBatch],
+    after: Sequence[TrainBatch],
+    folders: tuple[Path, Path],
+) -> tuple[TrainerState, TrainerState]:
+    """Update with some batches and save everything; do the same with the others."""
+    trainer = build(rank, world, port, setup)
+    states = []
+    for batches, folder in zip((before, after), folders, strict=True):
+        for batch in batches:
+            trainer.update(batch)
+        states.append(trainer.snapshot("everything"))
+        trainer.write(folder, setup.folder)
+    trainer.close()
+    return states[0], states[1]
 
 
 def train_and_save(
@@ -456,8 +485,8 @@ def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBa
     spec = spec_of(rank, world, port, setup)
     model = ImplicitRewardRank(spec, algorithm=setup.algorithm, optimizer=setup.optimizer, total_steps=4)
     model.load(setup.folder)
-    model.keep_reference(setup.folder)
-    before, result, after = model.rewards(batch), model.learn(batch), model.rewards(batch)
+    model.load_start(setup.folder)
+    before, result, after = model.values(batch), model.update(batch), model.values(batch)
     tensors = {name: tensor.numpy().copy() for name, tensor in model.trained_tensors().items()}
     model.close()
     return RewardsOutcome(before=before, after=after, result=result, tensors=tensors)
@@ -469,7 +498,7 @@ def refresh(
     """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
     refreshed."""
     trainer = build(rank, world, port, setup)
-    trainer.keep_reference(setup.folder)
+    trainer.load_reference(setup.folder)
     trainer.update(batch)
     policy, before = trainer.logprobs(batch), trainer.reference_logprobs(batch)
     trainer.refresh_reference()
@@ -496,7 +525,7 @@ def ask_reference(
 ) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
     """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
     trainer = build(rank, world, port, setup)
-    trainer.keep_reference(folder)
+    trainer.load_reference(folder)
     before, reference, after = trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
     trainer.close()
     return before, reference, after

@@ -18,7 +18,7 @@ from megarl.config.algorithm import (
     ReverseKlConfig,
 )
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.shares import with_numbers
+from megarl.data.shares import with_columns
 from megarl.tokens import SampleNumbers
 from megarl.types import TrainSample
 from tests.train import jobs
@@ -26,7 +26,7 @@ from tests.train.cluster import Cluster, Shares, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
-from tests.train.test_rank import (
+from tests.train.splits import (
     CONTEXT_SPLITS,
     DESCENT,
     SPLITS,
@@ -100,13 +100,13 @@ def asked(
 ) -> list[SampleNumbers]:
     """Return the answers of a teacher's replicas, about the tokens in the loss or about all."""
     world, actor = split
-    question = packed(samples, world=world, actor=actor, is_question=is_about_all)
+    question = packed(samples, world=world, actor=actor, is_forward=is_about_all)
     found = cluster.run(world, jobs.teach, setup_of(teacher, actor), num_top, question)
     return [numbers for numbers in found if numbers is not None]
 
 
 def with_teacher(shares: Shares, answers: Sequence[SampleNumbers]) -> Shares:
-    filled = (with_numbers(share, {"teacher": answers}) for share in shares)
+    filled = (with_columns(share, {"teacher": answers}) for share in shares)
     return Shares.of(filled, ranks_per_share=shares.ranks_per_share)
 
 

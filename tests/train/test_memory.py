@@ -12,13 +12,13 @@ import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.train import optimizer as optimizer_module
-from megarl.train.memory import Offload, host_places, host_zeros
+from megarl.train.host_memory import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
-from tests.train.test_rank import MIXTURE_SPLITS, SPLITS, packed, setup_of
+from tests.train.splits import MIXTURE_SPLITS, SPLITS, packed, setup_of
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypa
     freed: list[torch.device] = []
     monkeypatch.setattr(optimizer_module, "free_cache", freed.append)
     optimizer = object.__new__(ModelOptimizer)
-    optimizer._offloads, optimizer._device, optimizer._offload = "nothing", CPU, Offload(CPU)
+    optimizer._device = CPU
     optimizer.chunks = []
     optimizer.release()
     assert (freed, optimizer.is_released, optimizer.has_weights) == ([CPU], False, True)

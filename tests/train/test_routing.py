@@ -19,7 +19,7 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
-from tests.train.test_rank import (
+from tests.train.splits import (
     DESCENT,
     FULL,
     GRPO,
@@ -104,7 +104,7 @@ def check_follows(model: Model, split: tuple[int, ActorConfig], cluster: Cluster
     old = reference.logprobs(samples)
     loss, _, grad_norm = reference.update(samples, old)
     world, actor = split
-    asked = packed(samples, world=world, actor=actor, budget=24, is_question=True, has_routes=True)
+    asked = packed(samples, world=world, actor=actor, budget=24, is_forward=True, has_routes=True)
     trained = packed(samples, world=world, actor=actor, budget=24, has_routes=True)
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), [asked], trained)

@@ -1,13 +1,15 @@
-"""Credit from numbers per token that stay where ranks computed them.
+"""Credit from columns of tokens that stay where ranks computed them.
 
 The driver has rewards; a rank has values and log-probabilities of some rollouts. Each rank assigns raw credit to its
-rollouts and returns a few numbers of each; what all of them together say, the scale of a step, goes back to the ranks.
+rollouts and returns a few numbers of each. From all of them the driver computes the scale of the step, by which the
+ranks normalise the credit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,11 +19,14 @@ from megarl.algo.loss import kl
 from megarl.algo.pairs import has_reference, log_ratios
 from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
 from megarl.config.algorithm import EstimatorConfig, KlEstimate, PairConfig
-from megarl.tokens import RolloutSums, SampleNumbers, is_repeated, joined_numbers
+from megarl.tokens import ColumnName, RolloutSums, SampleNumbers, is_repeated, joined_numbers
 from megarl.types import BoolArray, FloatArray
 
+TokenColumns: TypeAlias = Mapping[ColumnName, Mapping[int, FloatArray]]
+"""Columns of [T_i] by sample."""
+
 _SUM, *_MOMENTS = range(4)
-"""The columns of a rank's answer: the sum of estimates of KL or, for pairs, of log-ratios; the raw credit's moments."""
+"""The numbers that a rank returns per rollout: sum of estimates of KL (pairs: of log-ratios), moments of raw credit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +50,12 @@ class CreditTask:
         return self.config if isinstance(self.config, TokenCreditConfig) else None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The numbers of tokens that it needs."""
+    def columns(self) -> tuple[ColumnName, ...]:
+        """The columns of tokens that it needs."""
         if isinstance(self.config, PairConfig):
-            return ("logprobs", "reference_logprobs") if has_reference(self.config) else ("logprobs",)
-        values = ("values",) if self.config.needs.has_critic else ()
-        return (*values, *(() if self.kl is None else ("logprobs", "reference_logprobs")))
+            return ("old_logprobs", "reference_logprobs") if has_reference(self.config) else ("old_logprobs",)
+        values: tuple[ColumnName, ...] = ("values",) if self.config.needs.has_critic else ()
+        return values if self.kl is None else (*values, "old_logprobs", "reference_logprobs")
 
     @classmethod
     def of(
@@ -89,19 +94,20 @@ class CreditTask:
             earlier_rewards=None if earlier is None else tuple(earlier[place] for place in places),
         )
 
-    def assess(self, columns: Mapping[str, Mapping[int, FloatArray]]) -> PartCredit:
-        """Assign raw credit from these columns, each of [T_i] by sample; samples without a score get none."""
+    def compute(self, columns: TokenColumns) -> PartCredit:
+        """Assign raw credit from these columns; samples without a score get none."""
         masks = tuple(np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in self.masks)
         distances = self._distances(columns)
         sums = np.zeros(len(masks))
         if distances is not None:
             sums[:] = [each[mask].sum(dtype=np.float64) for each, mask in zip(distances, masks, strict=True)]
         if isinstance(self.config, PairConfig):
-            numbers = ([columns[name][i] for i in self.sample_ids] for name in self.columns)
-            sums = log_ratios(self.config, next(numbers), next(numbers, None), masks)
-        config, raw = self.token_config, None
-        if config is not None:
-            raw = credit_tokens(config, self._outcomes(masks, distances, columns))
+            logprobs = [columns["old_logprobs"][i] for i in self.sample_ids]
+            of_reference = columns.get("reference_logprobs")
+            reference_logprobs = None if of_reference is None else [of_reference[i] for i in self.sample_ids]
+            sums = log_ratios(self.config, logprobs, reference_logprobs, masks)
+        config = self.token_config
+        raw = None if config is None else credit_tokens(config, self._outcomes(masks, distances, columns))
         spread = [(mask.sum(), 0.0, 0.0) for mask in masks] if raw is None else map(moments, raw.tokens)
         lengths = {sample_id: len(array) for sample_id, array in next(iter(columns.values())).items()}
         return PartCredit(
@@ -114,7 +120,7 @@ class CreditTask:
         )
 
     def sums(self, rows: Wide) -> RolloutSums:
-        """Return the sums of all rollouts from the ranks' answers, [B, 4]."""
+        """Return the sums of all rollouts from the rows of all ranks, [B, 4]."""
         return RolloutSums(
             counts=rows[:, _MOMENTS[0]],
             kl=None if self.kl is None else rows[:, _SUM],
@@ -122,14 +128,14 @@ class CreditTask:
         )
 
     def scales(self, rows: Wide) -> Wide | None:
-        """Return by which numbers the ranks settle the credit of tokens, [B, 3]; None where there is none."""
+        """Return by which numbers the ranks normalise the credit of tokens, [B, 3]; None where there is none."""
         config = self.token_config
         return None if config is None else step_scales(config, self.rewards, self.groups, rows[:, _MOMENTS])
 
-    def _distances(self, columns: Mapping[str, Mapping[int, FloatArray]]) -> list[FloatArray] | None:
+    def _distances(self, columns: TokenColumns) -> list[FloatArray] | None:
         if self.kl is None:
             return None
-        policy, reference = columns["logprobs"], columns["reference_logprobs"]
+        policy, reference = columns["old_logprobs"], columns["reference_logprobs"]
         return [
             kl(self.kl, torch.from_numpy(policy[i]), torch.from_numpy(reference[i])).numpy() for i in self.sample_ids
         ]
@@ -138,7 +144,7 @@ class CreditTask:
         self,
         masks: tuple[BoolArray, ...],
         distances: list[FloatArray] | None,
-        columns: Mapping[str, Mapping[int, FloatArray]],
+        columns: TokenColumns,
     ) -> Outcomes:
         values = columns.get("values")
         return Outcomes(
@@ -166,7 +172,7 @@ class PartCredit:
     """Tokens of each sample of the rank, those without a score included."""
     rows: Wide  # [S, 4]
 
-    def settle(self, rows: Wide) -> tuple[dict[str, SampleNumbers], Wide]:
+    def normalise(self, rows: Wide) -> tuple[dict[ColumnName, SampleNumbers], Wide]:
         """Return the columns of an update, and the size of each rollout's advantages, [S]; `rows` are its `scales`.
 
         The columns are advantages, and returns where there are some. Samples without a score have 0.
@@ -174,12 +180,12 @@ class PartCredit:
         assert self.config is not None, "no credit of tokens"
         assert self.raw is not None, "no credit of tokens"
         tokens = [scaled(self.config, raw, row) for raw, row in zip(self.raw.tokens, rows, strict=True)]
-        columns = {"advantages": placed(tokens, self.masks)}
+        columns: dict[ColumnName, Sequence[FloatArray]] = {"advantages": placed(tokens, self.masks)}
         if self.raw.returns is not None:
             columns["returns"] = self.raw.returns
         sizes = np.array([np.sqrt(np.square(each).mean()) if len(each) else 0.0 for each in tokens])
-        return {name: self._numbers(arrays) for name, arrays in columns.items()}, sizes
+        return {name: self._column(arrays) for name, arrays in columns.items()}, sizes
 
-    def _numbers(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
-        known = dict(zip(self.sample_ids, arrays, strict=True))
-        return joined_numbers({i: known.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})
+    def _column(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
+        scored = dict(zip(self.sample_ids, arrays, strict=True))
+        return joined_numbers({i: scored.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})

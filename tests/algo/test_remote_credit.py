@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo.algorithm import PolicyGradient
-from megarl.algo.held_credit import CreditTask, PartCredit
+from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     DpoConfig,
@@ -26,7 +26,7 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SpinConfig,
 )
-from megarl.tokens import SampleNumbers, by_sample, repeated
+from megarl.tokens import ColumnName, SampleNumbers, by_sample, repeated
 from megarl.types import Estimates, FloatArray, Score, ScoredGroup, TrainSample
 from tests.algo.groups import scored_group, with_baseline
 
@@ -45,7 +45,7 @@ CONFIGS: dict[str, EstimatorConfig] = {
 }
 
 
-def a_step(seed: int) -> tuple[list[ScoredGroup], dict[str, dict[int, FloatArray]]]:
+def a_step(seed: int) -> tuple[list[ScoredGroup], dict[ColumnName, dict[int, FloatArray]]]:
     """Groups of a step, one rollout of which has no score, and the numbers of all tokens."""
     random = np.random.default_rng(seed)
     groups = []
@@ -58,15 +58,15 @@ def a_step(seed: int) -> tuple[list[ScoredGroup], dict[str, dict[int, FloatArray
         groups.append(with_baseline(group, score=0.3, length=3))
     groups[1] = replace(groups[1], scores=(groups[1].scores[0], MASKED, groups[1].scores[2]))
     lengths = [rollout.num_tokens for scored in groups for rollout in scored.group.rollouts]
+    names: tuple[ColumnName, ...] = ("old_logprobs", "reference_logprobs", "values")
     columns = {
-        name: {i: random.normal(size=length).astype(np.float32) for i, length in enumerate(lengths)}
-        for name in ("logprobs", "reference_logprobs", "values")
+        name: {i: random.normal(size=length).astype(np.float32) for i, length in enumerate(lengths)} for name in names
     }
     return groups, columns
 
 
 def in_one_place(
-    config: EstimatorConfig, groups: list[ScoredGroup], columns: dict[str, dict[int, FloatArray]]
+    config: EstimatorConfig, groups: list[ScoredGroup], columns: dict[ColumnName, dict[int, FloatArray]]
 ) -> tuple[list[TrainSample], PolicyGradient]:
     logprobs, references, values = (tuple(column.values()) for column in columns.values())
     estimates = Estimates(
@@ -79,8 +79,11 @@ def in_one_place(
 
 
 def in_parts(
-    config: EstimatorConfig, groups: list[ScoredGroup], columns: dict[str, dict[int, FloatArray]], owners: list[int]
-) -> tuple[list[TrainSample], dict[str, dict[int, FloatArray]], PolicyGradient]:
+    config: EstimatorConfig,
+    groups: list[ScoredGroup],
+    columns: dict[ColumnName, dict[int, FloatArray]],
+    owners: list[int],
+) -> tuple[list[TrainSample], dict[ColumnName, dict[int, FloatArray]], PolicyGradient]:
     """Return the samples, the columns that the ranks have of them, and the algorithm after it."""
     algorithm = PolicyGradient(config, max_response_tokens=16)
     task = algorithm.credit_task(groups)
@@ -90,12 +93,12 @@ def in_parts(
     for rank in sorted(set(owners)):
         mine = {i for i, owner in enumerate(owners) if owner == rank}
         of_rank: CreditTask = pickle.loads(pickle.dumps(task.among(mine)))
-        parts.append(of_rank.assess({name: {i: columns[name][i] for i in mine} for name in task.columns}))
+        parts.append(of_rank.compute({name: {i: columns[name][i] for i in mine} for name in task.columns}))
         rows[[task.sample_ids.index(i) for i in of_rank.sample_ids]] = parts[-1].rows
-    sums, scales, found = task.sums(rows), task.scales(rows), dict[str, dict[int, FloatArray]]()
+    sums, scales, found = task.sums(rows), task.scales(rows), dict[ColumnName, dict[int, FloatArray]]()
     if scales is not None:
         places = [[task.sample_ids.index(i) for i in part.sample_ids] for part in parts]
-        settled = [part.settle(scales[of_part]) for part, of_part in zip(parts, places, strict=True)]
+        settled = [part.normalise(scales[of_part]) for part, of_part in zip(parts, places, strict=True)]
         found = {name: by_sample(columns[name] for columns, _ in settled) for name in settled[0][0]}
         sizes = np.zeros(len(task.sample_ids))
         for of_part, (_, of_rank_sizes) in zip(places, settled, strict=True):

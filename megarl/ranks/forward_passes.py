@@ -1,0 +1,138 @@
+"""The forward passes before an update: columns of tokens that credit or the loss needs, and credit from them.
+
+Columns stay on the ranks that computed them. The driver fetches one only where a user's estimator needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.config.algorithm import KlRewardConfig
+from megarl.config.recipe import Recipe
+from megarl.config.teaching import teacher_of
+from megarl.data.shares import UNUSED_FOR_LOSS_TOKENS
+from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls
+from megarl.ranks.packings import ModelPackings
+from megarl.ranks.ranks import RankGroup
+from megarl.ranks.remote_columns import RemoteColumn
+from megarl.ranks.remote_credit import assign_credit
+from megarl.ranks.start import Trainers
+from megarl.tokens import ColumnName
+from megarl.types import Estimates, ScoredGroup, TrainSample
+
+Columns: TypeAlias = Mapping[ColumnName, RemoteColumn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPasses:
+    """Computes the columns that an algorithm needs before an update."""
+
+    trainers: Trainers
+    packings: ModelPackings
+    algorithm: Sft | PolicyGradient
+    has_logprobs: bool = False
+    """Compute the log-probabilities of the policy before the step."""
+    has_reference: bool = False
+    """Compute those of the reference."""
+    teacher_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The data sources of each teacher; a teacher without one has all that no other names."""
+    fetched: frozenset[ColumnName] = frozenset()
+    """The columns that the driver needs, if they are computed."""
+
+    async def estimate(self, groups: Sequence[ScoredGroup]) -> tuple[Estimates, Columns]:
+        """Return the estimates of a step, and the columns that stay with the ranks."""
+        nothing = np.zeros(0, np.float32)
+        samples = [
+            TrainSample(prompt_ids=scored.group.prompt.token_ids, rollout=rollout, advantages=nothing)
+            for scored in groups
+            for rollout in scored.group.rollouts
+        ]
+        sources = [scored.group.prompt.data_source for scored in groups for _ in scored.group.rollouts]
+        columns = await self._compute(samples, sources)
+        names = [name for name in columns if name in self.fetched]
+        arrays = await asyncio.gather(*(columns[name].fetch() for name in names))
+        fetched = dict(zip(names, arrays, strict=True))
+        sums = None
+        task = self.algorithm.credit_task(groups)
+        if task is not None:
+            ranks: RankGroup[ModelCalls] = self.trainers.actor
+            own = columns.get("old_logprobs")
+            if self.trainers.critic is not None:
+                ranks, own = self.trainers.critic, columns["values"]
+            assert own is not None, "credit from columns, and none was computed"
+            of_task = {name: columns[name] for name in task.columns}
+            sums, credit = await assign_credit(ranks, task, own, of_task)
+            columns |= credit
+        estimates = Estimates(
+            logprobs=fetched.get("old_logprobs"),
+            reference_logprobs=fetched.get("reference_logprobs"),
+            values=fetched.get("values"),
+            sums=sums,
+        )
+        return estimates, columns
+
+    async def _compute(self, samples: Sequence[TrainSample], sources: Sequence[str]) -> dict[ColumnName, RemoteColumn]:
+        """Compute all columns side by side; `sources` are the data sources of the samples' prompts."""
+        running: dict[ColumnName, Coroutine[object, object, RemoteColumn]] = {}
+        if self.has_logprobs:
+            shares = self.packings.actor.for_forward(samples)
+            running["old_logprobs"] = self.trainers.actor.compute_column(ActorCalls.logprobs, shares)
+        if self.has_reference:
+            running["reference_logprobs"] = self._reference_logprobs(samples)
+        if self.trainers.critic is not None:
+            assert self.packings.critic is not None, "a critic without a packing"
+            shares = self.packings.critic.for_forward(samples)
+            running["values"] = self.trainers.critic.compute_column(CriticCalls.values, shares)
+        if self.trainers.teachers:
+            running["teacher"] = self._teacher_scores(samples, sources)
+        return dict(zip(running, await asyncio.gather(*running.values()), strict=True))
+
+    def _reference_logprobs(self, samples: Sequence[TrainSample]) -> Coroutine[object, object, RemoteColumn]:
+        shares = self.packings.reference.for_forward(samples)
+        if self.trainers.reference is None:
+            return self.trainers.actor.compute_column(ActorCalls.reference_logprobs, shares)
+        return self.trainers.reference.compute_column(PolicyCalls.logprobs, shares)
+
+    async def _teacher_scores(self, samples: Sequence[TrainSample], sources: Sequence[str]) -> RemoteColumn:
+        """Have the teacher of each sample's source score it."""
+        indices: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            indices.setdefault(teacher_of(source, self.teacher_sources), []).append(index)
+        columns = await asyncio.gather(
+            *(
+                self.trainers.teachers[role].compute_column(
+                    TeacherCalls.scores,
+                    self.packings.teachers[role].for_forward(samples, among=among, without=UNUSED_FOR_LOSS_TOKENS),
+                )
+                for role, among in indices.items()
+            )
+        )
+        return replace(columns[0], parts=tuple(part for column in columns for part in column.parts))
+
+
+def passes_of(
+    recipe: Recipe, trainers: Trainers, packings: ModelPackings, algorithm: Sft | PolicyGradient
+) -> ForwardPasses | None:
+    """Return the forward passes of a recipe; None if it needs none."""
+    config, needs = recipe.algorithm, recipe.algorithm.needs
+    teachers = recipe.roles.teacher_ranks
+    if not (needs.has_logprobs or config.kl is not None or trainers.critic is not None or teachers):
+        return None
+    fetched: set[ColumnName] = {"old_logprobs", "values"} if needs.fetches_columns else set()
+    if needs.fetches_columns and isinstance(config.kl, KlRewardConfig):
+        fetched.add("reference_logprobs")
+    return ForwardPasses(
+        trainers=trainers,
+        packings=packings,
+        algorithm=algorithm,
+        has_logprobs=needs.has_logprobs,
+        has_reference=config.kl is not None,
+        teacher_sources={role: teacher.sources for role, teacher in teachers.items()},
+        fetched=frozenset(fetched),
+    )

@@ -1,0 +1,170 @@
+"""Connects a set of trainer ranks with the engines: how they publish, and when each side uses the devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
+
+from megarl.cluster.cluster import open_cluster
+from megarl.cluster.tasks import task_group
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.config.roles import RolesConfig
+from megarl.engine.control import EngineControl
+from megarl.observe.observer import Observer
+from megarl.ranks.calls import ActorCalls, ModelCalls
+from megarl.ranks.ranks import RankGroup
+from megarl.ranks.start import Trainers, start_trainers
+from megarl.results import PublishResult
+from megarl.serving.adapter_publisher import AdapterPublisher
+from megarl.serving.file_publisher import FilePublisher
+from megarl.serving.phases import SeparatePhases
+from megarl.serving.publisher import EnginePublisher, TransferPublisher
+from megarl.serving.serving import (
+    ExternalServing,
+    ManagedServing,
+    NoServing,
+    Serving,
+    reserve_pools,
+    start_serving,
+)
+from megarl.serving.shared_phases import Offloader, SharedPhases
+from megarl.stages import Phases
+from megarl.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """One set of trainer ranks, connected with the serving side."""
+
+    trainers: Trainers
+    serving: Serving
+    publisher: EnginePublisher | NoPublisher
+    phases: Phases
+
+
+class NoPublisher:
+    """For runs without engines."""
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
+
+
+async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
+    """Return when trainers may start: at once, or in a shared pool when the engines have started and sleep."""
+    if roles.beside_engines:
+        # Shielded: engines go on starting when ranks are lost meanwhile.
+        engines = await asyncio.shield(serving)
+        if isinstance(engines, ManagedServing) and isinstance(engines.phases, SharedPhases):
+            await engines.phases.make_room()
+
+
+async def connect(
+    roles: RolesConfig, trainers: Trainers, serving: Serving, stack: AsyncExitStack, *, observer: Observer
+) -> Roles:
+    """Check that these ranks can publish to the engines. `stack` ends the connection."""
+    publisher: EnginePublisher | NoPublisher
+    phases: Phases = SeparatePhases()
+    match serving:
+        case NoServing():
+            publisher = NoPublisher()
+        case ExternalServing(config=config, fleet=fleet):
+            files = FilePublisher(
+                ranks=trainers.actor,
+                fleet=fleet,
+                folder=serving.publish_folder,
+                source_folder=serving.model_folder,
+                timeout_s=config.publish_timeout_s,
+            )
+            await files.connect()
+            publisher = EnginePublisher(transport=files, fleet=fleet, phases=SeparatePhases())
+        case ManagedServing(phases=phases):
+            publisher = await _connect_managed(roles, trainers, serving, observer)
+            stack.callback(serving.supervisor.attach, None)
+        case _:
+            assert_never(serving)
+    return Roles(trainers=trainers, serving=serving, publisher=publisher, phases=phases)
+
+
+async def _connect_managed(
+    roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
+) -> EnginePublisher:
+    phases = serving.phases
+    ranks = trainers.actor
+    transport = _transport(ranks, serving, observer)
+    publisher = EnginePublisher(transport=transport, fleet=serving.fleet, phases=phases)
+    catch_up = transport.catch_up
+    if isinstance(phases, SharedPhases):
+
+        async def refill() -> None:
+            await publisher.publish(PolicyVersion((await ranks.call(ActorCalls.version))[0]))
+
+        can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
+        phases.alternate_with(offloaders(roles.beside_engines, trainers), refill=refill, can_send_away=can_send_away)
+        await phases.take_weights()
+        catch_up = partial(phases.send_to_one, transport.catch_up)
+    if isinstance(transport, TransferPublisher):
+        await transport.connect()
+    serving.supervisor.attach(catch_up)
+    return publisher
+
+
+def _transport(
+    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer
+) -> TransferPublisher | AdapterPublisher:
+    config = serving.config
+    timeout_s = config.publish_timeout_s
+    if serving.adapters is not None:
+        return AdapterPublisher(
+            ranks=ranks,
+            fleet=serving.fleet,
+            places=serving.adapters.places,
+            base_folder=serving.adapters.base_folder,
+            tensors=serving.adapters.tensors,
+            num_loaded=serving.adapters.limits.num_loaded,
+            timeout_s=timeout_s,
+            failed=observer.publish_failed,
+        )
+    return TransferPublisher(
+        ranks=ranks,
+        fleet=serving.fleet,
+        control=EngineControl(
+            serving.fleet, timeout_s=timeout_s, host=serving.host, flushes_cache=config.in_flight != "in_place"
+        ),
+        transfer=serving.transfer,
+        timeout_s=timeout_s,
+        host=serving.host,
+        failed=observer.publish_failed,
+    )
+
+
+def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
+    """Return the models of these roles: one that offloads nothing still gives back what torch keeps for later."""
+    beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
+    return [
+        Offloader(
+            trim=partial(ranks.compute, ModelCalls.trim),
+            release=partial(ranks.compute, ModelCalls.release),
+            reload=partial(ranks.compute, ModelCalls.reload),
+        )
+        for ranks in beside
+    ]
+
+
+@asynccontextmanager
+async def started_roles(recipe: Recipe, shape: ModelShape, *, ray_address: str | None) -> AsyncIterator[Roles]:
+    """Start every role of a recipe from its model, for a tool, and stop them when the block ends."""
+    observer = Observer(())
+    recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    with open_cluster(recipe.run, recipe.pools, address=ray_address) as cluster:
+        pools = reserve_pools(cluster, recipe.pools, recipe.roles)
+        async with AsyncExitStack() as stack:
+            async with task_group() as tasks:
+                serving = tasks.create_task(start_serving(recipe, shape, pools, stack, observer=observer))
+                await make_room(recipe.roles, serving)
+                trainers = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
+            yield await connect(recipe.roles, trainers.result(), serving.result(), stack, observer=observer)

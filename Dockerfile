@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# megarl for CUDA 13: `docker build --build-arg CUDA_DIGEST=sha256:... -t megarl:0.1.0 .`, then `docker run --gpus all --shm-size 16g ...` (docs/operations.md).
+# megarl for CUDA 13: `docker build --build-arg CUDA_DIGEST=sha256:... -t megarl:0.2.0 .`, then `docker run --gpus all --shm-size 16g ...` (docs/operations.md).
 #
 # Versions are those of requirements.txt and requirements-cuda.txt; a test holds this file and the hashes to them.
 ARG CUDA=13.0.2

@@ -14,19 +14,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megarl.algo.advantage import (
-    Outcomes,
-    RawCredit,
-    TokenCreditConfig,
-    credit_tokens,
-    moments,
-    placed,
-    scaled,
-    step_scales,
-)
-from megarl.algo.comparison import Groups, Wide, has_reference, log_ratios
+from megarl.algo.advantage import Groups, Outcomes, Wide
 from megarl.algo.loss import kl
-from megarl.config.algorithm import EstimatorConfig, GaeConfig, KlEstimate, PairConfig, PrimeConfig
+from megarl.algo.pairs import has_reference, log_ratios
+from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
+from megarl.config.algorithm import EstimatorConfig, KlEstimate, PairConfig
 from megarl.tokens import ColumnName, RolloutSums, SampleColumn, is_repeated, joined_column
 from megarl.types import BoolArray, FloatArray
 
@@ -62,7 +54,7 @@ class CreditTask:
         """The columns of tokens that it needs."""
         if isinstance(self.config, PairConfig):
             return ("old_logprobs", "reference_logprobs") if has_reference(self.config) else ("old_logprobs",)
-        values: tuple[ColumnName, ...] = ("values",) if isinstance(self.config, GaeConfig | PrimeConfig) else ()
+        values: tuple[ColumnName, ...] = ("values",) if self.config.needs.has_critic else ()
         return values if self.kl is None else (*values, "old_logprobs", "reference_logprobs")
 
     @classmethod

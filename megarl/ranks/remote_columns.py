@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
-from megarl.algo.comparison import Wide
+from megarl.algo.advantage import Wide
 from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
 from megarl.errors import first_line

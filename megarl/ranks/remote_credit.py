@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.algo.comparison import Wide
+from megarl.algo.advantage import Wide
 from megarl.algo.remote_credit import CreditTask
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup

@@ -177,11 +177,17 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
     for key, code in codes:
         with noting(errors):
             load_code(code, key=key)
-    inputs, needs = None, recipe.algorithm.needs
+    inputs, needs, wrong = None, recipe.algorithm.needs, set(wrong)
+    if "data" not in wrong:
+        try:
+            check_columns(recipe.data, recipe.algorithm)
+        except DataError as error:
+            errors.append(error)
+            wrong.add("data")
     if "model" not in wrong:
         with noting(errors):
             check_weights(recipe.model.path, read_shape(recipe))
-    if not {"model", "data", "environment"} & set(wrong):
+    if not {"model", "data", "environment"} & wrong:
         with noting(errors):
             inputs = read_inputs(recipe, keeps_rows=keeps_rows)
     elif "data" not in wrong:
@@ -190,7 +196,7 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
     if inputs is not None and recipe.environment is not None:
         with noting(errors):
             rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=recipe.sampling.max_response_tokens)
-    if needs.has_engines and not {"data", "reward"} & set(wrong):
+    if needs.has_engines and not {"data", "reward"} & wrong:
         with noting(errors):
             prompts = _first_prompts(recipe.data) if inputs is None else (*inputs.train.prompts, *inputs.eval)
             asyncio.run(_try_reward(recipe.reward, needs, tuple(prompts)))
@@ -198,8 +204,7 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
 
 
 def _check_rows(data: DataConfig, algorithm: AlgorithmConfig) -> None:
-    """Raise a DataError for the columns, and for the first bad row of a file; needs no tokenizer."""
-    check_columns(data, algorithm)
+    """Raise a DataError for the first bad row of a file; needs no tokenizer."""
     if algorithm.needs.rows == "pairs":
         return  # the two answers of a row are read as two rows, by the tokenizer's reader
     as_demonstrations = algorithm.needs.rows != "prompts"

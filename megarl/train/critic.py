@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
+from megarl.algo.other_losses import CriticLoss, ValueTokens, critic_loss
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import aggregate
-from megarl.algo.objective import CriticLoss, ValueTokens
+from megarl.algo.other_losses import CriticLoss, ValueTokens
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Outcomes
+from megarl.algo.estimators import choose_estimator
 from megarl.algo.remote_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.config.algorithm import GaeConfig
@@ -151,7 +152,7 @@ async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, sampl
         loss_masks=tuple(masks[i] for i in scored),
         values=tuple(samples[i].rollout.logprobs for i in scored),
     )
-    expected = estimate(config, of_scored)
+    expected = choose_estimator(config)(of_scored)
     advantages, returns = await columns["advantages"].fetch(), await columns["returns"].fetch()
     assert expected.returns is not None
     for place, i in enumerate(scored):

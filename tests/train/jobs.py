@@ -118,6 +118,13 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
 
 
+def score(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleColumn | None:
+    trainer = build(rank, world, port, setup)
+    logprobs = trainer.logprobs(batch)
+    trainer.close()
+    return logprobs
+
+
 def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleColumn | None:
     """Return the answer of a teacher with the setup's model and split."""
     teacher = TeacherRank(spec_of(rank, world, port, setup), num_top=num_top, vocab=setup.shape.vocab)
@@ -246,6 +253,27 @@ def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]
     except (RuntimeError, AssertionError):
         is_refused_outside = True
     return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside
+
+
+def train_and_save_twice(
+    rank: int,
+    world: int,
+    port: int,
+    setup: Setup,
+    before: Sequence[TrainBatch],
+    after: Sequence[TrainBatch],
+    folders: tuple[Path, Path],
+) -> tuple[TrainerState, TrainerState]:
+    """Update with some batches and save everything; do the same with the others."""
+    trainer = build(rank, world, port, setup)
+    states = []
+    for batches, folder in zip((before, after), folders, strict=True):
+        for batch in batches:
+            trainer.update(batch)
+        states.append(trainer.snapshot("everything"))
+        trainer.write(folder, setup.folder)
+    trainer.close()
+    return states[0], states[1]
 
 
 def train_and_save(

@@ -23,8 +23,8 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.test_rank import DESCENT, MIXTURE_SPLITS, TOLERANCE, packed
-from tests.train.test_rank import SPLITS as DENSE_SPLITS
+from tests.train.splits import DESCENT, MIXTURE_SPLITS, TOLERANCE, packed
+from tests.train.splits import SPLITS as DENSE_SPLITS
 
 GAE = GaeConfig(kind="gae")
 SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
@@ -121,7 +121,7 @@ def whole_weights(outcomes: Sequence[jobs.CriticOutcome], model: Model, split: C
     ("family", "tied", "split"),
     [
         *[("qwen2", True, split) for split in DENSE_SPLITS],
-        *[("llama", False, split) for split in DENSE_SPLITS],
+        *[("llama", False, split) for split in ("TP1", "PP2-VPP2", "TP2-PP2", "CP2")],
         ("qwen3_moe", False, "TP2-EP2"),
     ],
 )

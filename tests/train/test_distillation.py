@@ -26,7 +26,7 @@ from tests.train.cluster import Cluster, Shares, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
-from tests.train.test_rank import (
+from tests.train.splits import (
     CONTEXT_SPLITS,
     DESCENT,
     SPLITS,

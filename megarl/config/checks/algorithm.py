@@ -15,9 +15,7 @@ from megarl.config.algorithm import (
     EstimatorConfig,
     GdpoConfig,
     GivenPairsConfig,
-    GmpoLossConfig,
     GpgLossConfig,
-    GspoLossConfig,
     IcepopConfig,
     KlRewardConfig,
     MaskConfig,
@@ -28,7 +26,6 @@ from megarl.config.algorithm import (
     PreferenceConfig,
     PrimeConfig,
     RewardModelConfig,
-    SapoLossConfig,
     SftConfig,
     SpinConfig,
     SppoConfig,
@@ -218,7 +215,7 @@ def _distillation(algorithm: EstimatorConfig, roles: RolesConfig, temperature: f
         yield Problem(key=f"roles.{given[0]}.endpoints", message=message)
     if isinstance(algorithm, PairConfig):
         yield Problem(key=key, message=f"the loss of pairs has no place for a teacher; remove it from {algorithm.kind}")
-    elif algorithm.distillation.kind == "reverse_kl" and isinstance(algorithm.loss, SppoLossConfig | GmpoLossConfig):
+    elif algorithm.distillation.kind == "reverse_kl" and algorithm.loss.averages_advantages:
         message = f"reverse_kl is an advantage of each token, and {algorithm.loss.kind} has one of a sequence; "
         yield Problem(key=f"{key}.kind", message=f"{message}use forward_topk or another loss")
     named = [source for role in roles.teacher.values() for source in role.sources]
@@ -232,8 +229,7 @@ def _distillation(algorithm: EstimatorConfig, roles: RolesConfig, temperature: f
 
 def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     loss, aggregation = algorithm.loss, algorithm.aggregation
-    by_sequence = isinstance(loss, GspoLossConfig | GmpoLossConfig | SapoLossConfig | SppoLossConfig)
-    if by_sequence and aggregation != "seq_mean_token_mean":
+    if loss.weighs_sequences_equally and aggregation != "seq_mean_token_mean":
         yield Problem(
             key="algorithm.aggregation",
             message=f"{aggregation} weighs sequences by their length, but {loss.kind} weighs them equally; "

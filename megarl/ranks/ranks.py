@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -46,12 +46,6 @@ START_TIMEOUT_S = 300.0
 """Deadline for a process to start, and for its weights where `train.operation_timeout_s` is shorter: disks are slow."""
 _KILL_S = 30.0
 """Time for the system to take a process apart: one with much memory on a device needs a while."""
-
-
-class SpecOf(Protocol):
-    """A RankSpec that lacks only the rank's place among the others."""
-
-    def __call__(self, *, rank: int, world: int, master_address: str, master_port: int) -> RankSpec: ...
 
 
 class RankHost(ColumnHost):
@@ -208,16 +202,14 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         ]
         return await self.gather(method.__name__, started, waits_for_all=True)
 
-    async def start(self, build: Callable[[RankSpec], ModelCalls], spec_of: SpecOf) -> None:
-        """Build every rank in its process; comes first."""
+    async def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
+        """Build every rank in its process; comes first. `spec` is that of rank 0, without the rendezvous."""
         started = [worker.process.remote() for worker in self.workers]
         self.processes = await self.gather("process", started, timeout_s=START_TIMEOUT_S)
         addresses: list[tuple[str, int]]
         addresses = await self.gather("find_address", [self.workers[0].find_address.remote()])
         address, port = addresses[0]
-        specs = [
-            spec_of(rank=rank, world=len(self), master_address=address, master_port=port) for rank in range(len(self))
-        ]
+        specs = [replace(spec, rank=rank, master_address=address, master_port=port) for rank in range(len(self))]
         starting = [worker.start.remote(build, spec) for worker, spec in zip(self.workers, specs, strict=True)]
         await self.gather("start", starting, timeout_s=max(self.timeout_s, START_TIMEOUT_S))
 

@@ -6,7 +6,7 @@ fills the micro-batches. Deterministic: equal samples give equal batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -216,10 +216,7 @@ def make_shares(
     ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
     plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
-    # All samples of a step have the same columns.
-    of_sample = [column.name for column in OF_SAMPLE if getattr(samples[0], column.name) is not None]
-    names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *of_sample) if name not in without]
-    columns = {name: attrgetter(name if name in of_sample else f"rollout.{name}") for name in names}
+    columns = _sent_columns(samples[0], has_versions=has_versions, without=without)
     singles = [column.packed_as for column in OF_CONTENT if column.packed_as and column.is_single]
     widths = {name: 0 for name in singles if name not in without}
     if teacher_width:
@@ -258,6 +255,15 @@ def make_shares(
             ),
             temperature=temperature,
         )
+
+
+def _sent_columns(
+    sample: TrainSample, *, has_versions: bool, without: Collection[str]
+) -> dict[str, Callable[[TrainSample], npt.NDArray[Any]]]:
+    """Return how to read each column that goes with the samples; all samples of a step have the same as this one."""
+    of_sample = [column.name for column in OF_SAMPLE if getattr(sample, column.name) is not None]
+    names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *of_sample) if name not in without]
+    return {name: attrgetter(name if name in of_sample else f"rollout.{name}") for name in names}
 
 
 class _RowOf(NamedTuple):

@@ -26,7 +26,7 @@ from megarl.cluster.worker_group import exit_detail
 from megarl.data.rollout_files import KeptRollout
 from megarl.engine.dispatch import Dispatcher, lent_engines
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import Life
+from megarl.engine.lifecycle import EngineStatus
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, Orders, RolloutHost, WorkerSetup
@@ -213,7 +213,7 @@ class RolloutWorkers:
                 views.append(view)
         return views
 
-    def _note_change(self, _engine: Engine, _before: Life) -> None:
+    def _note_change(self, _engine: Engine, _before: EngineStatus) -> None:
         if self._telling is None:
             self._telling = asyncio.get_running_loop().create_task(self._tell())
 

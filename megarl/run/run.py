@@ -16,7 +16,7 @@ from megarl.checkpoint.carried import write_open_step
 from megarl.checkpoint.mirroring import Mirroring
 from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Cluster, Pool, accelerators, open_cluster
-from megarl.cluster.lost_nodes import RankNodes, settle
+from megarl.cluster.lost_nodes import RankNodes, wait_for_nodes
 from megarl.cluster.tasks import task_group
 from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
@@ -199,7 +199,7 @@ class _Run:
                 self._restarted(point, error)
                 await asyncio.sleep(pause_s)
                 await asyncio.to_thread(nodes.note, error, self._recipe.roles.used_pools)
-                await settle(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self._observer.warned)
+                await wait_for_nodes(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self._observer.warned)
                 await asyncio.to_thread(nodes.leave_excluded)
             except DamagedError as error:
                 if point is None or point.folder in self._damaged:

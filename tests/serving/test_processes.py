@@ -157,7 +157,7 @@ async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path
     stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
+        async with started.placed_adapter(0, stored, COMMAND_TIMEOUT_S) as placed:
             await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
         return placed
     finally:

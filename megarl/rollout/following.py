@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
+from megarl.engine.lifecycle import Answered, EngineState, EngineStatus, FellBehind, RestartPolicy
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
 from megarl.types import PolicyVersion
@@ -27,7 +27,7 @@ class EngineView:
 
     endpoint: EngineEndpoint
     version: PolicyVersion
-    life: Life
+    status: EngineStatus
     num_pauses: int
     adapter: str | None
     """The one that requests compute with."""
@@ -39,7 +39,7 @@ class EngineView:
         return cls(
             endpoint=engine.client.endpoint,
             version=engine.version,
-            life=engine.life,
+            status=engine.status,
             num_pauses=engine.num_pauses,
             adapter=engine.adapter,
             number=number,
@@ -48,7 +48,7 @@ class EngineView:
     @property
     def key(self) -> tuple[object, ...]:
         """All that a worker needs to know."""
-        return self.endpoint, self.version, self.life.state, self.life.is_over, self.num_pauses, self.adapter
+        return self.endpoint, self.version, self.status.state, self.status.is_over, self.num_pauses, self.adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class WorkerReport:
     complaints: tuple[EngineComplaint, ...]
     probes: tuple[EngineProbe, ...]
     """The last answer of each engine of its own that was probed."""
-    answered: dict[int, Pace]
+    answered: dict[int, Throughput]
     """Engines that answered with tokens of their version."""
     num_requests: dict[int, int]
     """Requests under way, by engine."""
@@ -166,10 +166,10 @@ class FollowingFleet:
         for name in [name for name, count in engine.adapters.items() if not count]:
             del engine.adapters[name]
         # The driver's clock is another one.
-        self.fleet.adopt(engine, replace(view.life, last_answer=engine.life.last_answer))
+        self.fleet.adopt(engine, replace(view.status, last_answer=engine.status.last_answer))
         return before
 
-    def _note(self, engine: Engine, _before: Life) -> None:
+    def _note(self, engine: Engine, _before: EngineStatus) -> None:
         self._complaints.append(
             EngineComplaint(
                 endpoint=engine.client.endpoint,
@@ -223,7 +223,7 @@ class FollowingFleet:
     ) -> None:
         while True:
             # A checked rollout says as much as a probe.
-            if engine.life.is_reachable and not (engine.is_live and self.fleet.quiet_s(engine) < every_s):
+            if engine.status.is_reachable and not (engine.is_live and self.fleet.quiet_s(engine) < every_s):
                 await ask(engine, timeout_s)
             await asyncio.sleep(every_s)
 
@@ -242,11 +242,13 @@ class FollowingFleet:
         """A new engine counts as one of version 0, and has no weights until the driver says that it is live."""
         return engine.version if engine.is_live and engine.index in self._numbers else None
 
-    def _answered(self) -> dict[int, Pace]:
-        paces = {index: engine.pace for index, engine in self._engines.items() if engine.pace.num_requests}
-        for index in paces:
-            self._engines[index].pace = Pace()
-        return paces
+    def _answered(self) -> dict[int, Throughput]:
+        throughputs = {
+            index: engine.throughput for index, engine in self._engines.items() if engine.throughput.num_requests
+        }
+        for index in throughputs:
+            self._engines[index].throughput = Throughput()
+        return throughputs
 
 
 async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -> None:
@@ -262,8 +264,8 @@ async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -
             await fleet.mark_stale(engine, complaint.reason)
     for probe in report.probes:
         _record_probe(probe, engines[probe.endpoint.index], fleet)
-    for index, pace in report.answered.items():
-        fleet.answered(engines[index], pace)
+    for index, throughput in report.answered.items():
+        fleet.answered(engines[index], throughput)
     for cause in Counter(report.retries).elements():
         fleet.requests.request_retried(cause)
     for seconds in report.score_seconds:

@@ -23,7 +23,7 @@ from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
 from megarl.engine.client import GenerateRequest
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
@@ -299,7 +299,7 @@ class FleetGenerator:
             version=version,
             newest_version=engine.version if is_interrupted else version,
             base_version=base_version,
-            is_interrupted=is_interrupted or reply.is_cut or engine.life.hands_over,
+            is_interrupted=is_interrupted or reply.is_cut or engine.status.hands_over,
             in_flight=in_flight,
             echo=request.input_ids if asked.is_echoed else None,
             routes=routes,
@@ -309,8 +309,8 @@ class FleetGenerator:
             response = read_response(reply.content, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
-        pace = Pace(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
-        self._fleet.answered(engine, pace)
+        throughput = Throughput(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
+        self._fleet.answered(engine, throughput)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from megarl.config.roles import InFlight
 from megarl.config.teaching import Teaching
+from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.episodes.play import EpisodeScorer, Player
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
@@ -65,7 +66,7 @@ class RolloutSource(Protocol):
 
 async def cache_sizes(engines: Sequence[Engine]) -> list[int | None]:
     """Return how many tokens the KV cache of each engine holds; None for one that does not answer."""
-    return await asyncio.gather(*(engine.client.num_cached_tokens() for engine in engines))
+    return await asyncio.gather(*(admin.num_cached_tokens(engine.client) for engine in engines))
 
 
 class RolloutWorker:

@@ -26,7 +26,7 @@ from megarl.cluster.worker_group import exit_detail
 from megarl.data.rollout_files import FiledRollout
 from megarl.engine.dispatch import Dispatcher, lent_engines
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import Life
+from megarl.engine.lifecycle import EngineStatus
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineView, WorkerReport, apply_report
@@ -164,14 +164,14 @@ class RolloutWorkers:
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
-    async def write(self, path: Path, kept: Sequence[FiledRollout]) -> None:
+    async def write(self, path: Path, rollouts: Sequence[FiledRollout]) -> None:
         """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
         reason = ""
         for _ in range(_MAX_LOST):
             while not (hosts := [each.host for each in self._workers if each.host is not None and each.has_answered]):
                 await asyncio.sleep(_POLL_S)
             try:
-                return await write_stored(path, kept, hosts)
+                return await write_stored(path, rollouts, hosts)
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 reason = exit_detail(cause)
@@ -214,7 +214,7 @@ class RolloutWorkers:
                 views.append(view)
         return views
 
-    def _note_change(self, _engine: Engine, _before: Life) -> None:
+    def _note_change(self, _engine: Engine, _before: EngineStatus) -> None:
         if self._announcing is None:
             self._announcing = asyncio.get_running_loop().create_task(self._announce_changes())
 

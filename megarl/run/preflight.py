@@ -49,13 +49,13 @@ _MAX_TRIED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the checks of a recipe found."""
+    """Result of the checks of a recipe."""
 
     inputs: Inputs | None
     """None where model, tokenizer or rows cannot be read."""
     errors: tuple[MegarlError, ...]
     unchecked: tuple[str, ...] = ()
-    """What only the machines of the run can tell."""
+    """Requirements that only the machines of the run can be checked for."""
 
     def raise_errors(self, source: str) -> None:
         """Raise what was found: one error as it is, several as the problems of one ConfigError."""

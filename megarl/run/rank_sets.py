@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.checkpoint.mirroring import Mirroring
 from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Pool
-from megarl.cluster.lost_nodes import RankNodes, settle
+from megarl.cluster.lost_nodes import RankNodes, wait_for_nodes
 from megarl.config.recipe import Recipe
 from megarl.errors import DamagedError, MegarlError, PreemptedError, StoppedError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
@@ -92,7 +92,7 @@ class RankSets:
                 self._restarted(point, error)
                 await asyncio.sleep(pause_s)
                 await asyncio.to_thread(nodes.note, error, self.recipe.roles.used_pools)
-                await settle(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self.observer.warned)
+                await wait_for_nodes(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self.observer.warned)
                 await asyncio.to_thread(nodes.leave_excluded)
             except DamagedError as error:
                 if point is None or point.folder in self._damaged:

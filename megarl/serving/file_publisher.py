@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.model import read_model_shape
 from megarl.config.roles import EndpointConfig, FrozenRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
@@ -87,10 +88,10 @@ class FilePublisher:
     async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
         """Return None if the engine serves `version` now, else the reason."""
         try:
-            await engine.client.load_weights_from_disk(folder, version=version, timeout_s=self._timeout_s)
+            await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=self._timeout_s)
             # Cached prefixes were computed with the old weights.
             await engine.client.flush_cache()
-            info = await engine.client.model_info()
+            info = await admin.model_info(engine.client)
         except EngineError as error:
             return str(error)
         served = str(info.get("weight_version")), str(info.get("model_path"))
@@ -134,7 +135,7 @@ async def check_running(roles: Mapping[str, FrozenRoleConfig], *, device: str) -
 async def _check_frozen(role: str, model: Path, endpoint: EngineEndpoint) -> None:
     client = EngineClient(endpoint, request_timeout_s=_CHECK_TIMEOUT_S)
     try:
-        info = await client.model_info()
+        info = await admin.model_info(client)
     except EngineError as error:
         raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
     finally:
@@ -152,7 +153,7 @@ def _read_key(path: Path | None) -> str:
 async def _problem(engine: Engine, architectures: Sequence[JsonValue]) -> str | None:
     client: EngineClient = engine.client
     try:
-        info = await client.model_info()
+        info = await admin.model_info(client)
     except EngineError as error:
         return f"{error}; the engines of roles.rollout.endpoints must be running"
     if not info.get("is_generation"):

@@ -266,7 +266,7 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
         engines.broken = {}
         assert_same(await asked, expected)
         # The driver examined it: the engine's health is fine.
-        assert fleet.engines[1].life.num_doubts > 0
+        assert fleet.engines[1].status.num_doubts > 0
         while fleet.engines[1].state is not EngineState.HEALTHY:
             await asyncio.sleep(0.05)
         # A new version: the workers know it before they send a request.

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.roles import EndpointConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState
@@ -188,7 +189,7 @@ def test_a_run_trains_with_an_engine_that_it_did_not_start(arithmetic_engine: Ar
     async def serves() -> str:
         client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
         try:
-            return str((await client.model_info())["weight_version"])
+            return str((await admin.model_info(client))["weight_version"])
         finally:
             await client.close()
 

@@ -27,6 +27,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import ModelParallelConfig, PoolConfig
 from megarl.config.section import Device, dtype_on
+from megarl.engine import admin
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import EngineAdapters
 from megarl.errors import MegarlError
@@ -220,8 +221,8 @@ async def _measure_bare_load(bench: _Bench, *, ours_s: float) -> Figure:
     async with bench.parts.placed_adapter(0, stored, timeout_s=_TIMEOUT_S) as folder:
 
         async def load_and_unload() -> None:
-            await client.load_adapter("bare", folder, timeout_s=_TIMEOUT_S)
-            await client.unload_adapter("bare", timeout_s=_TIMEOUT_S)
+            await admin.load_adapter(client, "bare", folder, timeout_s=_TIMEOUT_S)
+            await admin.unload_adapter(client, "bare", timeout_s=_TIMEOUT_S)
 
         floor_s = await seconds_of(load_and_unload)
     return Figure(

@@ -224,7 +224,7 @@ ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleNumbers:
+class SampleColumn:
     """Numbers of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
 
     sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
@@ -232,11 +232,11 @@ class SampleNumbers:
     numbers: npt.NDArray[np.float32]  # [sum of T], or [sum of T, K] where each token has several
     firsts: npt.NDArray[np.int32] | None = None  # [S], as in `PackedRows`; None where every row is a whole sample
 
-    def only(self, sample_ids: Iterable[int]) -> SampleNumbers:
+    def only(self, sample_ids: Iterable[int]) -> SampleColumn:
         """Return the rows of these samples."""
         rows = np.flatnonzero(np.isin(self.sample_ids, list(sample_ids)))
         parts = [self.numbers[self.starts[row] : self.starts[row + 1]] for row in rows]
-        return SampleNumbers(
+        return SampleColumn(
             sample_ids=self.sample_ids[rows],
             starts=np.cumsum([0, *map(len, parts)], dtype=np.int64),
             numbers=np.concatenate([self.numbers[:0], *parts]),
@@ -244,9 +244,9 @@ class SampleNumbers:
         )
 
 
-def joined_numbers(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleNumbers:
+def sample_column(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleColumn:
     """Return the numbers of whole samples, given by their indices."""
-    return SampleNumbers(
+    return SampleColumn(
         sample_ids=np.fromiter(arrays, np.int32, len(arrays)),
         starts=np.cumsum([0, *map(len, arrays.values())], dtype=np.int64),
         numbers=np.concatenate([np.zeros(0, np.float32), *arrays.values()]),
@@ -263,7 +263,7 @@ class RolloutSums:
     advantages: npt.NDArray[np.float64] | None = None  # [B], their size; None where all tokens have the same
 
 
-def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float32]]:
+def by_sample(parts: Iterable[SampleColumn]) -> dict[int, npt.NDArray[np.float32]]:
     """Return the numbers of each sample; tokens of rows that are in none of the parts have 0."""
     found: dict[int, list[tuple[int, npt.NDArray[np.float32]]]] = {}
     for part in parts:
@@ -274,7 +274,7 @@ def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float3
     return {sample_id: _joined(rows) for sample_id, rows in found.items()}
 
 
-def assemble(parts: Iterable[SampleNumbers]) -> tuple[npt.NDArray[np.float32], ...]:
+def assemble(parts: Iterable[SampleColumn]) -> tuple[npt.NDArray[np.float32], ...]:
     """Return one array per sample of a step from the parts of all data-parallel ranks."""
     found = by_sample(parts)
     return tuple(found[sample_id] for sample_id in range(len(found)))
@@ -325,7 +325,7 @@ class RouteShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRoutes:
+class RouteRequest:
     """The experts that a request asks for: of the tokens from `first` on, but for the last of the response."""
 
     shape: RouteShape
@@ -336,7 +336,7 @@ class AskedRoutes:
     @classmethod
     def after(
         cls, shape: RouteShape | None, num_routed: int, so_far: RouteArray | None, *, num_sent: int
-    ) -> AskedRoutes | None:
+    ) -> RouteRequest | None:
         """Return the question that leaves out known routes: of `num_routed` tokens, and of a response so far."""
         first = num_routed + (0 if so_far is None else len(so_far))
         return None if shape is None else cls(shape=shape, first=first, num_sent=num_sent)

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.data.group_encoding import ContentArrays
-from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, KeptRollout, SampledRollout
+from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, FiledRollout, SampledRollout
 from megarl.data.shares import Share
 from megarl.errors import WorkerError, first_line
 from megarl.tokens import Content, ContentSource
@@ -163,7 +163,7 @@ def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredRespon
     return replace(share, sources=tuple(sources), places=tuple(found))
 
 
-async def write_stored(path: Path, kept: Sequence[KeptRollout], hosts: Sequence[ActorHandle]) -> None:
+async def write_stored(path: Path, kept: Sequence[FiledRollout], hosts: Sequence[ActorHandle]) -> None:
     """Have these workers write a file: each makes the rows of its own responses, and one of them writes all rows."""
     answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
     if answers:
@@ -189,7 +189,7 @@ async def _write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts:
     await hosts[0].write_lines.remote(path, lines, order)
 
 
-def _owner(rollout: KeptRollout) -> ray.ActorID | None:
+def _owner(rollout: FiledRollout) -> ray.ActorID | None:
     """Return the worker that made a rollout, None if it is not known."""
     content = rollout.content if isinstance(rollout, EvaluatedRollout) else rollout.sample.rollout.content
     source, _ = content.locate()

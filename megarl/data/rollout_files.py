@@ -86,7 +86,7 @@ def _list_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
-def write_rollouts(path: Path, kept: Sequence[KeptRollout], *, decode: Callable[[TokenArray], str]) -> None:
+def write_rollouts(path: Path, kept: Sequence[FiledRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
     answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
     if answers:
@@ -360,7 +360,7 @@ class EvaluatedRollout:
         )
 
 
-KeptRollout: TypeAlias = SampledRollout | EvaluatedRollout
+FiledRollout: TypeAlias = SampledRollout | EvaluatedRollout
 
 
 def generations_file(run_folder: Path, step: int) -> Path:

@@ -27,7 +27,7 @@ from megarl.tokens import (
     PackedRoutes,
     PackedRows,
     RouteArray,
-    SampleNumbers,
+    SampleColumn,
     by_sample,
     is_repeated,
     num_true,
@@ -261,7 +261,7 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
     return [*rows, *(_RowOf(sample_id, start, end, end - start - 1, continues_prompt=False) for start, end in bounds)]
 
 
-def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleNumbers:
+def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleColumn:
     """Return the numbers of the response tokens of a share's samples. `columns`: [N] per mini-batch and micro-batch."""
     rows = [
         (sample_id, first, of_tokens[start:end])
@@ -270,7 +270,7 @@ def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> Sample
         for sample_id, first, start, end in _responses(micro_batch)
     ]
     firsts, arrays = [first for _, first, _ in rows], [numbers for _, _, numbers in rows]
-    return SampleNumbers(
+    return SampleColumn(
         sample_ids=_int32([sample_id for sample_id, _, _ in rows]),
         starts=np.cumsum([0, *map(len, arrays)], dtype=np.int64),
         numbers=np.concatenate(arrays).astype(np.float32, copy=False) if arrays else np.zeros(0, np.float32),
@@ -278,7 +278,7 @@ def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> Sample
     )
 
 
-def with_columns(batch: TrainBatch, columns: Mapping[ColumnName, Sequence[SampleNumbers]]) -> TrainBatch:
+def with_columns(batch: TrainBatch, columns: Mapping[ColumnName, Sequence[SampleColumn]]) -> TrainBatch:
     """Return the share with these columns, each from parts that together have all of its samples."""
     if not columns:
         return batch

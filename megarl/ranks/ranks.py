@@ -27,7 +27,7 @@ from megarl.ranks.calls import ModelCalls
 from megarl.ranks.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.network import interface_of
-from megarl.tokens import ColumnName, SampleNumbers
+from megarl.tokens import ColumnName, SampleColumn
 from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch
 
@@ -99,7 +99,7 @@ class RankHost(ColumnHost):
         fetch(share.sources)
         columns = {name: ray.get(list(parts)) for name, parts in references.items()}
         result = self.run(method, with_columns(share.fill(), columns))
-        return RemotePart.of(result) if isinstance(result, SampleNumbers) else result
+        return RemotePart.of(result) if isinstance(result, SampleColumn) else result
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:
@@ -164,7 +164,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         return results[0]
 
     async def compute_column(
-        self, method: Callable[[Rank, TrainBatch], SampleNumbers | None], shares: Iterator[Share]
+        self, method: Callable[[Rank, TrainBatch], SampleColumn | None], shares: Iterator[Share]
     ) -> RemoteColumn:
         """Have every rank compute a column of its share's tokens, which stays on its node."""
         parts: list[RemotePart | None] = await self._compute_shares(method.__name__, shares, {})

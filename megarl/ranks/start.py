@@ -221,7 +221,7 @@ class _Starter:
             split=split,
             timeout_s=recipe.train.operation_timeout_s,
             report_folder=recipe.run_folder.absolute(),
-            device_lock=places.turn,
+            device_lock=places.device_lock,
         )
         left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
         workers = [worker for worker in left if worker is not None]
@@ -246,7 +246,7 @@ class _Starter:
         remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
         environment = trainer_environment(recipe.run.device)
         options = [
-            place.options(environment, share=places.share) | places.actors.options(f"{role}-{rank}")
+            place.options(environment, gpu_fraction=places.gpu_fraction) | places.actors.options(f"{role}-{rank}")
             for rank, place in enumerate(places.places)
         ]
         group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])

@@ -36,17 +36,10 @@ from megarl.errors import MegarlError
 from megarl.observe.summary import repeated_share
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
+from megarl.rollout.following import EngineView, FollowingFleet, WorkerReport
 from megarl.rollout.frozen import FrozenAccess
 from megarl.rollout.generator import Vocabulary
-from megarl.rollout.worker import (
-    AnsweredPrompt,
-    EngineView,
-    FollowingFleet,
-    RolloutTask,
-    RolloutWorker,
-    WorkerReport,
-    cache_sizes,
-)
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask, RolloutWorker, cache_sizes
 from megarl.tokens import OF_ROLLOUT, is_repeated, repeated
 from megarl.types import Prompt, Rollout, RolloutGroup, Score
 

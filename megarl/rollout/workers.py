@@ -23,20 +23,15 @@ from megarl.cluster.remote_process import RemoteProcess, end
 from megarl.cluster.stored import StoredResponses, nodes_of, write_stored
 from megarl.cluster.tasks import logged_task
 from megarl.cluster.worker_group import exit_detail
-from megarl.data.rollout_files import KeptRollout
+from megarl.data.rollout_files import FiledRollout
 from megarl.engine.dispatch import Dispatcher, lent_engines
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import Life
+from megarl.engine.lifecycle import EngineStatus
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
+from megarl.rollout.following import EngineView, WorkerReport, apply_report
 from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, Orders, RolloutHost, WorkerSetup
-from megarl.rollout.worker import (
-    AnsweredPrompt,
-    EngineView,
-    RolloutTask,
-    WorkerReport,
-    apply_report,
-)
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -78,10 +73,10 @@ class RolloutWorkers:
         """Why a worker was lost last."""
         fleet.listen(self._note_change)
 
-    def _link(self, setup: WorkerSetup) -> WorkerLink:
+    def _link(self, setup: WorkerSetup) -> WorkerRecord:
         engines = {engine.index: engine for engine in self._fleet.engines}
         lent = sorted(lent_engines(setup.own, len(engines)))
-        return WorkerLink(setup=setup, engines=tuple(engines[index] for index in (*setup.own, *lent)))
+        return WorkerRecord(setup=setup, engines=tuple(engines[index] for index in (*setup.own, *lent)))
 
     def _welcome(self, engines: Sequence[Engine]) -> None:
         self._keepers.append(logged_task(self._start_beside(engines)))
@@ -163,7 +158,7 @@ class RolloutWorkers:
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
-    async def write(self, path: Path, kept: Sequence[KeptRollout]) -> None:
+    async def write(self, path: Path, kept: Sequence[FiledRollout]) -> None:
         """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
         reason = ""
         for _ in range(_MAX_LOST):
@@ -189,7 +184,7 @@ class RolloutWorkers:
         if told:
             await asyncio.wait([asyncio.ensure_future(_ended(each)) for each in told], timeout=self._silence_timeout_s)
 
-    async def _acquire(self, avoided: set[int]) -> WorkerLink:
+    async def _acquire(self, avoided: set[int]) -> WorkerRecord:
         while True:
             self._fleet.check()
             worker = self._dispatcher.take(avoided, ())
@@ -201,7 +196,7 @@ class RolloutWorkers:
                 return worker
             self._dispatcher.release(worker)
 
-    def _views(self, worker: WorkerLink) -> list[EngineView]:
+    def _views(self, worker: WorkerRecord) -> list[EngineView]:
         """Return what the worker does not know yet of its engines."""
         if worker.num_seen == self._fleet.num_changes:
             return []
@@ -213,7 +208,7 @@ class RolloutWorkers:
                 views.append(view)
         return views
 
-    def _note_change(self, _engine: Engine, _before: Life) -> None:
+    def _note_change(self, _engine: Engine, _before: EngineStatus) -> None:
         if self._telling is None:
             self._telling = asyncio.get_running_loop().create_task(self._tell())
 
@@ -225,7 +220,7 @@ class RolloutWorkers:
             self._judge(worker)
         self._dispatcher.serve()
 
-    def _judge(self, worker: WorkerLink) -> None:
+    def _judge(self, worker: WorkerRecord) -> None:
         """Decide whether the worker gets prompts: it answers, and has a live engine unless nobody has."""
         has_engine = any(engine.is_live for engine in worker.own)
         is_live = worker.has_answered and (has_engine or not any(engine.is_live for engine in self._fleet.engines))
@@ -233,7 +228,7 @@ class RolloutWorkers:
             worker.is_live = is_live
             self._dispatcher.changed(worker)
 
-    async def _keep(self, worker: WorkerLink) -> None:
+    async def _keep(self, worker: WorkerRecord) -> None:
         """Start the worker, again whenever it is lost."""
         num_failures = 0
         while num_failures < _MAX_FAILURES:
@@ -255,7 +250,7 @@ class RolloutWorkers:
         if all(each.is_over for each in self._workers):
             self._dispatcher.refuse(self._none_left)
 
-    async def _serve(self, worker: WorkerLink) -> None:
+    async def _serve(self, worker: WorkerRecord) -> None:
         """Start the worker and take its reports; raise WorkerLostError when there are none."""
         setup = worker.setup
         # Soft only where the node is gone, and another one takes the worker: Ray may move a soft one at any time.
@@ -282,7 +277,7 @@ class RolloutWorkers:
                 self._dispatcher.serve()
             await asyncio.sleep(GATHER_S)
 
-    async def _record(self, worker: WorkerLink, report: WorkerReport) -> None:
+    async def _record(self, worker: WorkerRecord, report: WorkerReport) -> None:
         for judge in report.judges:
             self._observer.judge_answered(*judge)
         await apply_report(report, self._fleet, self._observer)
@@ -295,7 +290,7 @@ class RolloutWorkers:
             counts = (of_worker.get(engine.index, 0) for of_worker in self._num_requests.values())
             engine.num_elsewhere = sum(counts)
 
-    async def _end(self, worker: WorkerLink) -> None:
+    async def _end(self, worker: WorkerRecord) -> None:
         """End the process, frozen or not."""
         host, process, worker.host, worker.process = worker.host, worker.process, None, None
         self._num_requests.pop(worker.index, None)
@@ -353,7 +348,7 @@ class _Question:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class WorkerLink:
+class WorkerRecord:
     """The driver's record of a worker, as a `Dispatched`."""
 
     setup: WorkerSetup

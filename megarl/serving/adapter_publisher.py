@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelConfig
+from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.engine.process import EngineAdapters, EngineSpec
@@ -201,7 +202,7 @@ class AdapterPublisher:
             async with self._places.placed_adapter(engine.index, stored, timeout_s=self._timeout_s) as folder:
                 # Recorded first: a load that was cut off may have succeeded.
                 engine.adapters[name] += 0
-                await engine.client.load_adapter(name, folder, timeout_s=self._timeout_s)
+                await admin.load_adapter(engine.client, name, folder, timeout_s=self._timeout_s)
         except (EngineError, WeightSyncError) as error:
             return str(error)
         return None
@@ -226,7 +227,7 @@ class AdapterPublisher:
         """Forget an adapter that no request holds; one that the engine does not have is forgotten here alone."""
         adapters = engine.adapters
         try:
-            await engine.client.unload_adapter(name, timeout_s=self._timeout_s)
+            await admin.unload_adapter(engine.client, name, timeout_s=self._timeout_s)
         except EngineError as error:
             logger.info("adapter=%s was not unloaded: %s", name, error)
         adapters.pop(name, None)

@@ -17,7 +17,7 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import measure_usage
 from megarl.train.rank_spec import RECORD_PREFIX, RankSpec, TrainerRecord
@@ -91,7 +91,7 @@ class ActorRank(TrainedRank):
             else self._monitor.observe(summary.engine_mismatch),
         )
 
-    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
+    def logprobs(self, batch: TrainBatch) -> SampleColumn | None:
         """Return the log-probabilities of the response tokens."""
         return self._column(batch)
 
@@ -114,7 +114,7 @@ class ActorRank(TrainedRank):
         """Make the policy of now the reference."""
         self._reference.refresh(self.tensors())
 
-    def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
+    def reference_logprobs(self, batch: TrainBatch) -> SampleColumn | None:
         """Return what `logprobs` does, with the weights of the reference."""
         with self._reference.in_place_of(self.tensors()):
             return self._column(batch)

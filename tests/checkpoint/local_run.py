@@ -115,12 +115,13 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     prompts = PromptStream([PROMPT], seed=1)
     saver = RunSaver(
         recipe,
-        actor=SavedModel(
-            ranks=LocalRanks(rank),
-            shape=read_model_shape(recipe.model.path),
-            source_folder=recipe.model.path,
-        ),
-        critic=None,
+        models={
+            "": SavedModel(
+                ranks=LocalRanks(rank),
+                shape=read_model_shape(recipe.model.path),
+                source_folder=recipe.model.path,
+            )
+        },
         algorithm=build_algorithm(recipe.algorithm, max_response_tokens=8),
         prompts=prompts,
         buffer=buffer,

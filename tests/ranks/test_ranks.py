@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Outcomes
+from megarl.algo.estimators import choose_estimator
 from megarl.algo.remote_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.config.algorithm import GaeConfig
@@ -28,7 +29,7 @@ from megarl.errors import WorkerError
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
 from megarl.serving.stragglers import watched_ranks
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import TrainBatch, TrainSample
 from tests.run.runs import write_recipe
@@ -61,7 +62,7 @@ class EchoRank(ModelRank):
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
 
-    def echo(self, batch: TrainBatch) -> SampleNumbers | None:
+    def echo(self, batch: TrainBatch) -> SampleColumn | None:
         if self._spec.rank % SPLIT.tensor:
             return None
         columns = [[item.rollout_logprobs for item in each.micro_batches] for each in batch.mini_batches]
@@ -152,7 +153,7 @@ async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, sampl
         loss_masks=tuple(masks[i] for i in scored),
         values=tuple(samples[i].rollout.logprobs for i in scored),
     )
-    expected = estimate(config, of_scored)
+    expected = choose_estimator(config)(of_scored)
     advantages, returns = await columns["advantages"].fetch(), await columns["returns"].fetch()
     assert expected.returns is not None
     for place, i in enumerate(scored):
@@ -166,18 +167,18 @@ async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, sampl
     np.testing.assert_array_equal(some[5], advantages[5])
 
 
-async def _lose() -> SampleNumbers:
+async def _lose() -> SampleColumn:
     raise ray.exceptions.RayError("the owner of the object died")
 
 
-async def _hang() -> SampleNumbers:
+async def _hang() -> SampleColumn:
     await asyncio.sleep(600)
     raise AssertionError
 
 
 @pytest.mark.parametrize(("reference", "reason"), [(_lose, "lost with the rank: the owner"), (_hang, "within 0.1 s")])
 def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
-    reference: Callable[[], Awaitable[SampleNumbers]], reason: str
+    reference: Callable[[], Awaitable[SampleColumn]], reason: str
 ) -> None:
     """The run then starts new ranks."""
 

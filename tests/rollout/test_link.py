@@ -17,8 +17,9 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.group_encoding import ContentArrays
 from megarl.engine.fleet import Fleet
 from megarl.errors import QuarantineError
+from megarl.rollout.following import FollowingFleet, WorkerReport
 from megarl.rollout.generator import Sampling
-from megarl.rollout.worker import AnsweredPrompt, FollowingFleet, RolloutTask, WorkerReport
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
@@ -33,7 +34,7 @@ with private_ray():
         WorkerSetup,
         gather_s,
     )
-    from megarl.rollout.workers import GATHER_S, WorkerLink, WorkerLostError
+    from megarl.rollout.workers import GATHER_S, WorkerLostError, WorkerRecord
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=8), seed=1)
 SETUP = WorkerSetup(
@@ -77,8 +78,8 @@ class Host:
         self.dropped += [orders.dropped] if orders.dropped else []
 
 
-def link(fleet: Fleet, host: Host) -> WorkerLink:
-    return WorkerLink(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
+def link(fleet: Fleet, host: Host) -> WorkerRecord:
+    return WorkerRecord(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
 
 
 def fleet() -> Fleet:

@@ -21,6 +21,7 @@ from megarl.cluster.local_ray import private_ray
 from megarl.config.load import load_recipe
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.roles import PoolConfig, RolloutRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
@@ -121,7 +122,7 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
 
     async def scenario() -> None:
-        started, (endpoint,) = await start_engines([spec], two_nodes, share=1.0)
+        started, (endpoint,) = await start_engines([spec], two_nodes, gpu_fraction=1.0)
         try:
             assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
             assert await _answer(endpoint) == expected
@@ -158,7 +159,7 @@ async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
         async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
-            await client.load_adapter("policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
+            await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
         return placed
     finally:
         await client.close()

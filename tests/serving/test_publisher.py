@@ -279,7 +279,7 @@ def test_a_publish_waits_for_an_engine_that_is_restarted() -> None:
         await asyncio.sleep(0.05)
         assert not publishing.done()
         first = scene.fleet.engines[0]
-        first.life = replace(first.life, restart_at=0)
+        first.status = replace(first.status, restart_at=0)
         for event in (Ticked(), Started()):
             scene.fleet.report(first, event)
         assert (await publishing).num_engines == 1

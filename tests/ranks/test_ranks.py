@@ -94,8 +94,9 @@ def spec(world: int) -> RankSpec:
     )
 
 
-@pytest.fixture
-def folder(real_ray: None, tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def folder(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    tmp_path = tmp_path_factory.mktemp("ranks")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "ranks"))
     Path(recipe.run_folder).mkdir(parents=True)

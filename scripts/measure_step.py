@@ -74,7 +74,7 @@ def _traced_run(folder: Path) -> Mapping[str, set[int]]:
     environment = {**current_environment(), "STEP_TRACE": str(folder)}
     paths = [str(ROOT / "scripts" / "line_tracer"), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    megarl = [sys.executable, "-m", "megarl.cli.main"]
+    megarl = [sys.executable, "-c", "from megarl.cli.main import main; main()"]
     data = folder / "arithmetic"
     subprocess.run([*megarl, "data", "make", "arithmetic", "--out", str(data)], check=True, cwd=ROOT)  # noqa: S603
     settings = {

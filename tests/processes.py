@@ -20,7 +20,7 @@ from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 
 Result = TypeVar("Result")
 
-_IMPORTED = ("hypothesis", "megarl.run.run", "megarl.tools.check_sync", "megarl.train.rank")
+_IMPORTED = ("hypothesis", "megarl.run.run", "megarl.tools.check_sync", "tests.train.jobs")
 
 
 def template() -> ForkServerContext:

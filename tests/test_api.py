@@ -15,7 +15,8 @@ import pytest
 
 import megarl
 from megarl import api
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Outcomes
+from megarl.algo.estimators import choose_estimator
 from megarl.cli.display import NotebookDisplay
 from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
 from megarl.config.environment import ClassEnvironmentConfig
@@ -144,7 +145,7 @@ def own_estimator(tmp_path: Path, body: str) -> GrpoConfig:
 
 
 def test_an_own_estimator_assigns_the_credit(tmp_path: Path) -> None:
-    first, second = estimate(own_estimator(tmp_path, "outcomes.rewards - 0.25"), OUTCOMES).advantages
+    first, second = choose_estimator(own_estimator(tmp_path, "outcomes.rewards - 0.25"))(OUTCOMES).advantages
     assert (first.tolist(), second.tolist()) == ([0.75, 0.0], [-0.25])
 
 
@@ -159,7 +160,7 @@ def test_an_own_estimator_assigns_the_credit(tmp_path: Path) -> None:
 )
 def test_what_an_own_estimator_may_not_return_is_a_sentence(tmp_path: Path, body: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        estimate(own_estimator(tmp_path, body), OUTCOMES)
+        choose_estimator(own_estimator(tmp_path, body))(OUTCOMES)
 
 
 def test_code_that_is_missing_or_broken_is_a_sentence_with_its_key(tmp_path: Path) -> None:

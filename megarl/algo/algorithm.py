@@ -5,44 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from megarl.algo.advantage import Credit, Outcomes, estimate
-from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
-from megarl.algo.loss import kl
+from megarl.algo.advantage import Credit, Float64Array, Outcomes, earlier_rewards, sum_of_parts
+from megarl.algo.estimators import choose_estimator
+from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
+from megarl.algo.penalty import KlPenalty, length_penalty, penalised_length
 from megarl.algo.remote_credit import CreditTask
-from megarl.algo.selection import (
-    Selection,
-    are_scored,
-    component,
-    estimates_of,
-    has_parts,
-    is_lost,
-    parts_of,
-    scored_only,
-    with_unscored,
-    without_cut,
-)
+from megarl.algo.selection import Selection, component, estimates_of, scored_only, with_unscored, without_cut
 from megarl.config.algorithm import (
-    AdaptiveKlConfig,
     AlgorithmConfig,
     EstimatorConfig,
-    GaeConfig,
     GdpoConfig,
     KlLossConfig,
     KlRewardConfig,
     PairConfig,
-    PrimeConfig,
-    RemaxConfig,
     SftConfig,
 )
-from megarl.errors import RewardError
 from megarl.results import PreferenceStats
-from megarl.tokens import RolloutSums, num_true, repeated
-from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
-
-_MAX_KL_ERROR = 0.2
+from megarl.tokens import RolloutSums, repeated
+from megarl.types import Estimates, Rollout, Score, ScoredGroup, TrainSample
 
 
 def build_algorithm(
@@ -91,15 +72,24 @@ class PolicyGradient:
 
     def __init__(self, config: EstimatorConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> None:
         self._config = config
+        self._estimate = choose_estimator(config)
         self._max_response_tokens = max_response_tokens
         self._selection = None if config.filter is None else Selection(config.filter)
         self._num_lost = 0
         self.pairs: PreferenceStats | None = None
         """The pairs of the last step; None without any."""
-        self.kl_coef = config.kl.coef if config.kl is not None and kl_coef is None else kl_coef
+        self._penalty: KlPenalty | None = None
+        if isinstance(config.kl, KlRewardConfig) and not isinstance(config, PairConfig):
+            self._penalty = KlPenalty(config.kl, kl_coef)
+
+    @property
+    def kl_coef(self) -> float | None:
+        if self._penalty is not None:
+            return self._penalty.coef
+        return None if self._config.kl is None else self._config.kl.coef
 
     def keeps(self, group: ScoredGroup) -> bool:
-        if is_lost(group):
+        if _is_lost(group):
             self._num_lost += 1
             return False
         return self._selection is None or self._selection.keeps(scored_only(group))
@@ -110,25 +100,24 @@ class PolicyGradient:
         return {**filtered, "masked": lost} if lost else filtered
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
-        is_scored = are_scored(groups)
+        is_scored = _are_scored(groups)
         if all(is_scored):
             return self._assign(groups, estimates)
         samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, is_scored))
         return with_unscored(samples, groups, is_scored)
 
     def credit_task(self, groups: Sequence[ScoredGroup]) -> CreditTask | None:
-        """Return what the ranks have to do with numbers of tokens that they hold; None if nothing."""
+        """Return how ranks assign credit from columns per token that stay with them; None if credit needs none."""
         config, penalty = self._config, self._penalty
-        is_credited = isinstance(config, GaeConfig | PairConfig | PrimeConfig) or penalty is not None
-        if not is_credited or config.estimator is not None:
+        uses_columns = config.needs.has_critic or isinstance(config, PairConfig) or penalty is not None
+        if not uses_columns or config.needs.fetches_columns:
             return None
-        scored, ids = [scored_only(each) for each in groups], np.flatnonzero(are_scored(groups)).tolist()
         return CreditTask.of(
             config,
-            self._outcomes(scored, Estimates()),
-            ids,
-            kl=None if penalty is None else penalty.estimate,
-            kl_coef=self.kl_coef or 0.0,
+            self._outcomes([scored_only(scored) for scored in groups], Estimates()),
+            np.flatnonzero(_are_scored(groups)).tolist(),
+            kl=None if penalty is None else penalty.config.estimate,
+            kl_coef=0.0 if penalty is None else penalty.coef,
         )
 
     def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> PreferenceStats | None:
@@ -145,7 +134,8 @@ class PolicyGradient:
     def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config
         outcomes = self._outcomes(groups, estimates)
-        credit, self.pairs = self._credit(outcomes, estimates.sums), self._measure(outcomes)
+        credit = self._credit(outcomes, estimates.sums)
+        self.pairs = self._measure(outcomes) if isinstance(config, PairConfig) else None
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
         rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [
@@ -166,7 +156,7 @@ class PolicyGradient:
 
     def _credit(self, outcomes: Outcomes, sums: RolloutSums | None) -> Credit:
         if sums is None or sums.advantages is None:
-            return estimate(self._config, outcomes)
+            return self._estimate(outcomes)
         # The ranks have the advantages; their size stands for them here.
         sizes = zip(sums.advantages.astype(np.float32), outcomes.loss_masks, strict=True)
         return Credit(advantages=tuple(repeated(size, len(mask)) for size, mask in sizes))
@@ -185,109 +175,37 @@ class PolicyGradient:
                 name: np.array([component(score, name, scored) for scored in groups for score in scored.scores])
                 for name in names
             },
-            baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
-            penalties=self._penalties(estimates, loss_masks),
-            penalty_sums=self._penalty_sums(estimates.sums),
+            baselines=self._baselines(groups) if config.needs.has_baseline else None,
+            penalties=None if self._penalty is None else self._penalty.of_tokens(estimates, loss_masks),
+            penalty_sums=None if self._penalty is None else self._penalty.of_rollouts(estimates.sums),
             implicit=implicit_rewards(config, estimates, loss_masks)
             if isinstance(config, PairConfig) and estimates != Estimates()
             else None,
             values=estimates.values,
-            earlier_rewards=_earlier_rewards(groups),
+            earlier_rewards=earlier_rewards(groups),
         )
 
-    @property
-    def _penalty(self) -> KlRewardConfig | None:
-        config = self._config
-        return config.kl if isinstance(config.kl, KlRewardConfig) and not isinstance(config, PairConfig) else None
-
-    def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
-        """Return the KL penalty of each token, B of [T_i]; adapt the coefficient for the next step."""
-        config = self._penalty
-        if config is None or estimates.logprobs is None:
-            return None
-        assert estimates.reference_logprobs is not None, "a penalty without a reference"
-        assert self.kl_coef is not None, "a penalty without a coefficient"
-        pairs = zip(estimates.logprobs, estimates.reference_logprobs, strict=True)
-        distances = [
-            kl(config.estimate, torch.from_numpy(policy), torch.from_numpy(reference)).numpy()
-            for policy, reference in pairs
-        ]
-        penalties = tuple((self.kl_coef * distance).astype(np.float32) for distance in distances)
-        chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
-        self._adapt([distance.mean(dtype=np.float64) for distance in chosen if len(distance)], len(chosen))
-        return penalties
-
-    def _penalty_sums(self, sums: RolloutSums | None) -> npt.NDArray[np.float64] | None:
-        """Return the KL penalty of each rollout, [B], as the ranks summed it; adapt the coefficient."""
-        if sums is None or sums.kl is None:
-            return None
-        assert self.kl_coef is not None, "a penalty without a coefficient"
-        penalties = self.kl_coef * sums.kl
-        chosen = sums.counts > 0
-        self._adapt((sums.kl[chosen] / sums.counts[chosen]).tolist(), len(sums.kl))
-        return penalties
-
-    def _adapt(self, means: Sequence[float], num_sequences: int) -> None:
-        """Adapt the coefficient to the mean of the sequences' means: one long rollout does not steer it."""
-        adaptive = None if self._penalty is None else self._penalty.adaptive
-        if adaptive is not None and self.kl_coef is not None:
-            mean = float(np.mean(means or [0.0]))
-            self.kl_coef = adapted_kl_coef(self.kl_coef, adaptive, kl=mean, num_sequences=num_sequences)
-
-    def _baselines(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float64]:
+    def _baselines(self, groups: Sequence[ScoredGroup]) -> Float64Array:
         """[B], the reward of the greedy rollout of each rollout's group."""
         return np.repeat(
             self._rewards([_baseline(scored) for scored in groups]), [len(scored.scores) for scored in groups]
         )
 
-    def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
+    def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> Float64Array:
         """[B], the scores with the rewards of turns and tokens and the penalty of overlong responses."""
         rewards = np.array([score.value for _, score in scored], dtype=np.float64)
         if self._config.reward_clip is not None:
             rewards = rewards.clip(*self._config.reward_clip)
-        rewards += [parts_of(rollout, score) for rollout, score in scored]
+        rewards += [sum_of_parts(rollout, score) for rollout, score in scored]
         overlong = self._config.overlong
         if overlong is None or overlong.buffer_tokens is None:
             return rewards
         return rewards + length_penalty(
-            np.array([_num_counted(rollout) for rollout, _ in scored]),
+            np.array([penalised_length(rollout) for rollout, _ in scored]),
             max_tokens=self._max_response_tokens,
             buffer_tokens=overlong.buffer_tokens,
             factor=overlong.factor,
         )
-
-
-def _num_counted(rollout: Rollout) -> int:
-    """Return the length of a response; of an episode without what its environment wrote."""
-    return num_true(rollout.loss_mask) if rollout.episode.turns else rollout.num_tokens
-
-
-def _earlier_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
-    """Return the rewards of turns, by the last token of each, and of tokens; None where no rollout has any."""
-    rewards = tuple(
-        _rewards_by_token(rollout, score, scored.group.prompt.uid) if has_parts(rollout, score) else {}
-        for scored in groups
-        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
-    )
-    return rewards if any(rewards) else None
-
-
-def _rewards_by_token(rollout: Rollout, score: Score, uid: str) -> dict[int, float]:
-    by_token = {turn.end - 1: turn.reward for turn in rollout.episode.turns if turn.reward}
-    if score.tokens is None:
-        return by_token
-    chosen, rewards = np.flatnonzero(rollout.loss_mask), np.array(score.tokens)
-    if len(rewards) == rollout.num_tokens and not rewards[~rollout.loss_mask].any():
-        rewards = rewards[chosen]  # of all tokens of an episode
-    if len(rewards) != len(chosen):
-        raise RewardError(
-            f"prompt {uid}: the score has {len(rewards)} rewards in `tokens`, and the policy chose {len(chosen)} "
-            "tokens: return one for each"
-        )
-    for place in np.flatnonzero(rewards).tolist():
-        token = int(chosen[place])
-        by_token[token] = by_token.get(token, 0.0) + float(rewards[place])
-    return by_token
 
 
 def _baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:
@@ -297,16 +215,12 @@ def _baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:
     return rollout, score
 
 
-def length_penalty(
-    lengths: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int, factor: float
-) -> npt.NDArray[np.float64]:
-    """[B], 0 up to `buffer_tokens` before the limit, then linear down to -factor at the limit."""
-    excess = lengths - (max_tokens - buffer_tokens)
-    penalty: npt.NDArray[np.float64] = np.minimum(0.0, -excess / buffer_tokens * factor)
-    return penalty
+def _is_lost(scored: ScoredGroup) -> bool:
+    """Whether the group teaches nothing: no rollout has a score, or its baseline has none."""
+    has_no_baseline = scored.baseline is not None and scored.baseline.is_masked
+    return has_no_baseline or all(score.is_masked for score in scored.scores)
 
 
-def adapted_kl_coef(coef: float, config: AdaptiveKlConfig, *, kl: float, num_sequences: int) -> float:
-    """Return the next step's coefficient from this step's mean KL."""
-    error = min(max(kl / config.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
-    return coef * (1 + error * num_sequences / config.horizon)
+def _are_scored(groups: Sequence[ScoredGroup]) -> list[bool]:
+    """Return for every rollout of a step, in the order of the groups, whether it has a score."""
+    return [not score.is_masked for scored in groups for score in scored.scores]

@@ -1,7 +1,7 @@
-"""Losses per token and their aggregation to one number. Pure torch, no ranks, no devices.
+"""PPO's loss per token, estimates of KL, and the aggregation to one number. Pure torch, no ranks, no devices.
 
 Every function sees one micro-batch and divides by the counts of the whole mini-batch: the sum over micro-batches and
-ranks is the loss, however the sequences were split. A new loss is one function and one `case`.
+ranks is the loss, however the sequences were split. The other losses are in `other_losses.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.config.algorithm import (
-    Aggregation,
-    CispoLossConfig,
-    FunctionLossConfig,
-    GmpoLossConfig,
-    GpgLossConfig,
-    GspoLossConfig,
-    KlEstimate,
-    LossConfig,
-    PpoLossConfig,
-    SapoLossConfig,
-    SppoLossConfig,
-)
-from megarl.errors import DataError
-from megarl.system.user_code import load_code
+from megarl.config.algorithm import Aggregation, KlEstimate, PpoLossConfig
 
 MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio, far below overflow."""
@@ -59,45 +45,9 @@ class TokenLoss:
     is_clipped: Tensor  # [N], True where the clip set the value
 
 
-def policy_loss(config: LossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """Return the loss of each token, as the recipe's section defines it."""
-    match config:
-        case PpoLossConfig():
-            return _ppo(config, tokens)
-        case GspoLossConfig():
-            return _gspo(config, tokens)
-        case CispoLossConfig():
-            return _cispo(config, tokens)
-        case GpgLossConfig():
-            return _unclipped(-tokens.advantages * tokens.logprobs)
-        case SapoLossConfig():
-            return _sapo(config, tokens)
-        case GmpoLossConfig():
-            return _gmpo(config, tokens)
-        case SppoLossConfig():
-            return _sppo(tokens)
-        case FunctionLossConfig():
-            return _of_user(config, tokens)
-        case _:
-            assert_never(config)
-
-
-def _of_user(config: FunctionLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    loss = load_code(config.code, key="algorithm.loss.code")(tokens)
-    if isinstance(loss, Tensor):
-        loss = _unclipped(loss)
-    if not isinstance(loss, TokenLoss) or loss.values.shape != tokens.logprobs.shape:
-        found = tuple(loss.values.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
-        raise DataError(
-            f"algorithm.loss.code: {config.code} returned {found}; it must be one loss per token, "
-            f"{tuple(tokens.logprobs.shape)}"
-        )
-    return loss
-
-
-def _ppo(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
+def ppo_loss(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
     """PPO with the dual clip: where the advantage is negative the loss is bounded by `-advantage * clip_dual`."""
-    single = _clipped(tokens.advantages, _log_ratios(tokens).exp(), low=config.clip_low, high=config.clip_high)
+    single = clipped_loss(tokens.advantages, log_ratios(tokens).exp(), low=config.clip_low, high=config.clip_high)
     bound = -tokens.advantages * config.clip_dual
     is_bounded = (tokens.advantages < 0) & (single.values > bound)
     return TokenLoss(
@@ -106,56 +56,17 @@ def _ppo(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
     )
 
 
-def _gspo(config: GspoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """PPO with the sequence's ratio in place of each token's; the gradient is that of the token's log-probability."""
-    log_ratios = tokens.segments.spread(tokens.segments.means(_log_ratios(tokens).detach()))
-    ratios = (tokens.logprobs - tokens.logprobs.detach() + log_ratios).exp()
-    return _clipped(tokens.advantages, ratios, low=config.clip_low, high=config.clip_high)
-
-
-def _cispo(config: CispoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """The policy gradient weighted by the clipped ratio: clipped tokens keep a gradient."""
-    ratios = _log_ratios(tokens).detach().exp()
-    weights = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return TokenLoss(values=-weights * tokens.advantages * tokens.logprobs, is_clipped=weights != ratios)
-
-
-def _sapo(config: SapoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """A sigmoid of the ratio, of slope 1 at ratio 1, in place of the clip."""
-    taus = torch.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
-    gates = (4 / taus) * torch.sigmoid(taus * (_log_ratios(tokens).exp() - 1))
-    return _unclipped(-tokens.advantages * gates)
-
-
-def _gmpo(config: GmpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """-A * geometric mean of the ratios, each clipped on the side to which the advantage pushes it."""
-    log_ratios = _log_ratios(tokens)
-    clipped = torch.where(
-        tokens.advantages > 0, log_ratios.clamp(max=config.clip_high), log_ratios.clamp(min=-config.clip_low)
-    )
-    segments = tokens.segments
-    values = -segments.means(tokens.advantages) * segments.means(clipped).exp()
-    return TokenLoss(values=segments.spread(values), is_clipped=clipped != log_ratios)
-
-
-def _sppo(tokens: PolicyTokens) -> TokenLoss:
-    """Return (log-ratio of the sequence - its advantage)^2, the same for all tokens of a sequence."""
-    segments = tokens.segments
-    log_ratios = segments.sums(tokens.logprobs - tokens.old_logprobs)
-    return _unclipped(segments.spread((log_ratios - segments.means(tokens.advantages)).square()))
-
-
-def _log_ratios(tokens: PolicyTokens) -> Tensor:
+def log_ratios(tokens: PolicyTokens) -> Tensor:
     return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clipped(advantages: Tensor, ratios: Tensor, *, low: float, high: float) -> TokenLoss:
+def clipped_loss(advantages: Tensor, ratios: Tensor, *, low: float, high: float) -> TokenLoss:
     free = -advantages * ratios
     clipped = -advantages * ratios.clamp(1 - low, 1 + high)
     return TokenLoss(values=torch.maximum(free, clipped), is_clipped=clipped > free)
 
 
-def _unclipped(values: Tensor) -> TokenLoss:
+def unclipped_loss(values: Tensor) -> TokenLoss:
     return TokenLoss(values=values, is_clipped=torch.zeros_like(values, dtype=torch.bool))
 
 
@@ -224,12 +135,6 @@ def k3(delta: Tensor) -> Tensor:
 def _with_k2_gradient(delta: Tensor, value: Tensor) -> Tensor:
     k2 = delta.square() / 2
     return k2 - k2.detach() + value.detach()
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error, the larger of that of the values and of the values clipped around the old ones. [N]"""
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

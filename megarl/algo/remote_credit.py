@@ -14,20 +14,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megarl.algo.advantage import (
-    Outcomes,
-    RawCredit,
-    TokenCreditConfig,
-    credit_tokens,
-    moments,
-    placed,
-    scaled,
-    step_scales,
-)
-from megarl.algo.comparison import Groups, Wide, has_reference, log_ratios
+from megarl.algo.advantage import Float64Array, Groups, Outcomes
 from megarl.algo.loss import kl
-from megarl.config.algorithm import EstimatorConfig, GaeConfig, KlEstimate, PairConfig, PrimeConfig
-from megarl.tokens import ColumnName, RolloutSums, SampleNumbers, is_repeated, joined_numbers
+from megarl.algo.pairs import has_reference, log_ratios
+from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
+from megarl.config.algorithm import EstimatorConfig, KlEstimate, PairConfig
+from megarl.tokens import ColumnName, RolloutSums, SampleColumn, is_repeated, sample_column
 from megarl.types import BoolArray, FloatArray
 
 TokenColumns: TypeAlias = Mapping[ColumnName, Mapping[int, FloatArray]]
@@ -46,10 +38,10 @@ class CreditTask:
     """None without a penalty."""
     kl_coef: float
     sample_ids: tuple[int, ...]  # B, indices into the step's samples
-    rewards: Wide  # [B]
+    rewards: Float64Array  # [B]
     groups: Groups  # [B]
     masks: tuple[BoolArray | int, ...]  # B of [T_i]; a number of tokens where the policy chose all
-    baselines: Wide | None
+    baselines: Float64Array | None
     earlier_rewards: tuple[Mapping[int, float], ...] | None
 
     @property
@@ -62,7 +54,7 @@ class CreditTask:
         """The columns of tokens that it needs."""
         if isinstance(self.config, PairConfig):
             return ("old_logprobs", "reference_logprobs") if has_reference(self.config) else ("old_logprobs",)
-        values: tuple[ColumnName, ...] = ("values",) if isinstance(self.config, GaeConfig | PrimeConfig) else ()
+        values: tuple[ColumnName, ...] = ("values",) if self.config.needs.has_critic else ()
         return values if self.kl is None else (*values, "old_logprobs", "reference_logprobs")
 
     @classmethod
@@ -127,7 +119,7 @@ class CreditTask:
             rows=np.array([(total, *row) for total, row in zip(sums, spread, strict=True)]).reshape(-1, 4),
         )
 
-    def sums(self, rows: Wide) -> RolloutSums:
+    def sums(self, rows: Float64Array) -> RolloutSums:
         """Return the sums of all rollouts from the rows of all ranks, [B, 4]."""
         return RolloutSums(
             counts=rows[:, _MOMENTS[0]],
@@ -135,7 +127,7 @@ class CreditTask:
             ratios=rows[:, _SUM] if isinstance(self.config, PairConfig) else None,
         )
 
-    def scales(self, rows: Wide) -> Wide | None:
+    def scales(self, rows: Float64Array) -> Float64Array | None:
         """Return by which numbers the ranks normalise the credit of tokens, [B, 3]; None where there is none."""
         config = self.token_config
         return None if config is None else step_scales(config, self.rewards, self.groups, rows[:, _MOMENTS])
@@ -178,9 +170,9 @@ class PartCredit:
     raw: RawCredit | None  # None where all tokens of a rollout have one advantage, which the driver knows
     lengths: Mapping[int, int]
     """Tokens of each sample of the rank, those without a score included."""
-    rows: Wide  # [S, 4]
+    rows: Float64Array  # [S, 4]
 
-    def normalise(self, rows: Wide) -> tuple[dict[ColumnName, SampleNumbers], Wide]:
+    def normalise(self, rows: Float64Array) -> tuple[dict[ColumnName, SampleColumn], Float64Array]:
         """Return the columns of an update, and the size of each rollout's advantages, [S]; `rows` are its `scales`.
 
         The columns are advantages, and returns where there are some. Samples without a score have 0.
@@ -194,6 +186,6 @@ class PartCredit:
         sizes = np.array([np.sqrt(np.square(each).mean()) if len(each) else 0.0 for each in tokens])
         return {name: self._column(arrays) for name, arrays in columns.items()}, sizes
 
-    def _column(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
+    def _column(self, arrays: Sequence[FloatArray]) -> SampleColumn:
         scored = dict(zip(self.sample_ids, arrays, strict=True))
-        return joined_numbers({i: scored.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})
+        return sample_column({i: scored.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})

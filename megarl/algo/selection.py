@@ -1,6 +1,6 @@
 """Excludes from training: groups without signal, rollouts without a score, responses cut at the limit.
 
-Knows scores, not losses.
+Knows scores, not losses. A step in which every rollout has a score and no filter applies uses none of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import compress
 
 import numpy as np
 
+from megarl.algo.advantage import sum_of_parts
 from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
@@ -53,7 +54,7 @@ class Selection:
 
     def _value(self, rollout: Rollout, score: Score, group: ScoredGroup) -> float:
         name = self._config.component
-        return score.value + parts_of(rollout, score) if name is None else component(score, name, group)
+        return score.value + sum_of_parts(rollout, score) if name is None else component(score, name, group)
 
     def _complaint(self, values: list[float]) -> tuple[str, str] | None:
         """Return why a group with these values is dropped, as a cause and a clause; None if it is kept."""
@@ -75,18 +76,6 @@ class Selection:
         return "own", f"{code} did not keep it"
 
 
-def parts_of(rollout: Rollout, score: Score) -> float:
-    """Return the sum of the rewards of turns and tokens, which come beside the score's value."""
-    if not has_parts(rollout, score):
-        return 0.0
-    return sum(turn.reward for turn in rollout.episode.turns) + sum(score.tokens or ())
-
-
-def has_parts(rollout: Rollout, score: Score) -> bool:
-    """Whether turns or tokens have rewards of their own."""
-    return bool(rollout.episode.turns) or score.tokens is not None
-
-
 def component(score: Score, name: str, group: ScoredGroup) -> float:
     """Return one named part of a score; its absence is an error, never a zero."""
     if name not in score.components:
@@ -98,20 +87,9 @@ def component(score: Score, name: str, group: ScoredGroup) -> float:
     return score.components[name]
 
 
-def is_lost(scored: ScoredGroup) -> bool:
-    """Whether the group teaches nothing: no rollout has a score, or its baseline has none."""
-    has_no_baseline = scored.baseline is not None and scored.baseline.is_masked
-    return has_no_baseline or all(score.is_masked for score in scored.scores)
-
-
-def are_scored(groups: Sequence[ScoredGroup]) -> list[bool]:
-    """Return for every rollout of a step, in the order of the groups, whether it has a score."""
-    return [not score.is_masked for scored in groups for score in scored.scores]
-
-
 def scored_only(scored: ScoredGroup) -> ScoredGroup:
     """Return the group without the rollouts that have no score."""
-    is_scored = are_scored([scored])
+    is_scored = [not score.is_masked for score in scored.scores]
     return replace(
         scored,
         group=replace(scored.group, rollouts=tuple(compress(scored.group.rollouts, is_scored))),

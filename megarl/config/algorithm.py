@@ -66,7 +66,18 @@ class AlgorithmNeeds:
         return self.answers_per_row + (rollouts_per_prompt if self.has_engines else 0)
 
 
-class PpoLossConfig(Section):
+class PolicyLossConfig(Section):
+    """The traits of a loss that the rest of a recipe has to fit."""
+
+    sums_over_episodes: ClassVar[bool] = False
+    """The loss of a token depends on the other tokens of its episode."""
+    weighs_sequences_equally: ClassVar[bool] = False
+    """Only the aggregation `seq_mean_token_mean` fits it."""
+    averages_advantages: ClassVar[bool] = False
+    """All tokens of a sequence have the mean of their advantages."""
+
+
+class PpoLossConfig(PolicyLossConfig):
     """The ratio of new to old probability, clipped for each token."""
 
     kind: Literal["ppo"]
@@ -78,17 +89,19 @@ class PpoLossConfig(Section):
     """Bounds the loss where the advantage is negative and the ratio large."""
 
 
-class GspoLossConfig(Section):
+class GspoLossConfig(PolicyLossConfig):
     """One ratio per sequence, the geometric mean of its tokens': far narrower clips than PPO's."""
 
     kind: Literal["gspo"]
+    sums_over_episodes: ClassVar[bool] = True
+    weighs_sequences_equally: ClassVar[bool] = True
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
     """The sequence's ratio is clipped below 1 minus this."""
     clip_high: PositiveFloat = 4e-4
     """The sequence's ratio is clipped above 1 plus this."""
 
 
-class CispoLossConfig(Section):
+class CispoLossConfig(PolicyLossConfig):
     """Clips the weight of a token, never its gradient."""
 
     kind: Literal["cispo"]
@@ -98,42 +111,50 @@ class CispoLossConfig(Section):
     """The highest weight is 1 plus this."""
 
 
-class GpgLossConfig(Section):
+class GpgLossConfig(PolicyLossConfig):
     """The plain policy gradient: no ratio, no clip."""
 
     kind: Literal["gpg"]
 
 
-class SapoLossConfig(Section):
+class SapoLossConfig(PolicyLossConfig):
     """A soft gate instead of a clip; the higher the temperature, the sooner it closes."""
 
     kind: Literal["sapo"]
+    weighs_sequences_equally: ClassVar[bool] = True
     tau_positive: PositiveFloat = 1.0
     """The temperature where the advantage is positive."""
     tau_negative: PositiveFloat = 1.05
     """The temperature where it is not."""
 
 
-class GmpoLossConfig(Section):
+class GmpoLossConfig(PolicyLossConfig):
     """The geometric mean of a sequence's ratios, each clipped in log space."""
 
     kind: Literal["gmpo"]
+    sums_over_episodes: ClassVar[bool] = True
+    weighs_sequences_equally: ClassVar[bool] = True
+    averages_advantages: ClassVar[bool] = True
     clip_low: PositiveFloat = 0.4
     """The lowest log-ratio of a token is minus this."""
     clip_high: PositiveFloat = 0.4
     """The highest log-ratio of a token."""
 
 
-class SppoLossConfig(Section):
+class SppoLossConfig(PolicyLossConfig):
     """The squared distance of a sequence's log-ratio from its advantage."""
 
     kind: Literal["sppo"]
+    sums_over_episodes: ClassVar[bool] = True
+    weighs_sequences_equally: ClassVar[bool] = True
+    averages_advantages: ClassVar[bool] = True
 
 
-class FunctionLossConfig(Section):
+class FunctionLossConfig(PolicyLossConfig):
     """Your own loss: `name(tokens)` gets a `PolicyTokens` of torch tensors and returns a loss per token, [N]."""
 
     kind: Literal["function"]
+    sums_over_episodes: ClassVar[bool] = True
     code: UserCode
     """`file.py:name` or `package.module:name`, on every node; a `TokenLoss` may be returned to count clipped tokens."""
 
@@ -356,20 +377,15 @@ class PolicyGradientConfig(Section):
 
     @property
     def needs(self) -> AlgorithmNeeds:
+        corrects_sequences = self.correction is not None and self.correction.level == "sequence"
         return replace(
             self.kind_needs,
             has_logprobs=self.kind_needs.has_logprobs or isinstance(self.kl, KlRewardConfig),
             fetches_columns=self.estimator is not None,
-            sums_over_episodes=self._sums_over_episodes,
+            sums_over_episodes=self.loss.sums_over_episodes or corrects_sequences,
             components=self._components,
             user_code=self._user_code,
         )
-
-    @property
-    def _sums_over_episodes(self) -> bool:
-        if isinstance(self.loss, (GspoLossConfig, GmpoLossConfig, SppoLossConfig, FunctionLossConfig)):
-            return True
-        return self.correction is not None and self.correction.level == "sequence"
 
     @property
     def _components(self) -> tuple[tuple[str, str], ...]:

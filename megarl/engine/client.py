@@ -23,7 +23,7 @@ import msgspec
 from megarl.config.section import Device
 from megarl.errors import EngineError
 from megarl.system.secret import Secret
-from megarl.tokens import AskedRoutes
+from megarl.tokens import RouteRequest
 from megarl.types import JsonValue, PolicyVersion
 
 CONTROL_TIMEOUT_S = 60.0
@@ -108,7 +108,7 @@ class GenerateRequest:
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
     returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw
-    routes: AskedRoutes | None = None
+    routes: RouteRequest | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {

@@ -285,10 +285,6 @@ def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
     )
 
 
-if __name__ == "__main__":
-    serve(WorkerChannel())
-
-
 RESERVED = ("score", "close")
 """Methods that are not tools."""
 _PLAIN = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -360,3 +356,7 @@ def _without_titles(schema: JsonValue) -> JsonValue:
     if not isinstance(schema, dict):
         return schema
     return {key: _without_titles(item) for key, item in schema.items() if key != "title" or isinstance(item, dict)}
+
+
+if __name__ == "__main__":
+    serve(WorkerChannel())

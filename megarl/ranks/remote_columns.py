@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
-from megarl.algo.comparison import Wide
+from megarl.algo.advantage import Float64Array
 from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
 from megarl.errors import first_line
-from megarl.tokens import ColumnName, SampleNumbers, assemble, by_sample
+from megarl.tokens import ColumnName, SampleColumn, assemble, by_sample
 from megarl.types import FloatArray
 
 
@@ -29,7 +29,7 @@ class RemotePart:
     rank: int = 0
 
     @classmethod
-    def of(cls, column: SampleNumbers) -> RemotePart:
+    def of(cls, column: SampleColumn) -> RemotePart:
         return cls(sample_ids=frozenset(column.sample_ids.tolist()), reference=ray.put(column))
 
 
@@ -53,10 +53,10 @@ class RemoteColumn:
         started = [self.workers[part.rank].select.remote([part.reference], ids) for part, ids in chosen if ids]
         return by_sample(await self._get(started))
 
-    async def _get(self, references: Sequence[ray.ObjectRef]) -> list[SampleNumbers]:
+    async def _get(self, references: Sequence[ray.ObjectRef]) -> list[SampleColumn]:
         try:
             async with asyncio.timeout(self.timeout_s):
-                columns: list[SampleNumbers] = await asyncio.gather(*references)
+                columns: list[SampleColumn] = await asyncio.gather(*references)
                 return columns
         except TimeoutError:
             late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
@@ -75,14 +75,14 @@ class ColumnHost:
 
     _credit: PartCredit | None = None
 
-    def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleNumbers:
+    def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleColumn:
         """Return the column of these samples from a part that is on this node."""
-        column: SampleNumbers = ray.get(part[0])
+        column: SampleColumn = ray.get(part[0])
         return column.only(sample_ids)
 
     def compute_credit(
         self, task: CreditTask, references: Mapping[ColumnName, Sequence[ray.ObjectRef]], sample_ids: frozenset[int]
-    ) -> Wide:
+    ) -> Float64Array:
         """Assign raw credit to these samples of a step; return a few numbers of each that has a score."""
         columns = {name: by_sample(ray.get(list(parts))) for name, parts in references.items()}
         self._credit = task.compute(
@@ -90,7 +90,7 @@ class ColumnHost:
         )
         return self._credit.rows
 
-    def normalise_credit(self, scales: Wide) -> tuple[dict[ColumnName, RemotePart], Wide]:
+    def normalise_credit(self, scales: Float64Array) -> tuple[dict[ColumnName, RemotePart], Float64Array]:
         """Scale the credit; its columns stay on this node, and the size of each rollout's is returned."""
         assert self._credit is not None, "compute_credit comes first"
         credit, self._credit = self._credit, None

@@ -27,8 +27,8 @@ from megarl.engine.fleet import Fleet
 from megarl.errors import DataError, EngineError, EngineLostError, ScoreError
 from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
+from megarl.rollout.following import EngineView, FollowingFleet
 from megarl.rollout.teacher import token_scores
-from megarl.rollout.worker import EngineView, FollowingFleet
 from megarl.types import FloatArray, JsonValue, TokenArray
 
 _MAX_LOSSES = 20

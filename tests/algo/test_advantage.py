@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Outcomes
+from megarl.algo.estimators import choose_estimator
 from megarl.config.algorithm import (
     EstimatorConfig,
     GaeConfig,
@@ -47,7 +48,7 @@ def outcomes(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = 
 
 
 def values(config: EstimatorConfig, groups: Sequence[Sequence[float]]) -> list[float]:
-    return [float(tokens[0]) for tokens in estimate(config, outcomes(groups)).advantages]
+    return [float(tokens[0]) for tokens in choose_estimator(config)(outcomes(groups)).advantages]
 
 
 def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
@@ -75,7 +76,7 @@ def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_one_right_answer_of_four_gives_the_golden_numbers(config: EstimatorConfig, golden: list[float]) -> None:
-    advantages = estimate(config, outcomes([[1, 0, 0, 0]], LENGTHS)).advantages
+    advantages = choose_estimator(config)(outcomes([[1, 0, 0, 0]], LENGTHS)).advantages
     assert [len(tokens) for tokens in advantages] == LENGTHS
     assert {tokens.dtype for tokens in advantages} == {np.dtype(np.float32)}
     for tokens, value in zip(advantages, golden, strict=True):
@@ -131,7 +132,7 @@ def test_a_group_of_one_or_of_equals_gets_nothing(config: EstimatorConfig) -> No
     ids=lambda config: config.kind,
 )
 def test_whitened_over_the_tokens_of_the_step(config: EstimatorConfig) -> None:
-    tokens = np.concatenate(estimate(config, outcomes([[1, 0.5], [0, -2]], [5, 1, 7, 3])).advantages)
+    tokens = np.concatenate(choose_estimator(config)(outcomes([[1, 0.5], [0, -2]], [5, 1, 7, 3])).advantages)
     assert tokens.mean() == pytest.approx(0, abs=1e-6)
     assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
@@ -141,7 +142,7 @@ def test_a_reward_is_discounted_by_the_policys_tokens_only() -> None:
     step = Outcomes(
         rewards=np.array([1.0, 2.0]), groups=np.array([0, 1]), loss_masks=masks, baselines=np.array([0.0, 0.5])
     )
-    first, second = estimate(RemaxConfig(kind="remax", gamma=0.5), step).advantages
+    first, second = choose_estimator(RemaxConfig(kind="remax", gamma=0.5))(step).advantages
     assert first.tolist() == [0.25, 0, 0.5, 1, 0]
     assert second.tolist() == [1.5]
 
@@ -157,7 +158,7 @@ def test_tokens_the_policy_did_not_choose_get_nothing(config: EstimatorConfig) -
         components={"right": rewards, "form": rewards},
         baselines=rewards + 1,
     )
-    first, second = estimate(config, step).advantages
+    first, second = choose_estimator(config)(step).advantages
     assert first[1] == 0
     assert first[0] == first[2] != 0
     assert second[0] == 0
@@ -201,7 +202,7 @@ def outcomes_of(
 
 
 def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-    credit = estimate(GaeConfig(kind="gae", gamma=gamma, lam=lam), outcomes)
+    credit = choose_estimator(GaeConfig(kind="gae", gamma=gamma, lam=lam))(outcomes)
     assert credit.returns is not None
     return credit.advantages, credit.returns
 
@@ -264,8 +265,7 @@ def test_long_rollouts_are_summed_without_overflow_or_loss(lam: float) -> None:
 def test_prime_has_the_golden_numbers() -> None:
     """Outcome: 1 and 0 of two rollouts. Mean rewards of tokens: 0.3 and -0.1, each the other's baseline."""
     config = PrimeConfig(kind="prime", gamma=0.5, process_coef=2.0)
-    credit = estimate(
-        config,
+    credit = choose_estimator(config)(
         Outcomes(
             rewards=np.array([1.0, 0.0]),
             groups=np.array([0, 0]),
@@ -285,4 +285,4 @@ def test_prime_has_the_golden_numbers() -> None:
 def test_prime_credits_nothing_to_a_rollout_without_others() -> None:
     mask = (np.array([True]),)
     outcomes = Outcomes(rewards=np.ones(1), groups=np.zeros(1, np.int64), loss_masks=mask, values=(float32(0.3),))
-    assert not estimate(PrimeConfig(kind="prime"), outcomes).advantages[0].any()
+    assert not choose_estimator(PrimeConfig(kind="prime"))(outcomes).advantages[0].any()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algo.algorithm import Sft, adapted_kl_coef, build_algorithm, length_penalty
+from megarl.algo.algorithm import Sft, build_algorithm
+from megarl.algo.penalty import adapted_kl_coef, length_penalty
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from megarl.algo.correction import correction_weights
 from megarl.algo.loss import Segments
-from megarl.algo.objective import mismatch, weights
+from megarl.algo.objective import mismatch
 from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
 
 LOG_RATIOS = [0.9, -0.2, 0.1]
@@ -20,8 +21,10 @@ def corrected(config: CorrectionConfig, log_ratios: list[float] = LOG_RATIOS) ->
     segments = Segments.of(
         torch.ones(num_tokens + 2, dtype=torch.bool), torch.tensor([0, num_tokens, num_tokens + 2], dtype=torch.int32)
     )
-    found: list[float] = weights(config, old_logprobs=old, rollout_logprobs=rollout, segments=segments).tolist()
-    return found
+    weights: list[float] = correction_weights(
+        config, old_logprobs=old, rollout_logprobs=rollout, segments=segments
+    ).tolist()
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -67,28 +70,32 @@ def test_a_sequence_whose_product_would_overflow_has_a_bounded_weight() -> None:
 def test_weights_carry_no_gradient() -> None:
     old = torch.zeros(2, requires_grad=True)
     segments = Segments.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
-    found = weights(TisConfig(kind="tis"), old_logprobs=old, rollout_logprobs=torch.zeros(2), segments=segments)
-    assert not found.requires_grad
+    weights = correction_weights(
+        TisConfig(kind="tis"), old_logprobs=old, rollout_logprobs=torch.zeros(2), segments=segments
+    )
+    assert not weights.requires_grad
 
 
 def test_the_mismatch_has_the_golden_values() -> None:
     rollout = torch.full((3,), -3.0, dtype=torch.float64)
-    found = mismatch(rollout + torch.tensor(LOG_RATIOS, dtype=torch.float64), rollout)
-    assert found.k3.mean().item() == pytest.approx(0.194502, abs=1e-5)
-    assert (found.weight.sum() ** 2 / (3 * found.weight.square().sum())).item() == pytest.approx(0.871109, abs=1e-5)
-    assert found.kl.mean().item() == pytest.approx(-0.8 / 3)
+    measured = mismatch(rollout + torch.tensor(LOG_RATIOS, dtype=torch.float64), rollout)
+    assert measured.k3.mean().item() == pytest.approx(0.194502, abs=1e-5)
+    assert (measured.weight.sum() ** 2 / (3 * measured.weight.square().sum())).item() == pytest.approx(
+        0.871109, abs=1e-5
+    )
+    assert measured.kl.mean().item() == pytest.approx(-0.8 / 3)
     ratios = torch.tensor(LOG_RATIOS, dtype=torch.float64).exp()
-    assert found.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
-    assert found.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
+    assert measured.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
+    assert measured.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
 
 
 def test_the_mismatch_is_not_flattened() -> None:
-    found = mismatch(torch.tensor([-1.0]), torch.tensor([-11.0]))
-    assert found.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
+    measured = mismatch(torch.tensor([-1.0]), torch.tensor([-11.0]))
+    assert measured.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
 
 
 def test_where_both_agree_nothing_is_amiss() -> None:
     logprobs = torch.tensor([-0.5, -2.0])
-    found = mismatch(logprobs, logprobs)
-    assert [column.tolist() for column in (found.distance, found.kl, found.k3, found.chi2)] == [[0, 0]] * 4
-    assert found.weight.tolist() == [1, 1]
+    measured = mismatch(logprobs, logprobs)
+    assert [column.tolist() for column in (measured.distance, measured.kl, measured.k3, measured.chi2)] == [[0, 0]] * 4
+    assert measured.weight.tolist() == [1, 1]

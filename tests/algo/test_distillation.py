@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.algo.distillation import distil, forward_topk
 from megarl.algo.loss import PolicyTokens, Segments
-from megarl.algo.objective import actor_loss, distil, forward_topk
+from megarl.algo.objective import actor_loss
 from megarl.config.algorithm import DistillConfig, GpgLossConfig, ReverseKlConfig
 
 VOCAB = 7

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, masked_sum, policy_loss, value_loss
+from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, masked_sum
+from megarl.algo.objective import policy_loss
+from megarl.algo.other_losses import value_loss
 from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,

@@ -16,7 +16,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens
-from megarl.algo.objective import ValueTokens, actor_loss, critic_loss
+from megarl.algo.objective import actor_loss
+from megarl.algo.other_losses import ValueTokens, critic_loss
 from megarl.config.algorithm import (
     Aggregation,
     AlgorithmConfig,

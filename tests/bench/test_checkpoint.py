@@ -13,6 +13,7 @@ from megarl.errors import MachineError
 from megarl.weights.layouts.canonical import canonical_tensors
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(module._SHAPE, hidden=64, ffn_hidden=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab=99)
     monkeypatch.setattr(module, "_SHAPE", small)

@@ -78,12 +78,11 @@ def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, ok, "")
 
 
-def test_all_problems_of_a_recipe_are_reported_at_once(recipe: Path) -> None:
-    bad = ["--set", "algorithm.los=0.3", "--set", "run.steps=many"]
-    done = megarl("validate", str(recipe), *bad)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
+def test_all_problems_of_a_recipe_are_reported_at_once(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["validate", str(recipe), "--set", "algorithm.los=0.3", "--set", "run.steps=many"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
         f"{recipe}: 2 problem(s)",
         "  run.steps: 'many': input should be a valid integer, unable to parse string as an integer",
         "  algorithm.los: unknown key; did you mean loss?",

@@ -18,7 +18,6 @@ from tests.episodes.templates import ADD, family_tokenizer
 EXACT = ("llama", "qwen2.5", "qwen3")
 _WORDS = ("the", "sum", "12", "größer", "数", "{", "}", "\n", "  ", '"', "three", "\\", "<b>", "\U0001f600")
 _TURNS_PER_EPISODE = 10
-_NUM_TURNS = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +65,12 @@ def _episode(tokenizer: Tokenizer, dialogue: Dialogue, chance: random.Random) ->
     return 0 if is_text_equal and is_ending_equal else _TURNS_PER_EPISODE
 
 
-def test_histories_of_10000_turns_are_those_of_the_template(
-    tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]
+@pytest.mark.parametrize("num_turns", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_histories_of_many_turns_are_those_of_the_template(
+    num_turns: int, tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]
 ) -> None:
     chance = random.Random(7)
-    num_episodes = _NUM_TURNS // (_TURNS_PER_EPISODE * len(EXACT)) + 1
+    num_episodes = num_turns // (_TURNS_PER_EPISODE * len(EXACT)) + 1
     wrong = {
         family: sum(_episode(tokenizers[family], dialogues[family], chance) for _ in range(num_episodes))
         for family in EXACT

@@ -23,8 +23,8 @@ from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
 from megarl.errors import DataError, FleetError
+from megarl.rollout.following import RequestCounts
 from megarl.rollout.generator import evaluation_seed, sampling_seed
-from megarl.rollout.worker import RequestCounts
 from megarl.tokens import SampledTokens
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.engine.engines import (

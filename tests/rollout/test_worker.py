@@ -15,12 +15,7 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import Doubted, EngineState, EngineStatus
 from megarl.errors import EngineLostError
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import (
-    EngineProbe,
-    EngineView,
-    FollowingFleet,
-    apply_report,
-)
+from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, apply_report
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted_client
 

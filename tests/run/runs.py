@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -80,6 +81,16 @@ class Run:
     @property
     def model(self) -> Path:
         return self.folder / "checkpoints" / "latest" / "model"
+
+    @property
+    def weights(self) -> dict[str, bytes]:
+        """The files of the last model."""
+        return {path.name: path.read_bytes() for path in sorted(self.model.glob("*.safetensors"))}
+
+    def tensors(self, step: int) -> dict[str, bytes]:
+        """The files of weights and of optimizer states after a step."""
+        folder = self.folder / "checkpoints" / f"step_{step:06d}"
+        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
 
 
 def write_recipe(folder: Path, name: str) -> Path:
@@ -210,6 +221,29 @@ def finished(folder: Path, name: str, process: Driver) -> Run:
     assert process.returncode is not None
     output = (folder / f"{name}.out").read_text()
     return Run(folder=folder / "runs" / name, exit_code=process.returncode, output=output)
+
+
+def await_events(
+    run_folder: Path, process: Driver, happened: Callable[[list[Event]], bool], *, timeout_s: float = 1200
+) -> None:
+    """Wait until the events of a run show what is asked for; a run that ends before is an error."""
+    deadline, path = time.monotonic() + timeout_s, run_folder / EVENTS_FILE
+    while not (path.exists() and happened([record.event for record in read_events(path)])):
+        assert process.poll() is None, f"the run ended with {process.returncode} before it came so far"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+def await_event(run_folder: Path, process: Driver, kind: type[Event], *, count: int = 1) -> None:
+    await_events(run_folder, process, lambda events: sum(isinstance(event, kind) for event in events) >= count)
+
+
+def kill(process: Driver) -> None:
+    """Kill the driver with -9; everything it has started goes too."""
+    processes = descendants(process.pid)
+    process.kill()
+    process.wait(timeout=60)
+    assert survivors(processes, timeout_s=60) == []
 
 
 def driver_of(run_folder: Path) -> psutil.Process:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.resume import RunState, read_state
 from megarl.config.roles import InFlight
-from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.observe.events import StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Run, finished, run, started
+from tests.run.runs import Run, await_event, finished, run, started
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +71,7 @@ def test_engines_are_updated_while_they_generate(folder: Path, mode: InFlight, w
 @pytest.mark.fault("SIGTERM with rollouts in flight (async)", "goes on; no token outside [v - k, v]")
 def test_a_run_that_leaves_with_rollouts_in_flight_goes_on_within_the_bound(folder: Path) -> None:
     with started(folder, "leaves", *BESIDE, "run.steps=8") as process:
-        deadline = time.monotonic() + 1200
-        while num_steps(folder / "runs" / "leaves") < 3:
-            assert process.poll() is None, (folder / "leaves.out").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        await_event(folder / "runs" / "leaves", process, StepFinished, count=3)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=600)
     left = finished(folder, "leaves", process)
@@ -93,8 +88,3 @@ def test_a_run_that_leaves_with_rollouts_in_flight_goes_on_within_the_bound(fold
     ledger = state_of(resumed, 8).ledger
     assert ledger.num_trained == 8 * PROMPTS_PER_STEP
     assert ledger.num_drawn == state_of(resumed, 8).prompt_cursor
-
-
-def num_steps(run_folder: Path) -> int:
-    path = run_folder / EVENTS_FILE
-    return sum(isinstance(record.event, StepFinished) for record in read_events(path)) if path.exists() else 0

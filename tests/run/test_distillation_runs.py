@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.engine.process import EngineProcess
-from megarl.observe.events import Restarted
+from megarl.observe.events import Restarted, StepFinished
 from megarl.results import UpdateStats
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from tests.engine.engines import engine_spec
-from tests.run.runs import Run, finished, run, started
-from tests.run.test_frozen_runs import server_of, wait_for_step
+from tests.run.runs import Run, await_event, finished, run, started
+from tests.run.test_frozen_runs import server_of
 from tests.tiny_models import answer_logprob
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_run")]
@@ -117,7 +117,7 @@ def test_a_teacher_that_is_killed_in_a_step_teaches_no_wrong_number(tmp_path: Pa
         "observe.rollouts.groups_per_step=8",
     )
     with started(tmp_path, "killed", *overrides) as driver:
-        wait_for_step(tmp_path, "killed", driver, timeout_s=900)
+        await_event(tmp_path / "runs" / "killed", driver, StepFinished)
         os.kill(server_of(other, driver.pid).pid, signal.SIGKILL)
         driver.wait(timeout=1200)
     done = finished(tmp_path, "killed", driver)

@@ -14,9 +14,9 @@ import pytest
 from megarl.checkpoint.manifest import verify
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import RAY_ADDRESS
-from megarl.observe.events import EVENTS_FILE, EngineChanged, PhaseStarted, Restarted, StepFinished, read_events
+from megarl.observe.events import EngineChanged, Event, PhaseStarted, Restarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Driver, Run, descendants, finished, run, started, survivors, write_recipe
+from tests.run.runs import Driver, Run, await_events, descendants, finished, run, started, survivors, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating
     assert done.exit_code == 0, done.output
     assert (folder / "killed_in_publish").exists()
     assert survivors(processes, timeout_s=60) == []
-    assert _weights(done) == _weights(undisturbed)
+    assert done.weights == undisturbed.weights
     assert [event.summary.update for event in done.steps] == [event.summary.update for event in undisturbed.steps]
     assert done.evaluations == undisturbed.evaluations
     dead = {event.index for event in done.events if isinstance(event, EngineChanged) and event.state == "dead"}
@@ -98,7 +98,7 @@ def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_ma
         process.wait(timeout=1200)
     done = finished(folder, name, process)
     assert done.exit_code == 0, done.output
-    assert _weights(done) == _weights(reference)
+    assert done.weights == reference.weights
     events = done.events
     restart = next(number for number, event in enumerate(events) if isinstance(event, Restarted))
     phases = [event.phase for event in events[:restart] if isinstance(event, PhaseStarted)]
@@ -127,7 +127,7 @@ def test_a_run_with_an_engine_of_two_nodes_is_the_run_with_an_engine_of_one(fold
             )
     assert done.returncode == 0, done.stdout + done.stderr
     finished_there = Run(folder=folder / "runs" / "two_nodes", exit_code=0, output=done.stdout)
-    assert _weights(finished_there) == _weights(reference)
+    assert finished_there.weights == reference.weights
     logs = sorted(path.name for path in (finished_there.folder / "engines").iterdir())
     assert logs == ["engine_0.log", "engine_0_node_1.log"]
 
@@ -159,20 +159,13 @@ def _engine_of(process: Driver, *, index: int) -> int:
 
 
 def _await_phase(run_folder: Path, process: Driver, phase: str, *, after_step: int) -> None:
-    """Until the step after `after_step` is in a phase."""
-    deadline = time.monotonic() + 1200
-    path = run_folder / EVENTS_FILE
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended"
-        events = [record.event for record in read_events(path)] if path.exists() else []
-        numbers = [number for number, event in enumerate(events) if isinstance(event, StepFinished)]
-        if len(numbers) >= after_step:
-            later = events[numbers[after_step - 1] :]
-            if any(isinstance(event, PhaseStarted) and event.phase == phase for event in later):
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"step {after_step + 1} did not begin within the deadline")
+    """Wait until the step after `after_step` is in a phase."""
 
+    def happened(events: list[Event]) -> bool:
+        ends = [number for number, event in enumerate(events) if isinstance(event, StepFinished)]
+        if len(ends) < after_step:
+            return False
+        later = events[ends[after_step - 1] :]
+        return any(isinstance(event, PhaseStarted) and event.phase == phase for event in later)
 
-def _weights(done: Run) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}
+    await_events(run_folder, process, happened)

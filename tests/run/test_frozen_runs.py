@@ -14,25 +14,12 @@ import pytest
 
 from megarl.config.model import read_model_shape
 from megarl.data.tokenizer import load_tokenizer
-from megarl.observe.events import EVENTS_FILE, Noted, Restarted, StepFinished, read_events
+from megarl.observe.events import Noted, Restarted, StepFinished
 from megarl.serving.frozen import model_version
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.tiny_model import ASSISTANT, END, USER, TinyShape, write_tiny_model
-from tests.run.runs import Driver, descendants, finished, started
+from tests.run.runs import await_event, descendants, finished, started
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
-
-
-def wait_for_step(folder: Path, name: str, driver: Driver, *, timeout_s: float) -> None:
-    """Return when the run `name` below `folder` has finished a step; a driver that ended finishes none."""
-    events, deadline = folder / "runs" / name / EVENTS_FILE, time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if events.exists() and any(isinstance(record.event, StepFinished) for record in read_events(events)):
-            return
-        if driver.poll() is not None:
-            end = finished(folder, name, driver).output[-4000:]
-            raise AssertionError(f"the driver ended with {driver.returncode} before a step: {end}")
-        time.sleep(0.2)
-    raise AssertionError(f"no step within {timeout_s:.0f} s")
 
 
 def server_of(model: Path, pid: int) -> psutil.Process:
@@ -73,7 +60,7 @@ def test_frozen_models_that_are_killed_in_a_step_give_no_wrong_score(tmp_path: P
         "observe.rollouts.groups_per_step=8",
     )
     with started(tmp_path, "scored", *overrides) as driver:
-        wait_for_step(tmp_path, "scored", driver, timeout_s=900)
+        await_event(tmp_path / "runs" / "scored", driver, StepFinished)
         servers = [server_of(model, driver.pid).pid for model in (classifier, judge)]
         for server in servers:
             os.kill(server, signal.SIGSTOP)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.manifest import read_manifest, verify
-from megarl.observe.events import EVENTS_FILE, Event, Noted, RunStarted, StepFinished, read_events
+from megarl.observe.events import Event, Noted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.checkpoint.object_store import GS, ObjectStore, object_store, slow_network
-from tests.run.runs import Driver, Run, descendants, finished, run, started, survivors
+from tests.run.runs import Driver, Run, await_events, descendants, finished, run, started, survivors
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=1", "evaluation=null", "data.eval=[]")
 FETCH_S = 20.0
@@ -99,11 +98,7 @@ def _mirrored(store: ObjectStore) -> tuple[str, ...]:
 
 
 def _await_event(run_folder: Path, process: Driver, kind: type[Event], text: str = "") -> None:
-    deadline, path = time.monotonic() + 1200, run_folder / EVENTS_FILE
-    while not (path.exists() and any(_is(record.event, kind, text) for record in read_events(path))):
-        assert process.poll() is None, "the run ended before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    await_events(run_folder, process, lambda events: any(_is(event, kind, text) for event in events))
 
 
 def _is(event: Event, kind: type[Event], text: str) -> bool:
@@ -114,7 +109,7 @@ def _same_end(resumed: Run, at_once: Run, store: ObjectStore) -> list[int]:
     """Return the steps that were fetched."""
     assert resumed.exit_code == 0, resumed.output
     verify(resumed.folder / "checkpoints" / "latest")
-    assert _tensors(resumed) == _tensors(at_once)
+    assert resumed.tensors(4) == at_once.tensors(4)
     url = f"{store.url}/{resumed.folder.name}"
     fetched = [line for line in resumed.output.splitlines() if "fetched step " in line]
     assert all(f" from {url}: " in line and "every digest is right" in line for line in fetched)
@@ -122,8 +117,3 @@ def _same_end(resumed: Run, at_once: Run, store: ObjectStore) -> list[int]:
     assert all(f"fetching step {step} from {url}: " in resumed.output for step in steps)
     assert f"resumed after step {steps[-1]}" in resumed.output
     return steps
-
-
-def _tensors(done: Run) -> dict[str, bytes]:
-    checkpoint = done.folder / "checkpoints" / "step_000004"
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}

@@ -15,9 +15,9 @@ import pytest
 
 from megarl.checkpoint.resume import read_state
 from megarl.observe.catalogue import QUEUE
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, Noted, RunStarted, StepFinished, read_events
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Noted, RunStarted, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Driver, Run, descendants, finished, run, started, survivors
+from tests.run.runs import Run, await_event, descendants, finished, kill, run, started, survivors
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=2", "train.optimizer={learning_rate: 1e-3, decay: cosine}")
 EVERY_STEP = ("checkpoint.save_every_steps=1",)
@@ -63,7 +63,7 @@ def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits
     name = f"{name}_killed"
     faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "wait", "seconds": 600}]
     with started(folder, name, *overrides, faults=faults) as process:
-        _await_event(folder / "runs" / name, process, StepFinished, count=3)
+        await_event(folder / "runs" / name, process, StepFinished, count=3)
         kill(process)
     checkpoints = folder / "runs" / name / "checkpoints"
     assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.tmp"}
@@ -79,7 +79,7 @@ def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits
         assert read_state(checkpoints / "step_000003").ledger.num_carried > 0
     assert "resumed after step 1" in resumed.output
     assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 1]
-    assert _tensors(resumed) == _tensors(at_once)
+    assert resumed.tensors(4) == at_once.tensors(4)
     last = [event.summary.update for event in at_once.steps[1:]]
     assert [event.summary.update for event in resumed.steps[-3:]] == last
     assert list(checkpoints.glob("*.tmp")) == []
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_at_any_moment_goes_on_and_ends_with_the_same_bits
 ) -> None:
     name = f"killed_{seed}"
     with started(folder, name, *STEPS, *EVERY_STEP) as process:
-        _await_event(folder / "runs" / name, process, StepFinished)
+        await_event(folder / "runs" / name, process, StepFinished)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=random.Random(seed).uniform(0, 4))
         if process.poll() is None:
@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_in_its_save_goes_on_and_ends_with_the_same_bits(
 ) -> None:
     name = f"killed_at_{fault['point']}"
     with started(folder, name, *STEPS, *EVERY_STEP, faults=[{**fault, "step": 2, "kind": "kill"}]) as process:
-        _await_event(folder / "runs" / name, process, StepFinished)
+        await_event(folder / "runs" / name, process, StepFinished)
         processes = descendants(process.pid)
         process.wait(timeout=1200)
     assert process.returncode != 0
@@ -167,7 +167,7 @@ def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path,
     assert "warning: step 2 was not saved" in done.output
     assert "No space left on device" in done.output
     assert [event.step for event in done.events if isinstance(event, CheckpointSaved)] == [1, 3, 4]
-    assert _tensors(done) == _tensors(at_once)
+    assert done.tensors(4) == at_once.tensors(4)
 
 
 @pytest.mark.fault("a last step that cannot be saved", "exit code 4")
@@ -190,7 +190,7 @@ def test_a_run_that_drops_prompts_goes_on_with_those_it_would_have_drawn(folder:
     assert ledger.num_trained == 32
     assert ledger.num_dropped > 0
     with started(folder, "dapo_killed", *dapo) as process:
-        _await_event(folder / "runs" / "dapo_killed", process, CheckpointSaved, count=2)
+        await_event(folder / "runs" / "dapo_killed", process, CheckpointSaved, count=2)
         kill(process)
     resumed = _goes_on_to_the_same_end(folder, "dapo_killed", whole, *dapo)
     assert read_state(resumed.folder / "checkpoints" / "latest") == read_state(whole.folder / "checkpoints" / "latest")
@@ -209,10 +209,10 @@ def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
     assert whole.exit_code == 0, whole.output
     with started(folder, "ppo_killed", *ppo) as process:
         # Step 1 trained the critic alone: the actor's optimizer has nothing yet.
-        _await_event(folder / "runs" / "ppo_killed", process, CheckpointSaved)
+        await_event(folder / "runs" / "ppo_killed", process, CheckpointSaved)
         kill(process)
     resumed = _goes_on_to_the_same_end(folder, "ppo_killed", whole, *ppo)
-    assert any(name.startswith("critic/optimizer") for name in _tensors(resumed))
+    assert any(name.startswith("critic/optimizer") for name in resumed.tensors(4))
 
 
 LEARNING = {
@@ -235,7 +235,7 @@ def test_a_run_with_a_second_model_goes_on_as_well(kind: str, folder: Path) -> N
     whole = run(folder, kind, *overrides)
     assert whole.exit_code == 0, whole.output
     with started(folder, f"{kind}_killed", *overrides) as process:
-        _await_event(folder / "runs" / f"{kind}_killed", process, CheckpointSaved)
+        await_event(folder / "runs" / f"{kind}_killed", process, CheckpointSaved)
         kill(process)
     resumed = _goes_on_to_the_same_end(folder, f"{kind}_killed", whole, *overrides)
     assert [event.summary.step for event in resumed.steps][-1] == 4
@@ -249,7 +249,7 @@ def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
 ) -> None:
     name = f"preempted_by_{number.name}"
     with started(folder, name, *STEPS) as process:
-        _await_event(folder / "runs" / name, process, StepFinished)
+        await_event(folder / "runs" / name, process, StepFinished)
         processes = descendants(process.pid)
         if number is signal.SIGTERM:
             os.killpg(process.pid, number)
@@ -279,7 +279,7 @@ def test_a_run_that_is_asked_to_leave_does_not_answer_twice(folder: Path) -> Non
     assert whole.exit_code == 0, whole.output
     name = "left_in_a_step"
     with started(folder, name, *overrides) as process:
-        _await_event(folder / "runs" / name, process, StepFinished)
+        await_event(folder / "runs" / name, process, StepFinished)
         _await_answers(folder / "runs" / name, num_groups=2)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=300)
@@ -305,25 +305,12 @@ def test_a_run_goes_on_with_other_prompts_only_when_told(folder: Path, tmp_path:
     assert read_state(allowed.folder / "checkpoints" / "latest").ledger.num_trained == 24
 
 
-def kill(process: Driver) -> None:
-    """Kill the driver with -9; everything it has started goes too."""
-    processes = descendants(process.pid)
-    process.kill()
-    process.wait(timeout=60)
-    assert survivors(processes, timeout_s=60) == []
-
-
 def _goes_on_to_the_same_end(folder: Path, name: str, whole: Run, *overrides: str) -> Run:
     resumed = run(folder, name, *(overrides or (*STEPS, *EVERY_STEP)))
     assert resumed.exit_code == 0, resumed.output
-    assert _tensors(resumed) == _tensors(whole)
+    assert resumed.tensors(4) == whole.tensors(4)
     assert list((resumed.folder / "checkpoints").glob("*.tmp")) == []
     return resumed
-
-
-def _tensors(done: Run) -> dict[str, bytes]:
-    checkpoint = done.folder / "checkpoints" / "step_000004"
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}
 
 
 def _await_answers(run_folder: Path, *, num_groups: int, timeout_s: float = 600) -> None:
@@ -342,16 +329,3 @@ def _await_answers(run_folder: Path, *, num_groups: int, timeout_s: float = 600)
 
 def _notes(done: Run) -> list[str]:
     return [event.text for event in done.events if isinstance(event, Noted)]
-
-
-def _await_event(
-    run_folder: Path, process: Driver, kind: type[Event], *, count: int = 1, timeout_s: float = 1200
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    path = run_folder / EVENTS_FILE
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be stopped"
-        if path.exists() and sum(isinstance(record.event, kind) for record in read_events(path)) >= count:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no {kind.__name__} within the deadline")

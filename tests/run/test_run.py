@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.data.rollout_files import generations_file, read_generations
-from megarl.observe.events import EVENTS_FILE, Restarted, RunStarted, StepFinished, read_events
+from megarl.observe.events import Restarted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Driver, Run, descendants, finished, listening, run, started, survivors
+from tests.run.runs import Run, await_event, descendants, finished, kill, listening, run, started, survivors
 
 TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
 PP2_ENGINE_TP2 = (
@@ -79,7 +78,7 @@ def test_a_seed_decides_every_bit_whatever_evaluates_generates_or_dies(folder: P
     assert other.exit_code == 0, other.output
     assert (folder / "killed").exists()
     assert "rollout_worker" in {event.role for event in other.events if isinstance(event, Restarted)}
-    assert _weights(other) == _weights(reference)
+    assert other.weights == reference.weights
     assert [event.summary.update for event in other.steps] == [event.summary.update for event in reference.steps]
     assert [event.summary.rollouts for event in other.steps] == [event.summary.rollouts for event in reference.steps]
     assert other.evaluations == {2: reference.evaluations[2]}
@@ -134,11 +133,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(left_by_ctrl_c: Run) -> Non
 def test_the_next_run_goes_on_and_leaves_nothing_behind_when_it_is_killed(folder: Path, left_by_ctrl_c: Run) -> None:
     saved = left_by_ctrl_c.steps[-1].summary.step
     with started(folder, "left", "run.steps=500", *SHARED_DP2_ENGINE_TP2) as process:
-        _await_step(folder / "runs" / "left", process, after=saved)
-        processes = descendants(process.pid)
-        process.kill()
-        process.wait(timeout=60)
-    assert survivors(processes, timeout_s=60) == []
+        await_event(folder / "runs" / "left", process, StepFinished, count=saved + 1)
+        kill(process)
     done = finished(folder, "left", process)
     assert [event.resumed_step for event in done.events if isinstance(event, RunStarted)] == [0, saved]
     steps = [event.summary.step for event in done.steps]
@@ -155,11 +151,7 @@ def test_ten_steps_of_the_quickstart_are_a_function_of_the_seed(folder: Path) ->
     overrides = ("run.steps=10", "train.prompts_per_step=64", "sampling.rollouts_per_prompt=8")
     runs = [run(folder, f"ten_{index}", *overrides, timeout_s=3000) for index in range(2)]
     assert [done.exit_code for done in runs] == [0, 0]
-    assert _weights(runs[0]) == _weights(runs[1])
-
-
-def _weights(done: Run) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}
+    assert runs[0].weights == runs[1].weights
 
 
 def _check_first_step(other: Run, reference: Run) -> None:
@@ -174,7 +166,7 @@ def _stopped(folder: Path, name: str, number: signal.Signals, overrides: tuple[s
     """Send the signal to the whole process group after the first step; nothing may outlive the run."""
     # With a lease, as by default: the driver is a process below that of the command.
     with started(folder, name, "run.steps=500", "cluster.lease_s=90", *overrides) as process:
-        _await_step(folder / "runs" / name, process, after=0)
+        await_event(folder / "runs" / name, process, StepFinished)
         processes = descendants(process.pid)
         assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
         os.killpg(process.pid, number)
@@ -190,15 +182,3 @@ def _check_stopped(done: Run, *, exit_code: int) -> None:
     saved = done.steps[-1].summary.step
     assert f" after step {saved}: saved; " in done.output
     assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
-
-
-def _await_step(run_folder: Path, process: Driver, *, after: int, timeout_s: float = 1200) -> None:
-    deadline = time.monotonic() + timeout_s
-    path = run_folder / EVENTS_FILE
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before its first step"
-        events = [record.event for record in read_events(path)] if path.exists() else []
-        if any(isinstance(event, StepFinished) and event.summary.step > after for event in events):
-            return
-        time.sleep(0.5)
-    raise AssertionError("no step within the deadline")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 
 from megarl.checkpoint.resume import read_state
 from megarl.data.rollout_files import list_rollouts, read_list
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, PhaseEnded, PhaseStarted, read_events
+from megarl.observe.events import CheckpointSaved, Event, PhaseEnded, PhaseStarted
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Driver, Run, descendants, run, started, survivors
+from tests.run.runs import Driver, Run, await_events, descendants, kill, run, started
 
 pytestmark = pytest.mark.slow
 
@@ -51,11 +50,11 @@ def test_a_run_with_workers_that_was_killed_in_a_step_goes_on_and_ends_with_the_
     name = f"killed_{num_workers}_{num_later}"
     with started(folder, name, *STEPS, KEEP_ALL, *with_workers(num_workers, num_engines=num_workers)) as process:
         await_events(folder / "runs" / name, process, _generates_after_a_save(1))
-        kill(process)
+        _kill(process)
     resumed = run(folder, name, *STEPS, KEEP_ALL, *with_workers(num_later, num_engines=num_workers))
     assert resumed.exit_code == 0, resumed.output
     assert "resumed after step " in resumed.output
-    assert _tensors(resumed, 3) == _tensors(at_once, 3)
+    assert resumed.tensors(3) == at_once.tensors(3)
     assert read_state(resumed.folder / "checkpoints" / "step_000003") == read_state(
         at_once.folder / "checkpoints" / "step_000003"
     )
@@ -83,7 +82,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_workers_generate_beside_the_tra
     )
     with started(folder, "beside", *overrides) as process:
         await_events(folder / "runs" / "beside", process, _generates_after_a_save(2))
-        kill(process)
+        _kill(process)
     resumed = run(folder, "beside", *overrides)
     assert resumed.exit_code == 0, resumed.output
     assert "resumed after step " in resumed.output
@@ -104,16 +103,12 @@ def test_workers_change_no_bit_of_a_run_with_an_adapter(folder: Path) -> None:
     assert beside.exit_code == 0, beside.output
     assert [event.summary.rollouts for event in beside.steps] == [event.summary.rollouts for event in alone.steps]
     assert [event.summary.update for event in beside.steps] == [event.summary.update for event in alone.steps]
-    assert _tensors(beside, 2) == _tensors(alone, 2)
+    assert beside.tensors(2) == alone.tensors(2)
 
 
-def kill(process: Driver) -> None:
-    """Kill the driver with -9; everything it has started goes too."""
-    processes = descendants(process.pid)
-    assert any("RolloutHost" in " ".join(each.cmdline()) for each in processes if each.is_running())
-    process.kill()
-    process.wait(timeout=60)
-    assert survivors(processes, timeout_s=60) == []
+def _kill(process: Driver) -> None:
+    assert any("RolloutHost" in " ".join(each.cmdline()) for each in descendants(process.pid) if each.is_running())
+    kill(process)
 
 
 def _generates_after_a_save(number: int) -> Callable[[list[Event]], bool]:
@@ -125,19 +120,3 @@ def _generates_after_a_save(number: int) -> Callable[[list[Event]], bool]:
         return num_saved >= number and phases[-1] == PhaseStarted(phase="generate")
 
     return is_there
-
-
-def await_events(
-    run_folder: Path, process: Driver, is_there: Callable[[list[Event]], bool], *, timeout_s: float = 1200
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    path = run_folder / EVENTS_FILE
-    while not (path.exists() and is_there([record.event for record in read_events(path)])):
-        assert process.poll() is None, "the run ended before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _tensors(done: Run, step: int) -> dict[str, bytes]:
-    checkpoint = done.folder / "checkpoints" / f"step_{step:06d}"
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}

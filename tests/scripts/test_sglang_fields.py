@@ -4,7 +4,10 @@ import subprocess
 import sys
 from importlib.resources import files
 
+import pytest
 
+
+@pytest.mark.usefixtures("real_engines")
 def test_the_data_file_is_what_the_installed_sglang_takes() -> None:
     """In a process of its own: importing SGLang changes transformers for whoever shares the process."""
     program = (

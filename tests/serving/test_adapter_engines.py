@@ -120,7 +120,10 @@ class AdaptedEngine:
         return found
 
 
-@pytest.fixture(scope="module", params=[("qwen2", 1), ("qwen3", 2)], ids=["tp1", "tp2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("qwen2", 1), marks=SLOW), ("qwen3", 2)], ids=["tp1", "tp2"])
 def adapted(
     request: pytest.FixtureRequest, real_engines: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AdaptedEngine]:
@@ -180,7 +183,7 @@ def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -
 
 
 @pytest.mark.usefixtures("real_engines")
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize(("tensor", "expert"), [pytest.param(1, 1, marks=SLOW), pytest.param(2, 1, marks=SLOW), (2, 2)])
 def test_a_shared_expert_is_served_with_its_adapter(tensor: int, expert: int, tmp_path: Path) -> None:
     async def run() -> list[Rollout]:
         async with engine.published() as (fleet, publisher):

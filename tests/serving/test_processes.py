@@ -95,9 +95,10 @@ PROMPT = tuple(range(3, 12))
 NUM_TOKENS = 6
 
 
-@pytest.fixture
-def two_nodes(real_ray: None, real_engines: None, tmp_path: Path) -> Iterator[list[Place]]:
+@pytest.fixture(scope="module")
+def two_nodes(real_ray: None, real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
     """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
+    tmp_path = tmp_path_factory.mktemp("nodes")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)

@@ -27,7 +27,7 @@ from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, eng
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.reference import Model
-from tests.train.test_rank import SPLITS, setup_of
+from tests.train.splits import SPLITS, setup_of
 
 NOISE = 1e-5
 TEMPERATURE = 0.8

@@ -17,7 +17,7 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Reference
 from tests.train.samples import make_samples
-from tests.train.test_rank import (
+from tests.train.splits import (
     DESCENT,
     GRPO,
     SPLITS,

@@ -22,8 +22,8 @@ from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
 from tests.train.reference import Model
 from tests.train.samples import make_samples
-from tests.train.test_rank import MIXTURE_SPLITS, packed, setup_of
-from tests.train.test_rank import SPLITS as DENSE_SPLITS
+from tests.train.splits import MIXTURE_SPLITS, packed, setup_of
+from tests.train.splits import SPLITS as DENSE_SPLITS
 from tests.weights.reference import make_shape
 
 SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
@@ -49,41 +49,59 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def train_whole(cluster: Cluster, model: Model, split: str, folder: Path) -> TrainerState:
-    world, actor = SPLITS[split]
-    setup = replace(setup_of(model, actor), optimizer=ADAM)
-    outcomes = cluster.run(world, jobs.train_and_save, setup, batches_of(model, world, actor), folder)
-    return outcomes[0][0]
+class Checkpoints:
+    """Trainers that were saved in the middle and at the end of their steps, one for each model and split."""
+
+    def __init__(self, cluster: Cluster, models: Models, folder: Path) -> None:
+        self._cluster, self._models, self._folder = cluster, models, folder
+        self._states: dict[tuple[str, str], tuple[TrainerState, TrainerState]] = {}
+
+    def train(self, family: str, split: str) -> tuple[Path, TrainerState, TrainerState]:
+        """Return the folder with `half` and `at_once`, and the states of both."""
+        folder = self._folder / f"{family}-{split}"
+        if (family, split) not in self._states:
+            setup, batches = self._setup(family, split)
+            before, after = batches[:SAVED_AFTER], batches[SAVED_AFTER:]
+            folders = (folder / "half", folder / "at_once")
+            world = SPLITS[split][0]
+            self._states[family, split] = self._cluster.run(
+                world, jobs.train_and_save_twice, setup, before, after, folders
+            )[0]
+        return folder, *self._states[family, split]
+
+    def go_on(self, family: str, first: str, second: str, folder: Path) -> TrainerState:
+        """Resume what the first split saved in the middle in the second split, and save it at the end in `folder`."""
+        saved, state, _ = self.train(family, first)
+        setup, batches = self._setup(family, second)
+        after = batches[SAVED_AFTER:]
+        return self._cluster.run(SPLITS[second][0], jobs.resume_and_train, setup, saved / "half", state, after, folder)[
+            0
+        ][0]
+
+    def _setup(self, family: str, split: str) -> tuple[jobs.Setup, list[Shares]]:
+        model = self._models.get(family, tied=family == "qwen3")
+        world, actor = SPLITS[split]
+        return replace(setup_of(model, actor), optimizer=ADAM), batches_of(model, world, actor)
 
 
-def train_in_two_parts(cluster: Cluster, model: Model, first: str, second: str, folder: Path) -> TrainerState:
-    world, actor = SPLITS[first]
-    setup = replace(setup_of(model, actor), optimizer=ADAM)
-    before = batches_of(model, world, actor)[:SAVED_AFTER]
-    outcomes = cluster.run(world, jobs.train_and_save, setup, before, folder / "half")
-    state = outcomes[0][0]
-    world, actor = SPLITS[second]
-    after = batches_of(model, world, actor)[SAVED_AFTER:]
-    setup = replace(setup_of(model, actor), optimizer=ADAM)
-    resumed = cluster.run(world, jobs.resume_and_train, setup, folder / "half", state, after, folder / "whole")
-    return resumed[0][0]
+@pytest.fixture(scope="module")
+def checkpoints(cluster: Cluster, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(cluster, models, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        *[("qwen2", split) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "CP2", "TP2-PP2")],
+        *[("qwen3", split) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "CP2", "TP2-PP2")],
         *[("qwen3_moe", split) for split in ("EP2-DP2", "TP2-EP2")],
     ],
 )
 def test_training_in_two_parts_gives_the_same_bits(
-    family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path
+    family: str, split: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    model = models.get(family, tied=family == "qwen2")
-    expected_state = train_whole(cluster, model, split, tmp_path / "at_once")
-    state = train_in_two_parts(cluster, model, split, split, tmp_path)
-    assert state == expected_state
-    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    folder, _, expected_state = checkpoints.train(family, split)
+    assert checkpoints.go_on(family, split, split, tmp_path) == expected_state
+    expected, found = saved_tensors(folder / "at_once"), saved_tensors(tmp_path)
     assert expected.keys() == found.keys()
     assert {key.rpartition("/")[0] for key in expected} == {"model", "optimizer/exp_avg", "optimizer/exp_avg_sq"}
     for name, tensor in expected.items():
@@ -129,12 +147,11 @@ def test_ranks_verify_a_checkpoint_together(split: str, cluster: Cluster, models
     ],
 )
 def test_another_layout_goes_on_where_the_first_stood(
-    family: str, first: str, second: str, cluster: Cluster, models: Models, tmp_path: Path
+    family: str, first: str, second: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    model = models.get(family, tied=family == "qwen3")
-    train_whole(cluster, model, first, tmp_path / "at_once")
-    train_in_two_parts(cluster, model, first, second, tmp_path)
-    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    folder, _, _ = checkpoints.train(family, first)
+    checkpoints.go_on(family, first, second, tmp_path)
+    expected, found = saved_tensors(folder / "at_once"), saved_tensors(tmp_path)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         difference = (tensor - found[name]).abs().max().item()
@@ -221,16 +238,16 @@ def test_what_is_saved_beside_training_is_the_snapshot_and_training_does_not_not
 
 
 def test_a_trainer_that_has_not_updated_yet_is_saved_as_it_starts(
-    cluster: Cluster, models: Models, tmp_path: Path
+    cluster: Cluster, models: Models, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    model = models.get("qwen2", tied=True)
-    train_whole(cluster, model, "DP2", tmp_path / "at_once")
+    model = models.get("qwen3", tied=True)
+    folder, _, _ = checkpoints.train("qwen3", "DP2")
     world, actor = SPLITS["DP2"]
     setup = replace(setup_of(model, actor), optimizer=ADAM)
     state = cluster.run(world, jobs.train_and_save, setup, [], tmp_path / "new")[0][0]
     batches = batches_of(model, world, actor)
     cluster.run(world, jobs.resume_and_train, setup, tmp_path / "new", state, batches, tmp_path / "whole")
-    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    expected, found = saved_tensors(folder / "at_once"), saved_tensors(tmp_path / "whole")
     assert expected.keys() == found.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 

@@ -16,7 +16,7 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.test_rank import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
+from tests.train.splits import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
 
 BETA = 0.5
 LABELS = (1, 0, 1, 1, 0, 0)

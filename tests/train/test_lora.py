@@ -38,9 +38,7 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
-from tests.train.test_critic import critic_samples, of_split
-from tests.train.test_critic import setup_of as critic_setup
-from tests.train.test_rank import (
+from tests.train.splits import (
     DESCENT,
     FULL,
     GRPO,
@@ -48,12 +46,14 @@ from tests.train.test_rank import (
     SPLITS,
     TEMPERATURE,
     TOLERANCE,
-    _ranges,
     assert_close,
     assert_same_logprobs,
     packed,
+    ranges,
     setup_of,
 )
+from tests.train.test_critic import critic_samples, of_split
+from tests.train.test_critic import setup_of as critic_setup
 from tests.weights.reference import make_shape
 
 RANK, ALPHA = 4, 6
@@ -76,9 +76,9 @@ def whole_adapter(
         holding = layout.by_rank[rank]
         assert set(outcome.tensors) == set(holding.tensors), "something else is trained"
         for piece in holding.pieces:
-            target = tensors[piece.slice.name][_ranges(piece.slice.offsets, piece.slice.shape)]
+            target = tensors[piece.slice.name][ranges(piece.slice.offsets, piece.slice.shape)]
             local = torch.from_numpy(outcome.tensors[piece.local_name])
-            source = local[_ranges(piece.local_offsets, piece.slice.shape)]
+            source = local[ranges(piece.local_offsets, piece.slice.shape)]
             if not target.isnan().any():
                 assert torch.equal(target, source), f"{piece.slice} differs between replicas"
             target.copy_(source)
@@ -174,8 +174,10 @@ def check_equals_peft(
     assert all((after[name] - before[name]).abs().max() > 10 * TOLERANCE for name in after), "a gradient is tiny"
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [*[("qwen2", split) for split in SPLITS], *[("qwen3", split) for split in ("TP2-SP", "PP2-VPP2", "CP2")]],
+)
 def test_equals_peft_for_every_split(family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get(family, tied=family == "qwen2")
     check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ALL_MODULES), cluster)

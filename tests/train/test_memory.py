@@ -18,7 +18,7 @@ from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
-from tests.train.test_rank import MIXTURE_SPLITS, SPLITS, packed, setup_of
+from tests.train.splits import MIXTURE_SPLITS, SPLITS, packed, setup_of
 
 CPU = torch.device("cpu")
 

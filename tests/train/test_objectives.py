@@ -42,7 +42,7 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.test_rank import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
+from tests.train.splits import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
 
 INVARIANCE = 1e-6
 """Tolerance of losses and gradients; with the settings of `test_rank` a weight changes by its gradient."""
@@ -198,8 +198,8 @@ def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Clust
     for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
         world, actor = SPLITS[split]
         setup, pack = setup_of(model, actor, config), partial(packed, world=world, actor=actor, budget=budget)
-        asked = cluster.run(world, jobs.train, setup, [pack(samples)], pack(samples))
-        logprobs = assembled([outcome.logprobs[0] for outcome in asked], data_parallel=world // actor.model_parallel)
+        parts = cluster.run(world, jobs.score, setup, pack(samples))
+        logprobs = assembled(parts, data_parallel=world // actor.model_parallel)
         algorithm = build_algorithm(config, max_response_tokens=12)
         credited = algorithm.assign(groups, _estimates(samples, logprobs))
         outcomes = cluster.run(world, jobs.train, setup, [], pack(credited))

@@ -1,148 +1,41 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
-from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import Packing
-from megarl.data.shares import UNUSED_IN_FORWARD
-from megarl.types import TrainSample
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from tests.filled_shares import pack
+from megarl.config.algorithm import AlgorithmConfig, SftConfig
+from megarl.config.roles import ActorConfig
 from tests.tiny_models import write_tiny_model
 from tests.train import jobs
-from tests.train.cluster import Cluster, Shares, assembled
+from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
-
-TOLERANCE = 1e-5
-TEMPERATURE = 0.8
-
-# With a vast epsilon Adam is gradient descent: learning rate and epsilon cancel, and the change of a weight is its
-# gradient. With the usual one it is the gradient's sign, and noise around zero would hide behind the tolerance.
-DESCENT = OptimizerConfig(learning_rate=100.0, eps=100.0, weight_decay=1e-3, clip_grad_norm=0.5)
-GRPO = GrpoConfig(kind="grpo", entropy_coef=0.1)
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-
-SPLITS = {
-    "TP1": (1, ActorConfig(pool="train")),
-    "TP2": (2, ActorConfig(pool="train", tensor=2)),
-    "PP2": (2, ActorConfig(pool="train", pipeline=2)),
-    "PP2-VPP2": (2, ActorConfig(pool="train", pipeline=2, virtual_pipeline=2)),
-    "TP2-SP": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True)),
-    "TP2-PP2": (4, ActorConfig(pool="train", tensor=2, pipeline=2)),
-    "DP2": (2, ActorConfig(pool="train")),
-    "CP2": (2, ActorConfig(pool="train", context=2)),
-}
-CONTEXT_SPLITS = {
-    "CP4": (4, ActorConfig(pool="train", context=4)),
-    "CP2-DP2": (4, ActorConfig(pool="train", context=2)),
-    "CP2-TP2": (4, ActorConfig(pool="train", context=2, tensor=2)),
-    "CP2-TP2-SP": (4, ActorConfig(pool="train", context=2, tensor=2, is_sequence_parallel=True)),
-    "CP2-PP2": (4, ActorConfig(pool="train", context=2, pipeline=2)),
-    "CP2-PP2-VPP2": (4, ActorConfig(pool="train", context=2, pipeline=2, virtual_pipeline=2)),
-}
-
-MIXTURE_SPLITS = {
-    "TP1": SPLITS["TP1"],
-    "TP2-SP": SPLITS["TP2-SP"],
-    "PP2-VPP2": SPLITS["PP2-VPP2"],
-    "EP2": (2, ActorConfig(pool="train", expert=2)),
-    "EP2-DP2": (4, ActorConfig(pool="train", expert=2)),
-    "TP2-EP2": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2)),
-    "TP2-EP2-ETP1": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2, expert_tensor=1)),
-    "TP2-EP4-ETP1": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=4, expert_tensor=1)),
-    "CP2-EP2": (2, ActorConfig(pool="train", context=2, expert=2)),
-    "CP2-TP2-EP4-ETP1": (
-        4,
-        ActorConfig(pool="train", context=2, tensor=2, is_sequence_parallel=True, expert=4, expert_tensor=1),
-    ),
-    "EP2-PP2": (4, ActorConfig(pool="train", pipeline=2, expert=2, first_stage_layers=1)),
-}
-
-
-def packed(
-    samples: Sequence[TrainSample],
-    *,
-    world: int,
-    actor: ActorConfig,
-    budget: int = 48,
-    per_update: int | None = None,
-    has_versions: bool = False,
-    is_forward: bool = False,
-    has_routes: bool = False,
-) -> Shares:
-    packing = Packing(
-        data_parallel=world // actor.model_parallel,
-        tokens_per_micro_batch=budget,
-        samples_per_update=per_update,
-        pad_multiple=actor.tensor * actor.sequence_multiple,
-        sequence_multiple=actor.sequence_multiple,
-        micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
-    )
-    without = UNUSED_IN_FORWARD if is_forward else ()
-    shares = pack(
-        samples,
-        packing,
-        temperature=TEMPERATURE,
-        has_versions=has_versions,
-        has_routes=has_routes,
-        without=without,
-    )
-    return Shares.of(shares, ranks_per_share=actor.tensor * actor.context)
-
-
-def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO) -> jobs.Setup:
-    return jobs.Setup(actor=actor, folder=model.folder, shape=model.shape, optimizer=DESCENT, algorithm=algorithm)
-
-
-def whole_weights(
-    outcomes: Sequence[jobs.Outcome | jobs.RewardsOutcome], model: Model, actor: ActorConfig
-) -> dict[str, Tensor]:
-    """Assemble canonical tensors from every rank's parameters; replicas must be bit-equal."""
-    parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
-    layout = megatron_layout(model.shape, parallel, dtype="float32")
-    weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
-    for rank, outcome in enumerate(outcomes):
-        for piece in layout.by_rank[rank].pieces:
-            target = weights[piece.slice.name][_ranges(piece.slice.offsets, piece.slice.shape)]
-            source = torch.from_numpy(outcome.tensors[piece.local_name])[
-                _ranges(piece.local_offsets, piece.slice.shape)
-            ]
-            if not target.isnan().any():
-                assert torch.equal(target, source), f"{piece.slice} differs between replicas"
-            target.copy_(source)
-    return weights
-
-
-def _ranges(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = TOLERANCE) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        difference = (found[name] - tensor).abs().max().item()
-        assert difference < tolerance, f"{name} is off by {difference:.2e}"
-
-
-def assert_same_logprobs(found: Sequence[np.ndarray], expected: Sequence[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for index, (array, tensor) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_allclose(array, tensor.numpy(), rtol=0, atol=TOLERANCE, err_msg=f"sample {index}")
-
+from tests.train.splits import (
+    CONTEXT_SPLITS,
+    DESCENT,
+    FULL,
+    GRPO,
+    MIXTURE_SPLITS,
+    SELECTIVE,
+    SPLITS,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_close,
+    assert_same_logprobs,
+    packed,
+    setup_of,
+    whole_weights,
+)
 
 References = dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]]
 
@@ -153,9 +46,16 @@ def references() -> References:
     return {}
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def in_pairs() -> Iterator[ParameterSet]:
+    """Every family, split and tied or untied embeddings; two of the three in every combination, all three if slow."""
+    for place, family in enumerate(("llama", "qwen2", "qwen3")):
+        for number, split in enumerate(SPLITS):
+            for tied in (False, True):
+                marks = () if tied == ((place + number) % 2 == 1) else pytest.mark.slow
+                yield pytest.param(family, tied, split, marks=marks, id=f"{family}-{'' if tied else 'un'}tied-{split}")
+
+
+@pytest.mark.parametrize(("family", "tied", "split"), in_pairs())
 def test_equals_the_hugging_face_model_for_every_split(
     family: str, tied: bool, split: str, cluster: Cluster, models: Models, references: References
 ) -> None:
@@ -244,20 +144,18 @@ def test_recomputed_experts_give_the_same_update(cluster: Cluster, models: Model
     assert_close(whole_weights(recomputed, model, actor), whole_weights(plain, model, actor))
 
 
-@pytest.mark.parametrize("native", [FULL, SELECTIVE], ids=["full", "selective"])
 @pytest.mark.parametrize("split", ["TP1", "TP2-SP", "PP2-VPP2"])
-def test_recomputed_activations_give_the_same_update(
-    native: dict[str, object], split: str, cluster: Cluster, models: Models
-) -> None:
+def test_recomputed_activations_give_the_same_update(split: str, cluster: Cluster, models: Models) -> None:
     model = models.get("qwen3", tied=False)
     samples = make_samples(5, vocab=model.shape.vocab, seed=6)
     world, actor = SPLITS[split]
     batch = packed(samples, world=world, actor=actor)
-    plain, recomputed = (
+    plain, *recomputed = (
         cluster.run(world, jobs.train, setup_of(model, actor.model_copy(update={"megatron": fields})), [], batch)
-        for fields in ({}, native)
+        for fields in ({}, FULL, SELECTIVE)
     )
-    assert_close(whole_weights(recomputed, model, actor), whole_weights(plain, model, actor))
+    for outcomes in recomputed:
+        assert_close(whole_weights(outcomes, model, actor), whole_weights(plain, model, actor))
 
 
 def test_fields_that_megatron_refuses_together_are_the_recipes_mistake(cluster: Cluster, models: Models) -> None:

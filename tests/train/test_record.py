@@ -13,7 +13,7 @@ from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
-from tests.train.test_rank import SPLITS, packed, setup_of
+from tests.train.splits import SPLITS, packed, setup_of
 
 
 @pytest.mark.parametrize("split", ["TP2-SP", "PP2-VPP2", "TP2-PP2"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algo.comparison import Pairs, find_pairs, implicit_rewards, measure_pairs, pair_advantages
+from megarl.algo.pairs import Pairs, find_pairs, implicit_rewards, measure_pairs, pair_advantages
 from megarl.config.algorithm import DpoConfig, OnlineDpoConfig, PairConfig, SpinConfig
 from megarl.results import PreferenceStats
 from megarl.types import Estimates, FloatArray

@@ -26,8 +26,6 @@ from megarl.types import JsonValue, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_FOLDER = "published"
-"""Name of the folder in the run's folder."""
 _PREFIX = "version_"
 
 

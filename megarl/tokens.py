@@ -228,7 +228,7 @@ ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleColumn:
-    """Numbers of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
+    """A column of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
 
     sample_ids: npt.NDArray[np.int32]
     """[S], indices into the step's samples."""
@@ -252,7 +252,7 @@ class SampleColumn:
 
 
 def sample_column(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleColumn:
-    """Return the numbers of whole samples, given by their indices."""
+    """Return the column of whole samples, by their indices."""
     return SampleColumn(
         sample_ids=np.fromiter(arrays, np.int32, len(arrays)),
         starts=np.cumsum([0, *map(len, arrays.values())], dtype=np.int64),

@@ -21,7 +21,7 @@ EPS = 1e-6
 """Added to the standard deviation of a group, which may be 0."""
 
 # Sums over a step are taken in double precision.
-Wide: TypeAlias = npt.NDArray[np.float64]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
 Groups: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -29,15 +29,15 @@ Groups: TypeAlias = npt.NDArray[np.int64]
 class Outcomes:
     """The rollouts of one step, in the order of their groups. B rollouts, rollout i has T_i tokens."""
 
-    rewards: Wide  # [B]
+    rewards: Float64Array  # [B]
     groups: Groups  # [B], each rollout's group, 0 .. G-1
     loss_masks: tuple[BoolArray, ...]  # B of [T_i]
-    components: Mapping[str, Wide] = field(default_factory=dict)  # [B] each; `gdpo` uses them
-    baselines: Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
+    components: Mapping[str, Float64Array] = field(default_factory=dict)  # [B] each; `gdpo` uses them
+    baselines: Float64Array | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
-    penalty_sums: Wide | None = None  # [B], instead of `penalties` where their tokens are elsewhere
+    penalty_sums: Float64Array | None = None  # [B], instead of `penalties` where their tokens are elsewhere
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
-    implicit: Wide | None = None  # [B], the rewards by which a preference algorithm compares pairs
+    implicit: Float64Array | None = None  # [B], the rewards by which a preference algorithm compares pairs
     earlier_rewards: tuple[Mapping[int, float], ...] | None = None
     """Per rollout the parts of its reward that came earlier than at its end, by the token that they are credited to."""
 
@@ -54,7 +54,7 @@ class Outcomes:
         return np.array([num_true(mask) for mask in self.loss_masks], dtype=np.int64)
 
     @property
-    def totals(self) -> Wide:
+    def totals(self) -> Float64Array:
         """[B], each reward less all penalties of its tokens."""
         if self.penalty_sums is not None:
             return np.subtract(self.rewards, self.penalty_sums)
@@ -83,13 +83,13 @@ def grpo_credit(outcomes: Outcomes, *, normalize_std: bool) -> Credit:
     return without_earlier(credit, scales, outcomes)
 
 
-def grpo(rewards: Wide, groups: Groups, *, normalize_std: bool) -> Wide:
+def grpo(rewards: Float64Array, groups: Groups, *, normalize_std: bool) -> Float64Array:
     """(R - mean of its group) / (unbiased std of its group + eps); 0 in a group of one."""
     distances = from_mean(rewards, groups)
     return distances / (group_std(rewards, groups)[groups] + EPS) if normalize_std else distances
 
 
-def grpo_scales(rewards: Wide, groups: Groups, *, normalize_std: bool) -> Wide:
+def grpo_scales(rewards: Float64Array, groups: Groups, *, normalize_std: bool) -> Float64Array:
     """[B], by how much the advantage of `grpo` grows with the reward; 0 in groups that have no signal."""
     if not normalize_std:
         return has_others(groups)
@@ -97,25 +97,25 @@ def grpo_scales(rewards: Wide, groups: Groups, *, normalize_std: bool) -> Wide:
     return np.where(stds > EPS, has_others(groups) / (stds + EPS), 0.0)
 
 
-def has_others(groups: Groups) -> Wide:
+def has_others(groups: Groups) -> Float64Array:
     """[B], 1 where a rollout can be compared with others of its group, else 0."""
     return (np.bincount(groups)[groups] > 1).astype(np.float64)
 
 
-def from_mean(rewards: Wide, groups: Groups) -> Wide:
+def from_mean(rewards: Float64Array, groups: Groups) -> Float64Array:
     """[B], each reward less the mean of its group."""
-    means: Wide = np.bincount(groups, weights=rewards) / np.bincount(groups)
+    means: Float64Array = np.bincount(groups, weights=rewards) / np.bincount(groups)
     return rewards - means[groups]
 
 
-def group_std(rewards: Wide, groups: Groups) -> Wide:
+def group_std(rewards: Float64Array, groups: Groups) -> Float64Array:
     """[G], unbiased; 0 for a group of one."""
     squares = np.bincount(groups, weights=from_mean(rewards, groups) ** 2)
-    std: Wide = np.sqrt(squares / np.maximum(np.bincount(groups) - 1, 1))
+    std: Float64Array = np.sqrt(squares / np.maximum(np.bincount(groups) - 1, 1))
     return std
 
 
-def over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
+def over_tokens(per_rollout: Float64Array, loss_masks: tuple[BoolArray, ...]) -> Credit:
     """Give every token the policy chose the advantage of its rollout."""
     pairs = zip(per_rollout.astype(np.float32), loss_masks, strict=True)
     return Credit(
@@ -127,7 +127,7 @@ def over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
     )
 
 
-def without_earlier(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
+def without_earlier(credit: Credit, scales: Float64Array, outcomes: Outcomes) -> Credit:
     """Take from each token's advantage the rewards of earlier turns and tokens, which it did not cause.
 
     With the scale s of an estimator that is s * (R - baseline of the group), a token has s * (R to go - baseline): the
@@ -145,7 +145,7 @@ def without_earlier(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
     return Credit(advantages=tuple(advantages))
 
 
-def places_of(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Wide]:
+def places_of(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Float64Array]:
     """Return the tokens that have rewards of their own, and these rewards."""
     size = len(by_token)
     return np.fromiter(by_token, np.int64, size), np.fromiter(by_token.values(), np.float64, size)

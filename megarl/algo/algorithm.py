@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.algo.advantage import Credit, Outcomes, Wide, earlier_rewards, sum_of_parts
+from megarl.algo.advantage import Credit, Float64Array, Outcomes, earlier_rewards, sum_of_parts
 from megarl.algo.estimators import choose_estimator
 from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.penalty import KlPenalty, length_penalty, penalised_length
@@ -185,13 +185,13 @@ class PolicyGradient:
             earlier_rewards=earlier_rewards(groups),
         )
 
-    def _baselines(self, groups: Sequence[ScoredGroup]) -> Wide:
+    def _baselines(self, groups: Sequence[ScoredGroup]) -> Float64Array:
         """[B], the reward of the greedy rollout of each rollout's group."""
         return np.repeat(
             self._rewards([_baseline(scored) for scored in groups]), [len(scored.scores) for scored in groups]
         )
 
-    def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> Wide:
+    def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> Float64Array:
         """[B], the scores with the rewards of turns and tokens and the penalty of overlong responses."""
         rewards = np.array([score.value for _, score in scored], dtype=np.float64)
         if self._config.reward_clip is not None:

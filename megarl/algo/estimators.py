@@ -15,9 +15,9 @@ import numpy.typing as npt
 from megarl.algo.advantage import (
     EPS,
     Credit,
+    Float64Array,
     Groups,
     Outcomes,
-    Wide,
     from_mean,
     group_std,
     grpo,
@@ -78,7 +78,9 @@ def _group_credit(config: GroupConfig, outcomes: Outcomes) -> Credit:
     return without_earlier(credit, scale * has_others(outcomes.groups), outcomes)
 
 
-def _compare(config: GroupConfig, rewards: Wide, groups: Groups, lengths: npt.NDArray[np.int64]) -> tuple[Wide, float]:
+def _compare(
+    config: GroupConfig, rewards: Float64Array, groups: Groups, lengths: npt.NDArray[np.int64]
+) -> tuple[Float64Array, float]:
     """Return the advantage of each rollout, and by how much it grows with the rollout's reward."""
     match config.kind:
         case "rloo":
@@ -96,23 +98,23 @@ def _compare(config: GroupConfig, rewards: Wide, groups: Groups, lengths: npt.ND
             assert_never(config.kind)
 
 
-def _opo(rewards: Wide, groups: Groups, lengths: npt.NDArray[np.int64]) -> Wide:
+def _opo(rewards: Float64Array, groups: Groups, lengths: npt.NDArray[np.int64]) -> Float64Array:
     """R - mean of its group weighted by length, the baseline of least variance."""
     totals = np.bincount(groups, weights=lengths)
-    baselines: Wide = np.bincount(groups, weights=lengths * rewards) / np.maximum(totals, 1)
+    baselines: Float64Array = np.bincount(groups, weights=lengths * rewards) / np.maximum(totals, 1)
     return rewards - baselines[groups]
 
 
-def _gpg(rewards: Wide, groups: Groups) -> Wide:
+def _gpg(rewards: Float64Array, groups: Groups) -> Float64Array:
     """R - mean of its group, scaled up by the share of rollouts without any reward."""
     return _gpg_scale(rewards) * from_mean(rewards, groups)
 
 
-def _gpg_scale(rewards: Wide) -> float:
+def _gpg_scale(rewards: Float64Array) -> float:
     return len(rewards) / max(int(np.count_nonzero(rewards)), 1)
 
 
-def _grpo_passk(rewards: Wide, groups: Groups) -> Wide:
+def _grpo_passk(rewards: Float64Array, groups: Groups) -> Float64Array:
     """The best of a group gets its lead over the second, divided by the std; all others, and ties for best, get 0."""
     sizes = np.bincount(groups)
     by_group_and_reward = np.lexsort((rewards, groups))
@@ -133,13 +135,13 @@ def _gdpo_credit(config: GdpoConfig, outcomes: Outcomes) -> Credit:
     return over_tokens(_whiten_rollouts(total, outcomes.lengths), outcomes.loss_masks)
 
 
-def _whiten_rollouts(per_rollout: Wide, lengths: npt.NDArray[np.int64]) -> Wide:
+def _whiten_rollouts(per_rollout: Float64Array, lengths: npt.NDArray[np.int64]) -> Float64Array:
     """Scale to mean 0 and variance 1 over the step's tokens, each of which has the value of its rollout."""
     mean, deviation = _whitening(per_rollout, lengths)
     return (per_rollout - mean) / deviation
 
 
-def _whitening(per_rollout: Wide, lengths: npt.NDArray[np.int64]) -> tuple[float, float]:
+def _whitening(per_rollout: Float64Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float]:
     """Return mean and deviation over the step's tokens."""
     num_tokens = int(lengths.sum())
     mean = float((lengths * per_rollout).sum() / max(num_tokens, 1))
@@ -151,7 +153,7 @@ def _sppo_credit(config: SppoConfig, outcomes: Outcomes) -> Credit:
     return over_tokens(_sppo(outcomes.totals, outcomes.groups, eta=config.eta), outcomes.loss_masks)
 
 
-def _sppo(rewards: Wide, groups: Groups, *, eta: float) -> Wide:
+def _sppo(rewards: Float64Array, groups: Groups, *, eta: float) -> Float64Array:
     """Return eta * (R - log(mean of exp(eta R) over its group) / eta)."""
     targets = eta * rewards
     for members in members_of(groups):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megarl.algo.advantage import Credit, Groups, Outcomes, Wide, over_tokens
+from megarl.algo.advantage import Credit, Float64Array, Groups, Outcomes, over_tokens
 from megarl.config.algorithm import KlRewardConfig, PairConfig, PreferenceConfig, SpinConfig
 from megarl.results import PreferenceStats
 from megarl.tokens import num_true
@@ -34,7 +34,7 @@ class Pairs:
     worse: Groups  # [P]
 
 
-def find_pairs(config: PairConfig, rewards: Wide, groups: Groups) -> Pairs:
+def find_pairs(config: PairConfig, rewards: Float64Array, groups: Groups) -> Pairs:
     """Return the best and the worst rollout of each group that has both; for `spin` the demonstration, the last of its
     group, with each of the others."""
     better: list[int] = []
@@ -57,7 +57,7 @@ def members_of(groups: Groups) -> list[Groups]:
     return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 
 
-def implicit_rewards(config: PairConfig, estimates: Estimates, loss_masks: Sequence[BoolArray]) -> Wide:
+def implicit_rewards(config: PairConfig, estimates: Estimates, loss_masks: Sequence[BoolArray]) -> Float64Array:
     """[B], the reward that the model gives each rollout, by which pairs are compared.
 
     beta * log-ratio to the reference; for `simpo` beta * mean log-probability; for a reward model its score.
@@ -74,7 +74,7 @@ def log_ratios(
     logprobs: Sequence[FloatArray] | None,
     reference: Sequence[FloatArray] | None,
     loss_masks: Sequence[BoolArray],
-) -> Wide:
+) -> Float64Array:
     """[B], the log-probability of each rollout, less that of the reference where there is one."""
     assert logprobs is not None, "a preference without log-probabilities"
     totals = _masked_sums(logprobs, loss_masks)
@@ -84,7 +84,9 @@ def log_ratios(
     return totals - _masked_sums(reference, loss_masks)
 
 
-def pair_advantages(config: PairConfig, pairs: Pairs, implicit: Wide, lengths: npt.NDArray[np.int64]) -> Wide:
+def pair_advantages(
+    config: PairConfig, pairs: Pairs, implicit: Float64Array, lengths: npt.NDArray[np.int64]
+) -> Float64Array:
     """[B], the negative gradient of the mean loss of the pairs by each token's log-probability; 0 outside the pairs.
 
     The trainer divides by all rollouts; the factor makes it the mean over pairs.
@@ -96,7 +98,7 @@ def pair_advantages(config: PairConfig, pairs: Pairs, implicit: Wide, lengths: n
     return advantages * _per_token(config, lengths) * len(implicit) / max(len(pushes), 1)
 
 
-def measure_pairs(config: PairConfig, pairs: Pairs, implicit: Wide) -> PreferenceStats | None:
+def measure_pairs(config: PairConfig, pairs: Pairs, implicit: Float64Array) -> PreferenceStats | None:
     """Return the means over the pairs; None without any."""
     if not len(pairs.better):
         return None
@@ -111,7 +113,7 @@ def measure_pairs(config: PairConfig, pairs: Pairs, implicit: Wide) -> Preferenc
     )
 
 
-def _losses(config: PairConfig, margins: Wide) -> Wide:
+def _losses(config: PairConfig, margins: Float64Array) -> Float64Array:
     """[P], of implicit rewards that differ by these margins."""
     if not isinstance(config, PreferenceConfig):
         return np.logaddexp(0.0, -margins)
@@ -125,7 +127,7 @@ def _losses(config: PairConfig, margins: Wide) -> Wide:
             return (1 - smoothing) * np.logaddexp(0.0, -margins) + smoothing * np.logaddexp(0.0, margins)
 
 
-def _pushes(config: PairConfig, margins: Wide) -> Wide:
+def _pushes(config: PairConfig, margins: Float64Array) -> Float64Array:
     """[P], the negative derivative of `_losses` by the margin."""
     if not isinstance(config, PreferenceConfig):
         return _sigmoid(-margins)
@@ -138,13 +140,13 @@ def _pushes(config: PairConfig, margins: Wide) -> Wide:
             return _sigmoid(-margins) - config.label_smoothing
 
 
-def _sigmoid(numbers: Wide) -> Wide:
+def _sigmoid(numbers: Float64Array) -> Float64Array:
     # Without overflow at either end.
-    result: Wide = np.exp(-np.logaddexp(0.0, -numbers))
+    result: Float64Array = np.exp(-np.logaddexp(0.0, -numbers))
     return result
 
 
-def _per_token(config: PairConfig, lengths: npt.NDArray[np.int64]) -> Wide:
+def _per_token(config: PairConfig, lengths: npt.NDArray[np.int64]) -> Float64Array:
     """[B], the derivative of a rollout's implicit reward by the log-probability of one of its tokens."""
     if not isinstance(config, PreferenceConfig):
         return np.ones(len(lengths))
@@ -162,6 +164,6 @@ def _beta(config: PreferenceConfig) -> float:
     return config.kl.coef
 
 
-def _masked_sums(numbers: Sequence[FloatArray], loss_masks: Sequence[BoolArray]) -> Wide:
+def _masked_sums(numbers: Sequence[FloatArray], loss_masks: Sequence[BoolArray]) -> Float64Array:
     pairs = zip(numbers, loss_masks, strict=True)
     return np.array([tokens[mask].sum(dtype=np.float64) for tokens, mask in pairs])

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algo.advantage import Wide
+from megarl.algo.advantage import Float64Array
 from megarl.algo.loss import kl
 from megarl.config.algorithm import AdaptiveKlConfig, KlRewardConfig
 from megarl.tokens import RolloutSums, num_true
@@ -41,7 +41,7 @@ class KlPenalty:
         self._adapt([distance.mean(dtype=np.float64) for distance in chosen if len(distance)], len(chosen))
         return penalties
 
-    def of_rollouts(self, sums: RolloutSums | None) -> Wide | None:
+    def of_rollouts(self, sums: RolloutSums | None) -> Float64Array | None:
         """Return the penalty of each rollout, [B], from the sums of the ranks; adapt the coefficient."""
         if sums is None or sums.kl is None:
             return None
@@ -63,10 +63,12 @@ def adapted_kl_coef(coef: float, config: AdaptiveKlConfig, *, kl: float, num_seq
     return coef * (1 + error * num_sequences / config.horizon)
 
 
-def length_penalty(lengths: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int, factor: float) -> Wide:
+def length_penalty(
+    lengths: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int, factor: float
+) -> Float64Array:
     """[B], 0 up to `buffer_tokens` before the limit, then linear down to -factor at the limit."""
     excess = lengths - (max_tokens - buffer_tokens)
-    penalty: Wide = np.minimum(0.0, -excess / buffer_tokens * factor)
+    penalty: Float64Array = np.minimum(0.0, -excess / buffer_tokens * factor)
     return penalty
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megarl.algo.advantage import Groups, Outcomes, Wide
+from megarl.algo.advantage import Float64Array, Groups, Outcomes
 from megarl.algo.loss import kl
 from megarl.algo.pairs import has_reference, log_ratios
 from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
@@ -38,10 +38,10 @@ class CreditTask:
     """None without a penalty."""
     kl_coef: float
     sample_ids: tuple[int, ...]  # B, indices into the step's samples
-    rewards: Wide  # [B]
+    rewards: Float64Array  # [B]
     groups: Groups  # [B]
     masks: tuple[BoolArray | int, ...]  # B of [T_i]; a number of tokens where the policy chose all
-    baselines: Wide | None
+    baselines: Float64Array | None
     earlier_rewards: tuple[Mapping[int, float], ...] | None
 
     @property
@@ -119,7 +119,7 @@ class CreditTask:
             rows=np.array([(total, *row) for total, row in zip(sums, spread, strict=True)]).reshape(-1, 4),
         )
 
-    def sums(self, rows: Wide) -> RolloutSums:
+    def sums(self, rows: Float64Array) -> RolloutSums:
         """Return the sums of all rollouts from the rows of all ranks, [B, 4]."""
         return RolloutSums(
             counts=rows[:, _MOMENTS[0]],
@@ -127,7 +127,7 @@ class CreditTask:
             ratios=rows[:, _SUM] if isinstance(self.config, PairConfig) else None,
         )
 
-    def scales(self, rows: Wide) -> Wide | None:
+    def scales(self, rows: Float64Array) -> Float64Array | None:
         """Return by which numbers the ranks normalise the credit of tokens, [B, 3]; None where there is none."""
         config = self.token_config
         return None if config is None else step_scales(config, self.rewards, self.groups, rows[:, _MOMENTS])
@@ -170,9 +170,9 @@ class PartCredit:
     raw: RawCredit | None  # None where all tokens of a rollout have one advantage, which the driver knows
     lengths: Mapping[int, int]
     """Tokens of each sample of the rank, those without a score included."""
-    rows: Wide  # [S, 4]
+    rows: Float64Array  # [S, 4]
 
-    def normalise(self, rows: Wide) -> tuple[dict[ColumnName, SampleColumn], Wide]:
+    def normalise(self, rows: Float64Array) -> tuple[dict[ColumnName, SampleColumn], Float64Array]:
         """Return the columns of an update, and the size of each rollout's advantages, [S]; `rows` are its `scales`.
 
         The columns are advantages, and returns where there are some. Samples without a score have 0.

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from megarl.algo.advantage import Credit, Groups, Outcomes, Wide, from_mean, has_others, over_tokens, places_of
+from megarl.algo.advantage import Credit, Float64Array, Groups, Outcomes, from_mean, has_others, over_tokens, places_of
 from megarl.config.algorithm import GaeConfig, PrimeConfig, ReinforcePpConfig, RemaxConfig
 from megarl.types import BoolArray, FloatArray
 
@@ -45,7 +45,7 @@ def credit_per_token(config: TokenCreditConfig, outcomes: Outcomes) -> Credit:
 class RawCredit:
     """The advantages of the tokens that the policy chose, before they are compared with others of the step."""
 
-    tokens: Sequence[Wide]  # per rollout
+    tokens: Sequence[Float64Array]  # per rollout
     returns: tuple[FloatArray, ...] | None = None
 
 
@@ -64,13 +64,15 @@ def credit_tokens(config: TokenCreditConfig, outcomes: Outcomes) -> RawCredit:
             assert_never(config)
 
 
-def moments(tokens: Wide) -> tuple[float, float, float]:
+def moments(tokens: Float64Array) -> tuple[float, float, float]:
     """Return the number of tokens, their mean, and the sum of the squared distances from it."""
     mean = float(tokens.mean()) if len(tokens) else 0.0
     return len(tokens), mean, float(np.square(tokens - mean).sum())
 
 
-def step_scales(config: TokenCreditConfig, rewards: Wide, groups: Groups, of_rollouts: Wide) -> Wide:
+def step_scales(
+    config: TokenCreditConfig, rewards: Float64Array, groups: Groups, of_rollouts: Float64Array
+) -> Float64Array:
     """[B, 3], what is taken from the raw credit of each rollout, the factor after it, and what is added.
 
     `of_rollouts` has the moments of each rollout, [B, 3].
@@ -86,7 +88,7 @@ def step_scales(config: TokenCreditConfig, rewards: Wide, groups: Groups, of_rol
             assert_never(config)
 
 
-def _whitening_scales(of_rollouts: Wide) -> Wide:
+def _whitening_scales(of_rollouts: Float64Array) -> Float64Array:
     """[B, 3], to mean 0 and variance 1 over the step's tokens."""
     counts, means, squares = of_rollouts.T
     num_tokens = counts.sum()
@@ -95,7 +97,9 @@ def _whitening_scales(of_rollouts: Wide) -> Wide:
     return np.tile([mean, 1 / float(np.sqrt(variance + WHITEN_EPS)), 0.0], (len(of_rollouts), 1))
 
 
-def _prime_scales(rewards: Wide, groups: Groups, of_rollouts: Wide, *, process_coef: float) -> Wide:
+def _prime_scales(
+    rewards: Float64Array, groups: Groups, of_rollouts: Float64Array, *, process_coef: float
+) -> Float64Array:
     """[B, 3], the mean of the others' rewards of tokens is taken, and RLOO of the outcome is added."""
     _, means, _ = of_rollouts.T
     has_other, sizes = has_others(groups), np.bincount(groups)
@@ -103,21 +107,21 @@ def _prime_scales(rewards: Wide, groups: Groups, of_rollouts: Wide, *, process_c
     return np.stack([taken, process_coef * has_other, rloo(rewards, groups) * has_other], axis=1)
 
 
-def scaled(config: TokenCreditConfig, tokens: Wide, row: Wide) -> Wide:
+def scaled(config: TokenCreditConfig, tokens: Float64Array, row: Float64Array) -> Float64Array:
     """Return the advantages of one rollout from its raw credit and its row of `step_scales`."""
-    compared: Wide = tokens - row[0]
+    compared: Float64Array = tokens - row[0]
     to_go = _discounted_sum(compared, config.gamma) if isinstance(config, PrimeConfig) else compared
     return to_go * float(row[1]) + float(row[2])
 
 
-def _remax(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
+def _remax(outcomes: Outcomes, *, gamma: float) -> list[Float64Array]:
     """Reward to go - reward of the greedy rollout of the same prompt, per token."""
     assert outcomes.baselines is not None, "remax without the rewards of greedy rollouts"
     to_go = _rewards_to_go(outcomes, gamma=gamma)
     return [tokens - baseline for tokens, baseline in zip(to_go, outcomes.baselines, strict=True)]
 
 
-def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
+def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Float64Array]:
     """The reward, less later penalties, each discounted once per later token that the policy chose."""
     if outcomes.penalties is not None or outcomes.earlier_rewards is not None:
         return [_discounted_sum(tokens, gamma) for tokens in _token_rewards(outcomes)]
@@ -126,7 +130,7 @@ def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
     return [reward * discounts[:length][::-1] for reward, length in zip(outcomes.rewards, lengths, strict=True)]
 
 
-def _token_rewards(outcomes: Outcomes) -> Iterator[Wide]:
+def _token_rewards(outcomes: Outcomes) -> Iterator[Float64Array]:
     """Yield per rollout the rewards of the tokens the policy chose: penalties on all, earlier rewards at their places,
     the rest of the reward on the last.
     """
@@ -150,7 +154,7 @@ def _prime(outcomes: Outcomes, *, right_from: float) -> RawCredit:
     return RawCredit(tokens=tokens, returns=over_tokens(residuals, masks).advantages)
 
 
-def rloo(rewards: Wide, groups: Groups) -> Wide:
+def rloo(rewards: Float64Array, groups: Groups) -> Float64Array:
     """R - mean of the other rollouts of its group."""
     sizes = np.bincount(groups)
     return (sizes / np.maximum(sizes - 1, 1))[groups] * from_mean(rewards, groups)
@@ -174,7 +178,7 @@ def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> RawCredit:
     return RawCredit(tokens=raw, returns=returns)
 
 
-def _discounted_sum(tokens: Wide, discount: float) -> Wide:
+def _discounted_sum(tokens: Float64Array, discount: float) -> Float64Array:
     """S_t = x_t + discount S_{t+1}, without a loop over tokens: S_t discount^t is the sum of the later x_k discount^k.
 
     Summed from the end, where the terms are smallest; in blocks, because the power would underflow.
@@ -194,14 +198,14 @@ def _discounted_sum(tokens: Wide, discount: float) -> Wide:
 
 
 @lru_cache(maxsize=4)
-def _powers(base: float) -> Wide:
+def _powers(base: float) -> Float64Array:
     """Powers from 0 on: at most a block, and none so small that precision is lost."""
     count = _BLOCK if base == 1 else max(1, min(_BLOCK, int(_MAX_LOG_POWER / -np.log(base))))
-    powers: Wide = base ** np.arange(count + 1, dtype=np.float64)
+    powers: Float64Array = base ** np.arange(count + 1, dtype=np.float64)
     return powers
 
 
-def placed(chosen: Iterable[Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+def placed(chosen: Iterable[Float64Array], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
     """Spread values of the tokens the policy chose over all tokens, with 0 elsewhere."""
     placed = _arrays([len(mask) for mask in loss_masks], np.float32)
     for tokens, mask, row in zip(chosen, loss_masks, placed, strict=True):

@@ -24,7 +24,12 @@ SampleField: TypeAlias = Literal[
 ]
 
 
-class _Tolerance(Section):
+class _Reward(Section):
+    has_components: ClassVar[bool] = True
+    """Its scores may have named components, which a filter or `gdpo` compares."""
+
+
+class _Tolerance(_Reward):
     on_error: Literal["fail", "mask", "value"] = "fail"
     """The effect of a rollout without a score: it stops the run, leaves the group's statistics and the loss, or gets
     `error_value`."""
@@ -56,12 +61,14 @@ class _BuiltIn(_InWorkers):
         return self.model_dump(exclude={"kind", *_InWorkers.model_fields})
 
 
-class ExactRewardConfig(Section):
+class ExactRewardConfig(_Reward):
+    has_components: ClassVar[bool] = False
     kind: Literal["exact"]
     """1 when the response, stripped, equals the ground truth, else 0."""
 
 
 class RegexRewardConfig(_BuiltIn):
+    has_components: ClassVar[bool] = False
     kind: Literal["regex"]
     """1 when the last match of `pattern` equals the ground truth, else 0."""
     pattern: Annotated[str, Field(min_length=1)]
@@ -71,6 +78,7 @@ class RegexRewardConfig(_BuiltIn):
 
 
 class MultipleChoiceRewardConfig(_BuiltIn):
+    has_components: ClassVar[bool] = False
     kind: Literal["multiple_choice"]
     """1 when the letter the response settles on is the ground truth, else 0."""
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCD"
@@ -78,6 +86,7 @@ class MultipleChoiceRewardConfig(_BuiltIn):
 
 
 class Gsm8kRewardConfig(_BuiltIn):
+    has_components: ClassVar[bool] = False
     kind: Literal["gsm8k"]
     """1 when the number after the last `####` equals that of the ground truth, else 0."""
     is_flexible: bool = False
@@ -85,6 +94,7 @@ class Gsm8kRewardConfig(_BuiltIn):
 
 
 class MathRewardConfig(_BuiltIn):
+    has_components: ClassVar[bool] = False
     # A policy can write what no algebra system simplifies in time: a wrong answer, not a broken reward.
     late_score: ClassVar[float | None] = 0.0
     kind: Literal["math"]
@@ -222,7 +232,7 @@ class FunctionRewardConfig(_InWorkers):
     """The score is the weighted sum of these numbers of the dict, which must have them all; null uses its `score`."""
 
 
-class ScorerRewardConfig(Section):
+class ScorerRewardConfig(_Reward):
     kind: Literal["scorer"]
     """Your own `stages.Scorer`, in the driver: it sees all rollouts of a prompt at once."""
     code: UserCode
@@ -265,7 +275,7 @@ class RewardPartConfig(ScaledScore):
     """The whole score is `closed_score` unless the part's own score is at least this."""
 
 
-class ComposedRewardConfig(Section):
+class ComposedRewardConfig(_Reward):
     kind: Literal["composed"]
     """The sum of several rewards; the score of each part is a component."""
     parts: Annotated[dict[str, RewardPartConfig], Field(min_length=1)]
@@ -274,7 +284,7 @@ class ComposedRewardConfig(Section):
     """The score of a response that a part with `gate_from` stops."""
 
 
-class BySourceRewardConfig(Section):
+class BySourceRewardConfig(_Reward):
     kind: Literal["by_source"]
     """Another scorer for each data_source."""
     sources: Annotated[

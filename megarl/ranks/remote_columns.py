@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
-from megarl.algo.advantage import Wide
+from megarl.algo.advantage import Float64Array
 from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
 from megarl.errors import first_line
@@ -82,7 +82,7 @@ class ColumnHost:
 
     def compute_credit(
         self, task: CreditTask, references: Mapping[ColumnName, Sequence[ray.ObjectRef]], sample_ids: frozenset[int]
-    ) -> Wide:
+    ) -> Float64Array:
         """Assign raw credit to these samples of a step; return a few numbers of each that has a score."""
         columns = {name: by_sample(ray.get(list(parts))) for name, parts in references.items()}
         self._credit = task.compute(
@@ -90,7 +90,7 @@ class ColumnHost:
         )
         return self._credit.rows
 
-    def normalise_credit(self, scales: Wide) -> tuple[dict[ColumnName, RemotePart], Wide]:
+    def normalise_credit(self, scales: Float64Array) -> tuple[dict[ColumnName, RemotePart], Float64Array]:
         """Scale the credit; its columns stay on this node, and the size of each rollout's is returned."""
         assert self._credit is not None, "compute_credit comes first"
         credit, self._credit = self._credit, None

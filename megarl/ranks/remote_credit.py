@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.algo.advantage import Wide
+from megarl.algo.advantage import Float64Array
 from megarl.algo.remote_credit import CreditTask
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
@@ -35,7 +35,7 @@ async def assign_credit(
         )
         for rank, ids in samples.items()
     ]
-    parts: list[Wide] = await ranks.gather(ColumnHost.compute_credit.__name__, started)
+    parts: list[Float64Array] = await ranks.gather(ColumnHost.compute_credit.__name__, started, ranks=list(tasks))
     order = {sample_id: index for index, sample_id in enumerate(task.sample_ids)}
     indices = [[order[sample_id] for sample_id in of_rank.sample_ids] for of_rank in tasks.values()]
     back = np.argsort(np.concatenate(indices))  # the parts end to end are in the order of the ranks
@@ -47,8 +47,8 @@ async def assign_credit(
         ranks.workers[rank].normalise_credit.remote(scales[of_rank])
         for rank, of_rank in zip(tasks, indices, strict=True)
     ]
-    normalised: list[tuple[dict[ColumnName, RemotePart], Wide]]
-    normalised = await ranks.gather(ColumnHost.normalise_credit.__name__, started)
+    normalised: list[tuple[dict[ColumnName, RemotePart], Float64Array]]
+    normalised = await ranks.gather(ColumnHost.normalise_credit.__name__, started, ranks=list(tasks))
     by_rank = {rank: credit for rank, (credit, _) in zip(tasks, normalised, strict=True)}
     credit = {
         name: ranks.remote_column({rank: of_rank[name] for rank, of_rank in by_rank.items()})

@@ -31,13 +31,9 @@ from megarl.reward.frozen import EngineJudgeBackend, FrozenModel, RewardModelBac
 from megarl.reward.judge import ChatJudge, HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
+from megarl.reward.remote_scorer import RemoteScorer, ScoringBackend
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
-from megarl.reward.scorer import (
-    ClosableScorer,
-    ExactScorer,
-    RemoteScorer,
-    ScoringBackend,
-)
+from megarl.reward.scorer import ClosableScorer, ExactScorer
 from megarl.stages import Scorer
 from megarl.system.sizes import GIB, MIB
 from megarl.system.user_code import describe_error, load_code

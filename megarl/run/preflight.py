@@ -23,6 +23,7 @@ from megarl.config.load import CheckedRecipe
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys
+from megarl.engine.endpoints import check_running
 from megarl.episodes.build import rehearse
 from megarl.errors import ConfigError, DataError, MachineError, MegarlError, Problem
 from megarl.observe.prometheus import MetricsEndpoint
@@ -31,7 +32,6 @@ from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
 from megarl.reward.trial import try_reward
 from megarl.run.inputs import Inputs, read_inputs, read_shape
-from megarl.serving.file_publisher import check_running
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
 from megarl.types import Prompt

@@ -20,13 +20,13 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
 from megarl.config.roles import FrozenRoleConfig, TeacherEnginesConfig
 from megarl.engine.client import EngineClient, EngineKeys
+from megarl.engine.endpoints import check_running, endpoints_of
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus
 from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, restart_policy
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineView
 from megarl.rollout.frozen import FrozenAccess, FrozenEngines, FrozenSetup
-from megarl.serving.file_publisher import check_running, endpoints_of
 from megarl.serving.nodes import following_nodes
 from megarl.serving.processes import start_engines
 from megarl.serving.supervisor import Supervisor

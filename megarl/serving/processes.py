@@ -190,7 +190,7 @@ class Engines:
         return endpoint
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         """Yield the folder of an adapter, which has the same path on every node of the engine, and remove it then."""
         nodes = range(len(self._places[index]))
         places = [

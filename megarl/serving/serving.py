@@ -17,6 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.engine.endpoints import endpoints_of
 from megarl.engine.fleet import UNFILLED, Fleet
 from megarl.engine.lifecycle import FellBehind, RestartPolicy
 from megarl.engine.process import EngineDeadlines, deadlines_of, restart_policy
@@ -25,7 +26,7 @@ from megarl.serving.adapter_publisher import ServedAdapters
 from megarl.serving.adoption import Adoption
 from megarl.serving.engine_specs import rollout_engine
 from megarl.serving.engine_transfer import located, near_trainers, transfer_spec
-from megarl.serving.file_publisher import PUBLISH_FOLDER, endpoints_of
+from megarl.serving.file_publisher import PUBLISH_FOLDER
 from megarl.serving.phases import SeparatePhases
 from megarl.serving.processes import start_engines
 from megarl.serving.shared_phases import SharedPhases

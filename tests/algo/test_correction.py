@@ -78,22 +78,24 @@ def test_weights_carry_no_gradient() -> None:
 
 def test_the_mismatch_has_the_golden_values() -> None:
     rollout = torch.full((3,), -3.0, dtype=torch.float64)
-    weights = mismatch(rollout + torch.tensor(LOG_RATIOS, dtype=torch.float64), rollout)
-    assert weights.k3.mean().item() == pytest.approx(0.194502, abs=1e-5)
-    assert (weights.weight.sum() ** 2 / (3 * weights.weight.square().sum())).item() == pytest.approx(0.871109, abs=1e-5)
-    assert weights.kl.mean().item() == pytest.approx(-0.8 / 3)
+    measured = mismatch(rollout + torch.tensor(LOG_RATIOS, dtype=torch.float64), rollout)
+    assert measured.k3.mean().item() == pytest.approx(0.194502, abs=1e-5)
+    assert (measured.weight.sum() ** 2 / (3 * measured.weight.square().sum())).item() == pytest.approx(
+        0.871109, abs=1e-5
+    )
+    assert measured.kl.mean().item() == pytest.approx(-0.8 / 3)
     ratios = torch.tensor(LOG_RATIOS, dtype=torch.float64).exp()
-    assert weights.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
-    assert weights.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
+    assert measured.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
+    assert measured.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
 
 
 def test_the_mismatch_is_not_flattened() -> None:
-    weights = mismatch(torch.tensor([-1.0]), torch.tensor([-11.0]))
-    assert weights.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
+    measured = mismatch(torch.tensor([-1.0]), torch.tensor([-11.0]))
+    assert measured.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
 
 
 def test_where_both_agree_nothing_is_amiss() -> None:
     logprobs = torch.tensor([-0.5, -2.0])
-    weights = mismatch(logprobs, logprobs)
-    assert [column.tolist() for column in (weights.distance, weights.kl, weights.k3, weights.chi2)] == [[0, 0]] * 4
-    assert weights.weight.tolist() == [1, 1]
+    measured = mismatch(logprobs, logprobs)
+    assert [column.tolist() for column in (measured.distance, measured.kl, measured.k3, measured.chi2)] == [[0, 0]] * 4
+    assert measured.weight.tolist() == [1, 1]

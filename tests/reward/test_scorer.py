@@ -23,7 +23,8 @@ from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.pool import WorkerPool
 from megarl.reward.protocol import Answer, Request
-from megarl.reward.scorer import ExactScorer, RemoteScorer
+from megarl.reward.remote_scorer import RemoteScorer
+from megarl.reward.scorer import ExactScorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]

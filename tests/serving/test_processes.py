@@ -95,9 +95,10 @@ PROMPT = tuple(range(3, 12))
 NUM_TOKENS = 6
 
 
-@pytest.fixture
-def two_nodes(real_ray: None, real_engines: None, tmp_path: Path) -> Iterator[list[Place]]:
+@pytest.fixture(scope="module")
+def two_nodes(real_ray: None, real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
     """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
+    tmp_path = tmp_path_factory.mktemp("nodes")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)
@@ -157,7 +158,7 @@ async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path
     stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
+        async with started.placed_adapter(0, stored, COMMAND_TIMEOUT_S) as placed:
             await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
         return placed
     finally:

@@ -36,11 +36,8 @@ from megarl.config.reward import (
     BySourceRewardConfig,
     ComposedRewardConfig,
     ExactRewardConfig,
-    Gsm8kRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
-    MathRewardConfig,
-    MultipleChoiceRewardConfig,
     QuestionConfig,
     RegexRewardConfig,
     RewardConfig,
@@ -53,30 +50,22 @@ from megarl.errors import Problem
 
 _SECRET_WORD = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
-_WITHOUT_COMPONENTS = (
-    ExactRewardConfig,
-    RegexRewardConfig,
-    MultipleChoiceRewardConfig,
-    Gsm8kRewardConfig,
-    MathRewardConfig,
-)
-
 
 def check_algorithm(recipe: Recipe) -> list[Problem]:
     """Return every problem of the algorithm, in the order of its keys."""
     algorithm, sampling = recipe.algorithm, recipe.sampling
     if isinstance(algorithm, SftConfig):
         problems = _imitation(recipe.train, recipe.roles, is_evaluated=bool(recipe.data.eval))
-        return [*problems, *check_given_answers(recipe.data, algorithm)]
+        return [*problems, *_held_out_answers(recipe.data, algorithm)]
     return [
-        *check_given_answers(recipe.data, algorithm),
+        *_held_out_answers(recipe.data, algorithm),
         *(
-            check_scorer(algorithm, recipe.data, recipe.model, recipe.roles)
+            _scorer(algorithm, recipe.data, recipe.model, recipe.roles)
             if isinstance(algorithm, RewardModelConfig)
             else ()
         ),
         *(
-            check_given_pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
+            _given_pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
             if isinstance(algorithm, GivenPairsConfig)
             else _rollouts(algorithm, recipe.roles, sampling)
         ),
@@ -89,9 +78,9 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
-        *(check_self_play(recipe, algorithm) if isinstance(algorithm, SpinConfig) else ()),
-        *(check_process_rewards(algorithm, recipe.model, recipe.roles) if isinstance(algorithm, PrimeConfig) else ()),
-        *(check_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
+        *(_self_play(recipe, algorithm) if isinstance(algorithm, SpinConfig) else ()),
+        *(_process_rewards(algorithm, recipe.model, recipe.roles) if isinstance(algorithm, PrimeConfig) else ()),
+        *(_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
     ]
 
 
@@ -338,7 +327,7 @@ def _components(algorithm: EstimatorConfig, reward: RewardConfig) -> Iterator[Pr
         for name in (name for name in algorithm.weights if name.partition(".")[0] not in reward.parts):
             message = f"is no part of the reward; reward.parts has {', '.join(reward.parts)}"
             yield Problem(key=f"algorithm.weights.{name}", message=message)
-    if not isinstance(reward, _WITHOUT_COMPONENTS):
+    if reward.has_components:
         return
     keys = []
     if isinstance(algorithm, GdpoConfig):
@@ -383,7 +372,7 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
             yield Problem(key=f"{key}.pattern", message=f"{config.pattern!r} is not a regular expression: {error}")
 
 
-def check_given_answers(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+def _held_out_answers(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Yield held-out answers that the algorithm does not look at."""
     if data.eval_demonstrations and not isinstance(algorithm, SftConfig):
         yield Problem(key="data.eval_demonstrations", message="only sft measures the loss of answers; remove it")
@@ -391,7 +380,7 @@ def check_given_answers(data: DataConfig, algorithm: AlgorithmConfig) -> Iterato
         yield Problem(key="data.eval_pairs", message="only dpo and reward_model compare pairs; remove it")
 
 
-def check_scorer(
+def _scorer(
     algorithm: RewardModelConfig, data: DataConfig, model: ModelConfig, roles: RolesConfig
 ) -> Iterator[Problem]:
     """Yield what a model without a language head cannot do."""
@@ -407,7 +396,7 @@ def check_scorer(
         yield Problem(key="algorithm.kl", message="a reward model has no reference; remove it")
 
 
-def check_self_play(recipe: Recipe, algorithm: SpinConfig) -> Iterator[Problem]:
+def _self_play(recipe: Recipe, algorithm: SpinConfig) -> Iterator[Problem]:
     """Yield what `spin` cannot do: its reference is the policy of an earlier step, in the actor's own ranks."""
     reference = recipe.roles.reference
     if reference is not None and (reference.pool is not None or reference.path is not None):
@@ -428,7 +417,7 @@ def check_self_play(recipe: Recipe, algorithm: SpinConfig) -> Iterator[Problem]:
             yield Problem(key=f"algorithm.{name}", message="has no effect in spin, which uses no rewards; remove it")
 
 
-def check_process_rewards(algorithm: PrimeConfig, model: ModelConfig, roles: RolesConfig) -> Iterator[Problem]:
+def _process_rewards(algorithm: PrimeConfig, model: ModelConfig, roles: RolesConfig) -> Iterator[Problem]:
     """Yield what `prime` cannot do: its reward model takes one update a step, of whole models."""
     critic = roles.critic
     if isinstance(algorithm.kl, KlRewardConfig):
@@ -444,7 +433,7 @@ def check_process_rewards(algorithm: PrimeConfig, model: ModelConfig, roles: Rol
         yield Problem(key=f"roles.critic.{name}", message=message)
 
 
-def check_given_pairs(algorithm: GivenPairsConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
+def _given_pairs(algorithm: GivenPairsConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
     if roles.rollout is not None and not is_evaluated and isinstance(algorithm, DpoConfig):
         yield Problem(key="roles.rollout", message="dpo generates only for an evaluation; remove it or add evaluation")
     for name in ("filter", "overlong", "reward_clip", "correction"):
@@ -452,7 +441,7 @@ def check_given_pairs(algorithm: GivenPairsConfig, roles: RolesConfig, *, is_eva
             yield Problem(key=f"algorithm.{name}", message="has no effect on pairs of the data; remove it")
 
 
-def check_pair_loss(algorithm: PairConfig) -> Iterator[Problem]:
+def _pair_loss(algorithm: PairConfig) -> Iterator[Problem]:
     """Yield the keys that would make something else of the loss of a pair."""
     kind = algorithm.kind  # type: ignore[attr-defined]
     if algorithm.loss.kind != "gpg" or algorithm.aggregation != "seq_mean_token_sum":

@@ -1,4 +1,7 @@
-"""Time of a step: arithmetic, memory and links at the rates that runs reach, and fixed times between phases."""
+"""Time of a step: training, publishing and switching at the rates that runs reach, and rollouts by simulation.
+
+`estimate` adds up the phases of a step; `RolloutTime` simulates the decoding of its responses on the engines.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ from megarl.planner.hardware import (
 from megarl.planner.ledger import offload_of
 from megarl.planner.memory import EngineMemory
 from megarl.planner.training_time import TrainingTime, num_multiplied
+
+_MAX_SIMULATED = 2048
+"""Requests; further ones run while the engine is full."""
 
 
 class PhaseName(StrEnum):
@@ -79,6 +85,10 @@ class Timing:
 
     def seconds(self, name: PhaseName) -> float:
         return sum(phase.seconds for phase in self.phases if phase.name is name)
+
+
+_Work: TypeAlias = dict[PhaseName, tuple[str, float]]
+"""The role that does the work, and its seconds."""
 
 
 def estimate(
@@ -160,10 +170,6 @@ def _switch(deployment: Deployment) -> Iterator[PhaseTime]:
     yield PhaseTime(name=PhaseName.SWITCH, seconds=seconds, is_waited_for=True)
 
 
-_Work: TypeAlias = dict[PhaseName, tuple[str, float]]
-"""The role that does the work, and its seconds."""
-
-
 def _work(
     deployment: Deployment, models: Mapping[str, TrainingTime], train: TrainConfig, kl: KlConfig | None
 ) -> tuple[_Work, _Work]:
@@ -227,10 +233,6 @@ def _mini_batches(train: TrainConfig, critic: CriticConfig | None) -> int:
     """Return the updates per epoch of the actor, or of the critic."""
     own = critic.prompts_per_update if critic is not None else None
     return train.prompts_per_step // (own or train.prompts_per_update or train.prompts_per_step)
-
-
-_MAX_SIMULATED = 2048
-"""Requests; further ones run while the engine is full."""
 
 
 class RolloutTime:

@@ -1,4 +1,4 @@
-"""The display of a run: live on a terminal or in a notebook, plain lines elsewhere; and a progress bar of long reads."""
+"""The display of a run: live on a terminal or in a notebook, plain lines elsewhere; a progress bar of long reads."""
 
 from __future__ import annotations
 

@@ -276,7 +276,9 @@ def _padding_notes(answer: PlanAnswer) -> list[str]:
 
 def _time_notes(answer: PlanAnswer) -> list[str]:
     plan = answer.plan
-    timing, gpu, workload = plan.sizes.timing, plan.gpu, plan.workload
+    timing = plan.sizes.timing
+    gpu = plan.gpu
+    workload = plan.workload
     assert timing is not None
     notes = [
         f"assumes a mean prompt of {workload.mean_prompt_tokens:,} and a mean response of "

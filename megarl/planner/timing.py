@@ -277,7 +277,11 @@ class RolloutTime:
         prompt = self._workload.mean_prompt_tokens
         # By the step at which a request ends, with the step at which it began.
         running: list[tuple[int, int]] = []
-        step, total_began, seconds, full_s, num_full = 0, 0, 0.0, 0.0, 0
+        step = 0
+        total_began = 0
+        seconds = 0.0
+        full_s = 0.0
+        num_full = 0
         while True:
             while len(running) < self.num_running and (length := next(waiting, None)) is not None:
                 heapq.heappush(running, (step + length, step))

@@ -149,7 +149,7 @@ class Lease(ABC):
         self._kept = KeptRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
 
     def placed(self, gpus: PoolGpus) -> None:
-        """Note the GPUs of the pools: while actors hold them, Ray tells nobody else their numbers."""
+        """Note the GPUs of the pools: while actors hold them, Ray reports their numbers to no other process."""
         assert self._kept is not None, "started comes first"
         self._kept = replace(self._kept, gpus=gpus)
 

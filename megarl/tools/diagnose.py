@@ -100,7 +100,9 @@ def _num_devices(device: str, ray_address: str | None) -> int:
 async def _diagnose(
     small: SmallRecipe, shape: ModelShape, tokenizer: Tokenizer, prompt: Prompt, ray_address: str | None
 ) -> Diagnosis:
-    recipe, rollout, sampling = small.recipe, small.recipe.roles.rollout, small.recipe.sampling
+    recipe = small.recipe
+    rollout = recipe.roles.rollout
+    sampling = recipe.sampling
     assert rollout is not None, "a diagnosis without an engine"
     async with started_roles(recipe, shape, ray_address=ray_address) as roles:
         serving = roles.serving

@@ -29,7 +29,7 @@ from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
 from megarl.engine.dispatch import divide_engines
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import Answering, RolloutTask
+from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Estimates
@@ -124,7 +124,7 @@ def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
 
 
 async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int) -> Cost:
-    from megarl.run.run import COLLECT_EVERY
+    from megarl.run.rank_sets import COLLECT_EVERY
 
     task = RolloutTask(sampling=sampling_of(num_rollouts=load.num_rollouts, num_tokens=load.num_tokens), seed=1)
     async with _workers(folder, ports, num_open=num_open, num_rollouts=load.num_rollouts) as (workers, processes):
@@ -144,7 +144,7 @@ async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int
         return Cost(driver_s=driver_s, workers_s=workers_s, wall_s=wall_s, num_bytes=num_bytes)
 
 
-async def _take_step(load: Load, workers: Answering, task: RolloutTask) -> list[ObjectRef]:
+async def _take_step(load: Load, workers: RolloutSource, task: RolloutTask) -> list[ObjectRef]:
     """Return the stored shares of a step, one per data-parallel rank."""
     import ray
 
@@ -163,7 +163,7 @@ async def _take_step(load: Load, workers: Answering, task: RolloutTask) -> list[
     return [ray.put(share) for share in make_shares(samples, packing, temperature=1.0)]
 
 
-async def _produce(buffer: Buffer, workers: Answering, task: RolloutTask, place: int) -> None:
+async def _produce(buffer: Buffer, workers: RolloutSource, task: RolloutTask, place: int) -> None:
     ticket = await buffer.reserve()
     await buffer.put(ticket, (await workers.answer(prompt_at(place), task)).scored)
 
@@ -176,7 +176,7 @@ def _cpu_s(process: psutil.Process) -> float:
 @asynccontextmanager
 async def _workers(
     folder: Path, ports: Sequence[int], *, num_open: int, num_rollouts: int
-) -> AsyncIterator[tuple[Answering, list[psutil.Process]]]:
+) -> AsyncIterator[tuple[RolloutSource, list[psutil.Process]]]:
     import ray
 
     from megarl.rollout.host import WorkerSetup

@@ -22,8 +22,15 @@ class PromptSource(Protocol):
 
 
 class GroupSource(Protocol):
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        """Return all rollouts of one prompt, checked and scored; raise FleetError when no engine is left."""
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup | None:
+        """Return all rollouts of one prompt, checked and scored; None if it gets none, and another replaces it.
+
+        Raise FleetError when no engine is left.
+        """
+        ...
+
+    def take_dropped(self) -> Mapping[str, int]:
+        """Return and reset the number of prompts that got no rollouts, by cause."""
         ...
 
 
@@ -85,6 +92,10 @@ class Phases(Protocol):
 
     def comparing(self) -> AbstractAsyncContextManager[None]:
         """Let trainers compute without a change of weights: engines keep theirs."""
+        ...
+
+    def publishing(self) -> AbstractAsyncContextManager[None]:
+        """Let engines have memory for the weights that are sent."""
         ...
 
 

@@ -30,7 +30,7 @@ from megarl.config.algorithm import (
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import DataError, RewardError
-from megarl.tokens import Content, SampleNumbers, by_sample
+from megarl.tokens import Content, SampleColumn, by_sample
 from megarl.types import (
     DEMONSTRATION,
     Ending,
@@ -312,7 +312,7 @@ def test_numbers_of_tokens_come_back_to_the_episode_from_whatever_row_and_rank_c
     _, split_groups, _, splits = draw_step(3)
     config = ALGORITHMS[0]
     samples = samples_of(config, split_groups, splits)
-    parts: list[SampleNumbers] = []
+    parts: list[SampleColumn] = []
     packing = Packing(
         data_parallel=3, tokens_per_micro_batch=90, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
     )

@@ -19,7 +19,7 @@ from megarl.algo.loss import kl
 from megarl.algo.pairs import has_reference, log_ratios
 from megarl.algo.token_credit import RawCredit, TokenCreditConfig, credit_tokens, moments, placed, scaled, step_scales
 from megarl.config.algorithm import EstimatorConfig, KlEstimate, PairConfig
-from megarl.tokens import ColumnName, RolloutSums, SampleNumbers, is_repeated, joined_numbers
+from megarl.tokens import ColumnName, RolloutSums, SampleColumn, is_repeated, sample_column
 from megarl.types import BoolArray, FloatArray
 
 TokenColumns: TypeAlias = Mapping[ColumnName, Mapping[int, FloatArray]]
@@ -172,7 +172,7 @@ class PartCredit:
     """Tokens of each sample of the rank, those without a score included."""
     rows: Float64Array  # [S, 4]
 
-    def normalise(self, rows: Float64Array) -> tuple[dict[ColumnName, SampleNumbers], Float64Array]:
+    def normalise(self, rows: Float64Array) -> tuple[dict[ColumnName, SampleColumn], Float64Array]:
         """Return the columns of an update, and the size of each rollout's advantages, [S]; `rows` are its `scales`.
 
         The columns are advantages, and returns where there are some. Samples without a score have 0.
@@ -186,6 +186,6 @@ class PartCredit:
         sizes = np.array([np.sqrt(np.square(each).mean()) if len(each) else 0.0 for each in tokens])
         return {name: self._column(arrays) for name, arrays in columns.items()}, sizes
 
-    def _column(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
+    def _column(self, arrays: Sequence[FloatArray]) -> SampleColumn:
         scored = dict(zip(self.sample_ids, arrays, strict=True))
-        return joined_numbers({i: scored.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})
+        return sample_column({i: scored.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})

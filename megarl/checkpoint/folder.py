@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: names, the links to the latest and the best, how one is made and removed.
+"""The checkpoints of a run on disk: names, the links to the latest and the best, how one is made, removed and found.
 
 A checkpoint is written as `step_N.tmp` and renamed after every byte of it is on disk.
 """
@@ -37,7 +37,12 @@ ABANDONED = ".abandoned"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 """Has the latest step, for tools that read it from a file of this name."""
 
+CONFIG_FILE = "config.json"
+
 _STEP = re.compile(r"step_(\d{6,})")
+_MASTER_FOLDER = "optimizer/master"
+_MAX_INNER_DEPTH = 3
+"""Number of parent folders of a model to search for its checkpoint, which has critic/model."""
 
 
 def checkpoint_folder(parent: Path, step: int) -> Path:
@@ -223,13 +228,6 @@ def estimate_bytes(shape: ModelShape, *, wants_optimizer: bool, lora: LoraConfig
     num_kept_in_fp32 = 2 if shape.dtype == "float32" else 3
     optimizer_bytes = sum(4 * num_kept_in_fp32 * prod(spec.shape) for spec in specs) if wants_optimizer else 0
     return model_bytes + optimizer_bytes
-
-
-CONFIG_FILE = "config.json"
-
-_MASTER_FOLDER = "optimizer/master"
-_MAX_INNER_DEPTH = 3
-"""Number of parent folders of a model to search for its checkpoint, which has critic/model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint, and the comparison of its files with it. JSON and hashes: no torch, no layouts.
+"""The manifest of a checkpoint, the headers of its tensor files, and the comparison of all files with it.
+
+JSON and hashes: no torch, no layouts.
 
 step_000123/
 ├── model/           a Hugging Face model
@@ -34,13 +36,64 @@ OPTIMIZER_FOLDER = "optimizer"
 CRITIC_FOLDER = "critic"
 """Has a `model` and an `optimizer` of its own."""
 
+TENSOR_SUFFIX = ".safetensors"
+
 Contents = Literal["everything", "weights"]
 OnBytes: TypeAlias = Callable[[int], object]
 """Called with the number of bytes read since the last call, from several threads."""
 
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of one element, by the dtype's name in a header."""
+
 _CHUNK_BYTES = 256 << 10
 """Small enough to be hashed in a core's cache."""
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    """The header's name: F32, BF16, F16 ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHeader:
+    num_bytes: int
+    """Size of the length field and the header; the first tensor begins there."""
+    entries: tuple[TensorEntry, ...]
+    """All tensors in the order of the file."""
+
+    @property
+    def num_file_bytes(self) -> int:
+        return self.num_bytes + sum(entry.num_bytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,59 +337,6 @@ def inside(folder: Path, name: str) -> Path:
     if ".." in parts or PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(f"{path}: is outside the checkpoint")
     return path
-
-
-TENSOR_SUFFIX = ".safetensors"
-
-ITEM_BYTES: Mapping[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}
-"""Bytes of one element, by the dtype's name in a header."""
-
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
-_METADATA = "__metadata__"
-_ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    name: str
-    dtype: str
-    """The header's name: F32, BF16, F16 ..."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHeader:
-    num_bytes: int
-    """Size of the length field and the header; the first tensor begins there."""
-    entries: tuple[TensorEntry, ...]
-    """All tensors in the order of the file."""
-
-    @property
-    def num_file_bytes(self) -> int:
-        return self.num_bytes + sum(entry.num_bytes for entry in self.entries)
 
 
 class _RawEntry(BaseModel):

@@ -37,6 +37,9 @@ from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype
 from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.pieces import whole
 
+BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
+"""(name of a rank's own tensor, offsets, shape) -> that box of it."""
+
 _COPIED = (
     "config.json",
     "generation_config.json",
@@ -289,10 +292,6 @@ def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
 def _finish(path: Path) -> FileDigest:
     sync(path)
     return digest_file(path)
-
-
-BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
-"""(name of a rank's own tensor, offsets, shape) -> that box of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

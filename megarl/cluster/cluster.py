@@ -24,8 +24,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.cluster.adoption import KeptActors
-from megarl.cluster.lease_keeper import leased
+from megarl.cluster.adoption import AdoptableActors
+from megarl.cluster.lease_actor import leased
 from megarl.cluster.local_ray import LocalRay, adopted_ray, local_ray
 from megarl.cluster.node_faults import NodeFaults
 from megarl.config.recipe import RunConfig
@@ -86,8 +86,8 @@ class Place:
         """Its number on its node; None for a CPU slot."""
         return self.bundle.gpus[self.slot] if self.bundle.gpus else None
 
-    def options(self, environment: Mapping[str, str], *, share: float) -> dict[str, object]:
-        """Return Ray's options for an actor that takes `share` of this device.
+    def options(self, environment: Mapping[str, str], *, gpu_fraction: float) -> dict[str, object]:
+        """Return Ray's options for an actor that takes `gpu_fraction` of this device.
 
         Ray would choose any GPU of the bundle, so the GPU is named in the environment unless `environment` names some.
         """
@@ -99,8 +99,8 @@ class Place:
             "runtime_env": {"env_vars": {**visible, **environment}},
         }
         if self.bundle.resource == "GPU":
-            return options | {"num_gpus": share}
-        return options | {"num_gpus": 0, "resources": {self.bundle.resource: share}}
+            return options | {"num_gpus": gpu_fraction}
+        return options | {"num_gpus": 0, "resources": {self.bundle.resource: gpu_fraction}}
 
 
 class Pool:
@@ -110,7 +110,7 @@ class Pool:
         self,
         places: Sequence[Place],
         num_roles: int,
-        actors: KeptActors | None = None,
+        actors: AdoptableActors | None = None,
         faults: NodeFaults | None = None,
         *,
         has_ranks: bool = False,
@@ -118,11 +118,12 @@ class Pool:
         self.places = places
         self.has_ranks = has_ranks
         self.faults = faults or NodeFaults()
-        self.actors = actors or KeptActors(keeps=False)
+        self.actors = actors or AdoptableActors(outlive_driver=False)
         self.is_shared = num_roles > 1
         # Ray counts in ten-thousandths of a device.
-        self.share = math.floor(10_000 / num_roles) / 10_000
-        self.turn = asyncio.Lock()
+        self.gpu_fraction = math.floor(10_000 / num_roles) / 10_000
+        self.device_lock = asyncio.Lock()
+        """Held by the ranks or engines that use the devices of a shared pool."""
 
     @property
     def bundles(self) -> list[NodeBundle]:
@@ -137,9 +138,9 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._gpus: dict[str, list[tuple[int, ...]]] = {}
         """The numbers of the GPUs by pool and bundle."""
-        self._lease = lease if lease is not None and lease.keeps else None
+        self._lease = lease if lease is not None and lease.outlives_driver else None
         finds = self._lease is not None and self._lease.adopted is not None
-        self.actors = KeptActors(keeps=self._lease is not None, finds=finds)
+        self.actors = AdoptableActors(outlive_driver=self._lease is not None, finds=finds)
         self.faults = NodeFaults()
 
     def outlive_driver(self) -> None:
@@ -344,7 +345,7 @@ def open_cluster(
         if address is None:
             assert lease is None or isinstance(lease, PrivateLease)
             stack.enter_context(_private(run, pools, lease))
-        elif isinstance(lease, JoinedLease) and lease.keeps:
+        elif isinstance(lease, JoinedLease) and lease.outlives_driver:
             stack.enter_context(joined(address, namespace=lease.namespace))
             stack.enter_context(leased(lease))
         else:

@@ -33,7 +33,7 @@ from megarl.env import (
 )
 from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import TOKEN_FILE, KeptGuard, PrivateLease, find_kept
+from megarl.system.lease import TOKEN_FILE, LeasedGuard, PrivateLease, find_leased
 from megarl.system.network import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def private_folder() -> Path:
 
 
 @contextmanager
-def adopted_ray(lease: PrivateLease, guard: KeptGuard) -> Iterator[None]:
+def adopted_ray(lease: PrivateLease, guard: LeasedGuard) -> Iterator[None]:
     """Renew the lease of a Ray that an earlier driver started, and end it after the block."""
     lease.take()
     try:
@@ -290,15 +290,15 @@ def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_cont
     One that cannot is ended. `program` is a digest. The caller holds the run's lock: no other driver uses it.
     """
     seconds = cluster.lease_s
-    kept = find_kept(run_folder)
-    if kept is not None and kept.guard is not None:
-        folder = Path(kept.guard.folder)
-        if is_continued and seconds and kept.program == program and _may_use_token(folder):
-            lease = PrivateLease(run_folder, folder=folder, program=program, seconds=seconds, adopted=kept)
+    leased = find_leased(run_folder)
+    if leased is not None and leased.guard is not None:
+        folder = Path(leased.guard.folder)
+        if is_continued and seconds and leased.program == program and _may_use_token(folder):
+            lease = PrivateLease(run_folder, folder=folder, program=program, seconds=seconds, adopted=leased)
             with suppress(OSError):
                 lease.renew()  # until Ray is joined
             return lease
-        kept.guard.end(grace_s=_STOP_GRACE_S)
+        leased.guard.end(grace_s=_STOP_GRACE_S)
     # Made when it is used; the guard of Ray removes it.
     folder = Path(f"{_FOLDER}{secrets.token_hex(4)}")
     return PrivateLease(run_folder, folder=folder, program=program, seconds=seconds)

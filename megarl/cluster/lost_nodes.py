@@ -36,22 +36,22 @@ _NODE_SHARE = 0.001
 """A bundle that asks for this much of the resource that Ray gives a node under its address is placed there."""
 
 
-async def settle(pools: Mapping[str, Pool], *, timeout_s: float, waiting: Callable[[str], None]) -> None:
-    """Wait until every pool has all its nodes again; `waiting` is told once per pool that lost one.
+async def wait_for_nodes(pools: Mapping[str, Pool], *, timeout_s: float, waiting: Callable[[str], None]) -> None:
+    """Wait until every pool has all its nodes again; `waiting` is called once per pool that lost one.
 
     Raise MachineError where no other node takes the place of a lost one in time.
     """
     deadline = time.monotonic() + timeout_s
     for name, pool in pools.items():
-        is_told = False
+        is_reported = False
         while lack := await asyncio.to_thread(_lack, pool):
             if time.monotonic() > deadline:
                 raise MachineError(
                     f"pools.{name}: {lack}, and no other within {timeout_s:.0f} s (cluster.node_timeout_s); "
                     "add a node and run the same command: the run resumes from its newest checkpoint"
                 )
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 waiting(f"pools.{name}: {lack}; waiting up to {timeout_s:.0f} s for another (cluster.node_timeout_s)")
             await asyncio.sleep(_POLL_S)
 
@@ -69,12 +69,12 @@ def _lack(pool: Pool) -> str:
 async def followed(
     pool: Pool, *, moved: Callable[[NodeBundle], Awaitable[None]], warn: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Note inside the block when nodes of a pool are lost; `moved` is told the devices that have another one.
+    """Note inside the block when nodes of a pool are lost; `moved` is called with the devices that have another one.
 
     A node that comes back, or a spare one, is another one to Ray.
     """
     nodes = {bundle: bundle.node for bundle in pool.bundles}
-    told: set[NodeBundle] = set()
+    reported: set[NodeBundle] = set()
 
     async def follow() -> None:
         problem = None
@@ -84,12 +84,12 @@ async def followed(
             if problem is not None and problem != before:
                 warn(f"nodes of engines cannot be followed: {problem}; tried again every {_FOLLOW_S:g} s")
             for bundle in pool.bundles:
-                if bundle.is_lost and bundle not in told:
-                    told.add(bundle)
+                if bundle.is_lost and bundle not in reported:
+                    reported.add(bundle)
                     warn(f"{name_nodes(1, bundle.size)} is lost; its engines start again on the next that is free")
                 elif not bundle.is_lost and bundle.node != nodes.setdefault(bundle, bundle.node):
                     nodes[bundle] = bundle.node
-                    told.discard(bundle)
+                    reported.discard(bundle)
                     await moved(bundle)
 
     async with beside(follow):
@@ -221,12 +221,12 @@ class RankNodes:
     def _leave(self, name: str, pool: Pool, bundle: NodeBundle) -> None:
         if (address := address_of(bundle.node)) not in pool.faults.excluded:
             return
-        told = f"pools.{name}: node {address} is excluded; its ranks"
+        beginning = f"pools.{name}: node {address} is excluded; its ranks"
         if move_to_spare(pool, bundle):
-            self._observer.warned(f"{told} start on {address_of(bundle.node)}")
+            self._observer.warned(f"{beginning} start on {address_of(bundle.node)}")
         elif address not in self._without_spare:
             self._without_spare.add(address)
-            self._observer.warned(f"{told} stay there: no spare node is free")
+            self._observer.warned(f"{beginning} stay there: no spare node is free")
 
     @contextmanager
     def _tolerating_ray(self) -> Iterator[None]:

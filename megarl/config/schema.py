@@ -79,7 +79,7 @@ class _Table:
     path: str
     """Before the names of its keys."""
     title: str
-    """Of the section in the schema: sections at several keys have one title."""
+    """The name of the section in the schema; sections at several keys share it."""
     about: str
     rows: tuple[_Row, ...]
     inner: tuple[tuple[str, tuple[_Table, ...]], ...]

@@ -1,5 +1,6 @@
 """HTTP calls to one SGLang server, each with a deadline. Knows no fleet and no policy.
 
+`EngineClient` has the calls of a plain step, `admin` those that few runs need; `EngineHttp` sends the bytes.
 Every failure on the way is an EngineError that names the engine and the operation. A bad token id or tensor ends the
 whole server, so callers check what they send.
 """
@@ -11,10 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
 
@@ -24,13 +23,19 @@ import msgspec
 from megarl.config.section import Device
 from megarl.errors import EngineError
 from megarl.system.secret import Secret
-from megarl.tokens import AskedRoutes
+from megarl.tokens import RouteRequest
 from megarl.types import JsonValue, PolicyVersion
 
-_CONTROL_TIMEOUT_S = 60.0
+CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
 _CUT_GRACE_S = 30.0
 """Time for an engine to return the tokens of a late request."""
+MAX_REPLY_BYTES = 256 << 20
+"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
+_CONNECT_TIMEOUT_S = 60.0
+"""Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
+KEEP_ALIVE_S = 4.0
+"""Idle connections stay open so long; engines wait much longer, so that none ends as a request is written to it."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +88,6 @@ class EngineEndpoint:
         return f"engine {self.index} ({self.host}:{self.port})"
 
 
-class PauseMode(StrEnum):
-    """The treatment of running requests when an engine is paused."""
-
-    ABORT = "abort"
-    """They end and return their tokens so far."""
-    IN_PLACE = "in_place"
-    """They wait and continue with their KV cache."""
-    RETRACT = "retract"
-    """They wait and continue with a recomputed KV cache."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A request for one response. SGLang's own `n` is not used: it drops the request id."""
@@ -114,7 +108,7 @@ class GenerateRequest:
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
     returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw
-    routes: AskedRoutes | None = None
+    routes: RouteRequest | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -165,9 +159,9 @@ class EngineClient:
         self.endpoint = endpoint
         self.request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
-        self._is_asleep = False
         self._cuts: set[asyncio.Task[None]] = set()
-        self._released: list[str] = []
+        self.is_asleep = False
+        self.released: list[str] = []
         """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
         self._http = EngineHttp(endpoint.url, send=send)
 
@@ -213,58 +207,11 @@ class EngineClient:
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` returns the tokens so far, with finish reason abort."""
         assert rid, "SGLang takes an empty rid for all requests"
-        await self._control("abort", "/abort_request", {"rid": rid})
-
-    async def abort_all(self) -> None:
-        await self._control("abort all", "/abort_request", {"abort_all": True})
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._control("pause", "/pause_generation", {"mode": mode.value})
-
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-        await self._control("resume", "/continue_generation", {"torch_empty_cache": False})
+        await self.control("abort", "/abort_request", {"rid": rid})
 
     async def flush_cache(self) -> None:
         """Discard cached prefixes. The engine refuses while requests are running."""
-        await self._control("flush cache", "/flush_cache", {})
-
-    async def sleep(self, *, releases_weights: bool = False) -> None:
-        """Stop computing and, on a GPU, release the memory of the KV cache and, if so asked, of the weights.
-
-        Weights that stay can be published to; those that were released are lost. The engine must be idle: SGLang ends
-        itself when memory is released during a request. Requests that arrive meanwhile wait until `wake`.
-        """
-        if not self._is_asleep:
-            await self.pause(PauseMode.RETRACT)
-            self._is_asleep = True
-        await self._release("kv_cache", *(["weights"] if releases_weights else []))
-
-    async def take_weights(self) -> None:
-        """Take the memory of the weights again, without their values: a publish must follow."""
-        await self._take("weights")
-
-    async def wake(self) -> None:
-        """Compute again. Weights that were released have been published by now."""
-        if not self._is_asleep:
-            return
-        assert "weights" not in self._released, f"{self.endpoint}: take_weights and a publish come before wake"
-        await self._take("kv_cache")
-        await self.resume()
-        self._is_asleep = False
-
-    async def _release(self, *tags: str) -> None:
-        new: list[JsonValue] = [tag for tag in tags if tag not in self._released]
-        if new and self.endpoint.device == "cuda":
-            await self._control("release memory", "/release_memory_occupation", {"tags": new})
-        self._released += [tag for tag in tags if tag not in self._released]
-
-    async def _take(self, tag: str) -> None:
-        if tag not in self._released:
-            return
-        if self.endpoint.device == "cuda":
-            await self._control("take memory", "/resume_memory_occupation", {"tags": [tag]})
-        self._released.remove(tag)
+        await self.control("flush cache", "/flush_cache", {})
 
     async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Return whether the server answers; a paused or sleeping engine does."""
@@ -281,19 +228,8 @@ class EngineClient:
         sampled ones mean. The scheduler is asked for its state instead.
         """
         await self._ask("probe", "/server_info", timeout_s=timeout_s)
-        info = await self._get("probe", "/model_info", timeout_s=timeout_s)
+        info = await self.get("probe", "/model_info", timeout_s=timeout_s)
         return str(info.get("weight_version"))
-
-    async def num_cached_tokens(self) -> int | None:
-        """Return how many tokens the KV cache holds; None where the engine does not answer that."""
-        with suppress(EngineError):
-            info = await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
-            size = info.get("max_total_num_tokens")
-            return size if isinstance(size, int) else None
-        return None
-
-    async def model_info(self) -> Mapping[str, JsonValue]:
-        return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)
 
     async def load_weights(
         self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
@@ -312,34 +248,14 @@ class EngineClient:
         if version is not None:
             body["weight_version"] = str(version)
         async with self._weight_session():
-            await self._control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
-
-    async def load_weights_from_disk(self, folder: Path, *, version: PolicyVersion, timeout_s: float) -> None:
-        """Let SGLang load a Hugging Face folder."""
-        body: dict[str, JsonValue] = {
-            "model_path": str(folder),
-            # Without it SGLang takes the format of its start, and an engine may have started with random weights.
-            "load_format": "auto",
-            "weight_version": str(version),
-            "flush_cache": False,
-        }
-        await self._control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
-
-    async def load_adapter(self, name: str, folder: Path, *, timeout_s: float) -> None:
-        """Let SGLang load a folder of PEFT under a new name, beside running requests."""
-        body: dict[str, JsonValue] = {"lora_name": name, "lora_path": str(folder), "pinned": False}
-        await self._control("load adapter", "/load_lora_adapter", body, timeout_s=timeout_s)
-
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """Forget an adapter. SGLang waits for its requests, and holds back all loads meanwhile."""
-        await self._control("unload adapter", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+            await self.control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def _weight_session(self) -> AsyncIterator[None]:
         """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
         if self._has_sessions is not False:
             response = await self._send(
-                "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, _CONTROL_TIMEOUT_S
+                "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
             )
             # An unknown path is guarded by the other key.
             self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
@@ -355,7 +271,7 @@ class EngineClient:
 
     async def _end_weight_session(self) -> None:
         if self._has_sessions:
-            await self._control("end weight update", "/end_weight_update", {})
+            await self.control("end weight update", "/end_weight_update", {})
 
     async def _ask(self, operation: str, path: str, *, timeout_s: float) -> HttpReply:
         try:
@@ -364,15 +280,17 @@ class EngineClient:
             raise self._error(operation, str(error)) from error
         return self._checked(operation, response)
 
-    async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
+    async def get(self, operation: str, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Mapping[str, JsonValue]:
+        """Return the JSON object that an endpoint replies to GET."""
         info = (await self._ask(operation, path, timeout_s=timeout_s)).json()
         if not isinstance(info, dict):
             raise self._error(operation, f"{path} returned a {type(info).__name__}")
         return info
 
-    async def _control(
-        self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = _CONTROL_TIMEOUT_S
+    async def control(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> HttpReply:
+        """Post to an endpoint that needs the key of control; see `admin` for those that few runs need."""
         return await self._call(operation, path, body, key=self.endpoint.keys.admin, timeout_s=timeout_s)
 
     async def _call(
@@ -398,15 +316,6 @@ class EngineClient:
 
     def _error(self, operation: str, reason: str) -> EngineError:
         return EngineError(f"{self.endpoint}: {operation}: {reason}")
-
-
-MAX_REPLY_BYTES = 256 << 20
-"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
-_CONNECT_TIMEOUT_S = 60.0
-"""Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
-
-KEPT_S = 4.0
-"""Idle connections are kept so long; engines keep them much longer, so that none ends as a request is written to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,7 +381,7 @@ class EngineHttp:
         async with request as response:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                # Nobody asked for it, and its size after decompression is unknown.
+                # It was not requested, and its size after decompression is unknown.
                 raise HttpError(f"the reply is compressed ({encoding[:40]})")
             chunks, num_bytes = [], 0
             async for chunk in response.content.iter_any():
@@ -489,7 +398,7 @@ def _open_session() -> aiohttp.ClientSession:
     Connections are kept for the next turn of an episode: to open one costs a fifth of a turn.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),

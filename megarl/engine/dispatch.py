@@ -1,6 +1,7 @@
 """The choice of the engine for the next request, in time that does not grow with engines or waiting requests.
 
-Knows how busy each engine is and which one has seen a prompt; not why an engine is live, nor what a request is.
+Knows how busy each engine is, how fast it answers and which one has seen a prompt; not why an engine is live, nor what
+a request is. `serving.stragglers` decides which engine is slow.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _IMBALANCE = 8
 _NUM_LENT = 2
 _MAX_ENTRIES = 8
 """Entries per engine in the heap of loads, above which those that no longer hold are removed."""
+_LEAST_REQUESTS = 8
+"""Fewer requests say little about an engine: one may have waited for a publish."""
 
 
 class Dispatched(Protocol):
@@ -40,7 +43,7 @@ class _Waiter(Generic[EngineT]):
 
     avoid: Set[int]
     prefixes: Sequence[str]
-    given: asyncio.Future[EngineT]
+    engine: asyncio.Future[EngineT]
 
 
 class Dispatcher(Generic[EngineT]):
@@ -75,7 +78,7 @@ class Dispatcher(Generic[EngineT]):
         """Count one more request to the best free engine and return it; None if the request has to wait.
 
         An engine in `avoid` is taken only if no other is live. Requests share an engine if they have one of their
-        `prefixes` in common; the first that is known decides.
+        `prefixes` in common; the first that was seen before decides.
         """
         least = self._least_busy(avoid)
         if least is None:
@@ -86,14 +89,14 @@ class Dispatcher(Generic[EngineT]):
         return engine
 
     async def wait(self, avoid: Set[int], prefixes: Sequence[str]) -> EngineT:
-        """Return the engine of a request that had to wait. It may have been lost since the turn came."""
-        given: asyncio.Future[EngineT] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiter(avoid=avoid, prefixes=prefixes, given=given))
+        """Return the engine of a request that had to wait. It may have been lost since it was chosen."""
+        engine: asyncio.Future[EngineT] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiter(avoid=avoid, prefixes=prefixes, engine=engine))
         try:
-            return await given
+            return await engine
         except asyncio.CancelledError:
-            if not given.cancelled() and given.exception() is None:
-                self.release(given.result())
+            if not engine.cancelled() and engine.exception() is None:
+                self.release(engine.result())
             raise
 
     def release(self, engine: EngineT) -> None:
@@ -115,21 +118,21 @@ class Dispatcher(Generic[EngineT]):
         passed_over: list[_Waiter[EngineT]] = []
         while self._waiting and self._least_busy(frozenset()) is not None:
             waiter = self._waiting.popleft()
-            if waiter.given.done():
+            if waiter.engine.done():
                 continue
             engine = self.take(waiter.avoid, waiter.prefixes)
             if engine is None:
                 passed_over.append(waiter)
             else:
-                waiter.given.set_result(engine)
+                waiter.engine.set_result(engine)
         self._waiting.extendleft(reversed(passed_over))
 
     def refuse(self, reason: Callable[[], BaseException]) -> None:
         """Raise an error in all waiting requests."""
         while self._waiting:
             waiter = self._waiting.popleft()
-            if not waiter.given.done():
-                waiter.given.set_exception(reason())
+            if not waiter.engine.done():
+                waiter.engine.set_exception(reason())
 
     def _least_busy(self, avoid: Set[int]) -> EngineT | None:
         if self._lent and self._live - self._lent - avoid:
@@ -137,28 +140,28 @@ class Dispatcher(Generic[EngineT]):
         if self._live <= avoid:
             avoid = frozenset()
         put_back: list[tuple[int, int]] = []
-        found = None
-        while found is None and self._loads and self._loads[0][0] < self._max_outstanding:
+        least = None
+        while least is None and self._loads and self._loads[0][0] < self._max_outstanding:
             num_outstanding, index = self._loads[0]
             engine = self._engines[index]
             holds = index in self._live and engine.num_outstanding == num_outstanding
             if holds and index not in avoid:
-                found = engine
+                least = engine
                 continue
             entry = heappop(self._loads)
             if holds:
                 put_back.append(entry)
         for entry in put_back:
             heappush(self._loads, entry)
-        return found
+        return least
 
     def _with_prefix(self, prefixes: Sequence[str], least: EngineT, avoid: Set[int]) -> EngineT:
         """Return the engine that has a prefix cached, if it is hardly busier than the least busy one."""
         index = next((self._prefixes[prefix] for prefix in prefixes if prefix in self._prefixes), least.index)
-        known = self._engines[index]
+        cached = self._engines[index]
         limit = min(least.num_outstanding + max(1, self._max_outstanding // _IMBALANCE), self._max_outstanding - 1)
-        if known.index in self._live and known.index not in avoid and known.num_outstanding <= limit:
-            return self._remember(prefixes, known)
+        if cached.index in self._live and cached.index not in avoid and cached.num_outstanding <= limit:
+            return self._remember(prefixes, cached)
         return self._remember(prefixes, least)
 
     def _remember(self, prefixes: Sequence[str], engine: EngineT) -> EngineT:
@@ -185,12 +188,12 @@ def divide_engines(nodes: Sequence[str], *, per_node: int) -> list[tuple[str, tu
 
     A node has at most as many workers as engines.
     """
-    shares = []
+    divided = []
     for node in dict.fromkeys(nodes):
         there = [index for index, of_engine in enumerate(nodes) if of_engine == node]
         num_workers = min(per_node, len(there))
-        shares += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
-    return shares
+        divided += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
+    return divided
 
 
 def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
@@ -199,20 +202,16 @@ def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
     return frozenset([index for index in others if index not in own][:_NUM_LENT])
 
 
-_LEAST_REQUESTS = 8
-"""Fewer requests say little about an engine: one may have waited for a publish."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class Throughput:
     """Requests that were answered, with their tokens and the time of all of them together."""
 
     num_requests: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Pace) -> Pace:
-        return Pace(
+    def __add__(self, other: Throughput) -> Throughput:
+        return Throughput(
             num_requests=self.num_requests + other.num_requests,
             num_tokens=self.num_tokens + other.num_tokens,
             seconds=self.seconds + other.seconds,

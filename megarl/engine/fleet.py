@@ -14,17 +14,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
-from megarl.engine.dispatch import Dispatcher, Pace, RequestListener, Uncounted
+from megarl.engine.dispatch import Dispatcher, RequestListener, Throughput, Uncounted
 from megarl.engine.lifecycle import (
     Answered,
     Confirmed,
     Doubted,
     Ended,
     EngineState,
+    EngineStatus,
     Event,
     FellBehind,
-    Life,
     RestartPolicy,
     advance,
 )
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
 _NOTED_EVERY_S = 0.25
-_MAX_REASONS = 8  # engines that an error names
+_MAX_REASONS = 8
+"""Engines that an error names."""
 UNFILLED = "has no weights before the first publish"
 RELEASED = "gave up its weights while trainers use its devices"
 
@@ -49,17 +51,25 @@ class Engine:
     client: EngineClient
     version: PolicyVersion
     """The version of the weights it serves."""
-    life: Life
+    status: EngineStatus
     num_outstanding: int = 0
-    num_elsewhere: int = 0  # requests of rollout workers in other processes
-    pace: Pace = field(default_factory=Pace)  # of the requests that it answered since somebody asked
-    num_pauses: int = 0  # and resumes; a changed number means that a publish may have happened
-    is_watched: bool = False  # a rollout worker of its node probes it
-    is_syncing: bool = False  # its scheduler waits for weights and answers nothing else
+    num_elsewhere: int = 0
+    """Requests of rollout workers in other processes."""
+    throughput: Throughput = field(default_factory=Throughput)
+    """Throughput since it was last read."""
+    num_pauses: int = 0
+    """Pauses and resumes; a changed number means that a publish may have happened."""
+    is_watched: bool = False
+    """Whether a rollout worker of its node probes it."""
+    is_syncing: bool = False
+    """Whether its scheduler waits for weights and answers nothing else."""
     leases: set[asyncio.Timeout] = field(default_factory=set)
-    adapter: str | None = None  # name of the one that new requests compute with; None: the weights are published
-    adapters: Counter[str | None] = field(default_factory=Counter)  # requests that hold each one that is loaded
-    adapters_elsewhere: dict[int, frozenset[str]] = field(default_factory=dict)  # those of rollout workers, by worker
+    adapter: str | None = None
+    """Name of the adapter that new requests compute with; None: the weights are published."""
+    adapters: Counter[str | None] = field(default_factory=Counter)
+    """Requests that hold each loaded adapter."""
+    adapters_elsewhere: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Adapters that requests of rollout workers in other processes hold, by worker."""
 
     @property
     def weights_version(self) -> PolicyVersion:
@@ -73,12 +83,12 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        return self.life.state
+        return self.status.state
 
     @property
     def reason(self) -> str:
         """Why it is not live; empty if it is."""
-        return self.life.reason
+        return self.status.reason
 
     @property
     def is_live(self) -> bool:
@@ -92,8 +102,10 @@ class Engine:
         return str(self.client.endpoint)
 
 
-StateListener = Callable[[Engine, Life], None]  # called with an engine whose state changed, and its life before that
-JoinListener = Callable[[Sequence[Engine]], None]  # called with engines of one node that were added
+StateListener = Callable[[Engine, EngineStatus], None]
+"""Called with an engine whose state changed, and its status before that."""
+JoinListener = Callable[[Sequence[Engine]], None]
+"""Called with engines of one node that were added."""
 
 
 class Fleet:
@@ -116,21 +128,24 @@ class Fleet:
         """
         assert clients, "a fleet needs an engine"
         self.committed_version = PolicyVersion(0)
-        self.is_awake = True  # not while trainers use the engines' devices
+        self.is_awake = True
+        """False while trainers use the engines' devices."""
         self.policy = policy or RestartPolicy(max_restarts=0)
         self.engines = tuple(
-            Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), life=Life.begin(clock()))
+            Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), status=EngineStatus.begin(clock()))
             for each in clients
         )
         self.requests: RequestListener = Uncounted()
-        self.num_changes = 0  # of states, versions, addresses and pauses
+        self.num_changes = 0
+        """Changes of states, versions, addresses and pauses."""
         self._is_supervised = policy is not None
         self._clock = clock
         self.publish_timeout_s = publish_timeout_s
         self._listeners: list[StateListener] = []
         self.join_listeners: list[JoinListener] = []
         self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding, lent=lent)
-        self._deadline: asyncio.TimerHandle | None = None  # while requests wait and no engine is live
+        self._deadline: asyncio.TimerHandle | None = None
+        """Runs while requests wait and no engine is live."""
         self._changed = asyncio.Condition()
         self._notifying: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -140,9 +155,13 @@ class Fleet:
 
     def add(self, clients: Sequence[EngineClient], reason: str) -> None:
         """Add engines of one node that are still to be started; their indices follow those of the others."""
-        life, version = Life.starting(self._clock(), reason), PolicyVersion(0)
-        added = [Engine(index=each.endpoint.index, client=each, version=version, life=life) for each in clients]
-        self.engines, self.num_changes = (*self.engines, *added), self.num_changes + 1
+        status = EngineStatus.starting(self._clock(), reason)
+        added = [
+            Engine(index=client.endpoint.index, client=client, version=PolicyVersion(0), status=status)
+            for client in clients
+        ]
+        self.engines = (*self.engines, *added)
+        self.num_changes += 1
         for engine in added:
             self._dispatcher.add(engine)
         for listener in self.join_listeners:
@@ -157,7 +176,7 @@ class Fleet:
         engine = await self._acquire(avoid, prefixes)
         scope = asyncio.timeout(None)
         engine.leases.add(scope)
-        # Kept here: a restarted engine has others.
+        # Held in variables: a restarted engine has others.
         adapter, adapters = engine.adapter, engine.adapters
         adapters[adapter] += 1
         try:
@@ -222,7 +241,7 @@ class Fleet:
     def _is_hopeless(self) -> bool:
         if self._failure is not None:
             return True
-        return not self._dispatcher.has_live and all(engine.life.is_over for engine in self.engines)
+        return not self._dispatcher.has_live and all(engine.status.is_over for engine in self.engines)
 
     def _end_reason(self) -> BaseException:
         if self._failure is not None:
@@ -233,7 +252,7 @@ class Fleet:
     @property
     def reachable(self) -> list[Engine]:
         """The engines that weights can be sent to, whatever they serve now."""
-        return [engine for engine in self.engines if engine.life.is_reachable]
+        return [engine for engine in self.engines if engine.status.is_reachable]
 
     async def any_reachable(self) -> list[Engine]:
         """Return `reachable` as soon as it has an engine; raises FleetError if none will come."""
@@ -293,19 +312,19 @@ class Fleet:
             self.report(engine, Answered() if is_there else Ended(reason=reason))
         return is_there
 
-    def answered(self, engine: Engine, pace: Pace) -> None:
+    def answered(self, engine: Engine, throughput: Throughput) -> None:
         """Record that requests were answered with tokens of the engine's version; it need not be probed."""
-        engine.pace += pace
+        engine.throughput += throughput
         if engine.is_live and self.quiet_s(engine) > _NOTED_EVERY_S:
             self.report(engine, Answered())
 
     def quiet_s(self, engine: Engine) -> float:
         """Return the time since the engine's last answer."""
-        return self._clock() - engine.life.last_answer
+        return self._clock() - engine.status.last_answer
 
     def report(self, engine: Engine, event: Event) -> None:
-        """Advance the life of an engine. If it is dead, its leases end."""
-        before = engine.life
+        """Advance the status of an engine by an event. If it is dead, its leases end."""
+        before = engine.status
         after = advance(before, event, now=self._clock(), policy=self.policy)
         self.adopt(engine, after)
         if after.state is before.state:
@@ -314,14 +333,14 @@ class Fleet:
         for listener in self._listeners:
             listener(engine, before)
 
-    def adopt(self, engine: Engine, life: Life) -> None:
-        """Set the life of an engine, without a word to the listeners."""
-        before, engine.life = engine.life, life
-        if life.state is before.state:
+    def adopt(self, engine: Engine, status: EngineStatus) -> None:
+        """Set the status of an engine without notifying listeners."""
+        before, engine.status = engine.status, status
+        if status.state is before.state:
             return
         self.num_changes += 1
         self._dispatcher.changed(engine)
-        if life.state is EngineState.DEAD:
+        if status.state is EngineState.DEAD:
             for scope in engine.leases:
                 if not scope.expired():
                     scope.reschedule(asyncio.get_running_loop().time())
@@ -336,7 +355,10 @@ class Fleet:
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
-        engine.version, engine.adapter, engine.adapters, engine.pace = PolicyVersion(0), None, Counter(), Pace()
+        engine.version = PolicyVersion(0)
+        engine.adapter = None
+        engine.adapters = Counter()
+        engine.throughput = Throughput()
         self.num_changes += 1
         return before
 
@@ -357,19 +379,21 @@ class Fleet:
         if releases_weights:
             for engine in self.reachable:
                 self.report(engine, FellBehind(reason=RELEASED))
-        calls = (self._ask(each, each.client.sleep(releases_weights=releases_weights)) for each in self.reachable)
+        calls = (
+            self._call(each, admin.sleep(each.client, releases_weights=releases_weights)) for each in self.reachable
+        )
         await asyncio.gather(*calls)
 
     async def take_weights(self) -> None:
         """Take the memory of the weights again, for a publish."""
-        await asyncio.gather(*(self._ask(engine, engine.client.take_weights()) for engine in self.reachable))
+        await asyncio.gather(*(self._call(engine, admin.take_weights(engine.client)) for engine in self.reachable))
 
     async def wake(self) -> None:
-        await asyncio.gather(*(self._ask(engine, engine.client.wake()) for engine in self.reachable))
+        await asyncio.gather(*(self._call(engine, admin.wake(engine.client)) for engine in self.reachable))
         self.is_awake = True
         self._notify()
 
-    async def _ask(self, engine: Engine, call: Awaitable[None]) -> None:
+    async def _call(self, engine: Engine, call: Awaitable[None]) -> None:
         try:
             await call
         except EngineError as error:

@@ -8,7 +8,7 @@
     any         --the operator-->               RETIRED     --the operator-->       RESTARTING
     HEALTHY     --it is slow-->                 DRAINING    --its requests left-->  DEAD
 
-What must be done follows from the state alone (`Life.wants`), so it may be done late or twice.
+What must be done follows from the state alone (`EngineStatus.action`), so it may be done late or twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DOUBTS = 10
 """Failed requests between two confirmations of the weights; an engine with more is dead, whatever its probes say."""
 MAX_FAILED_SYNCS = 3
 _SUSPECT_AFTER = 1 / 3
-"""Share of the silence timeout after which an engine is suspect and gets no further request."""
+"""Fraction of the silence timeout after which an engine is suspect and gets no further request."""
 _START_GRACE_S = 60.0
 """Added to the start timeout: the starting process has its own deadline, and its message says more."""
 
@@ -44,7 +44,7 @@ class EngineState(StrEnum):
     """It is slow: its requests go on elsewhere with the tokens they have, then it is restarted."""
 
 
-class Want(Enum):
+class Action(Enum):
     """An action that an engine needs."""
 
     WATCH = auto()
@@ -69,7 +69,7 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class EngineStatus:
     """The state of an engine and what led to it."""
 
     state: EngineState
@@ -90,26 +90,26 @@ class Life:
     num_failed_syncs: int = 0
 
     @classmethod
-    def begin(cls, now: float) -> Life:
-        """Return the life of an engine that has just started and serves version 0."""
+    def begin(cls, now: float) -> EngineStatus:
+        """Return the status of an engine that has just started and serves version 0."""
         return cls(state=EngineState.HEALTHY, since=now, last_answer=now, confirmed_at=now)
 
     @classmethod
-    def starting(cls, now: float, reason: str) -> Life:
-        """Return the life of an engine that is still to be started."""
+    def starting(cls, now: float, reason: str) -> EngineStatus:
+        """Return the status of an engine that is still to be started."""
         return cls(state=EngineState.RESTARTING, since=now, last_answer=now, reason=reason)
 
     @property
-    def wants(self) -> Want:
+    def action(self) -> Action:
         match self.state:
             case EngineState.HEALTHY | EngineState.SUSPECT:
-                return Want.WATCH
+                return Action.WATCH
             case EngineState.STALE:
-                return Want.SYNC
+                return Action.SYNC
             case EngineState.RESTARTING:
-                return Want.START
+                return Action.START
             case EngineState.DEAD | EngineState.RETIRED | EngineState.DRAINING:
-                return Want.END
+                return Action.END
             case _:
                 assert_never(self.state)
 
@@ -222,113 +222,115 @@ Event = (
 )
 
 
-def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901 - one case per event
-    """Return the life after an event. Events without meaning in a state change nothing."""
+def advance(status: EngineStatus, event: Event, *, now: float, policy: RestartPolicy) -> EngineStatus:  # noqa: C901 - one case per event
+    """Return the status after an event. Events without meaning in a state change nothing."""
     match event:
         case Retired(reason=reason):
-            return _enter(life, EngineState.RETIRED, now, reason, restart_at=None)
+            return _enter(status, EngineState.RETIRED, now, reason, restart_at=None)
         case Added():
-            return _restart(replace(life, num_restarts=0), now) if life.is_over else life
+            return _restart(replace(status, num_restarts=0), now) if status.is_over else status
         case Drained(reason=reason):
-            return _enter(life, EngineState.DRAINING, now, reason) if life.state is EngineState.HEALTHY else life
+            return _enter(status, EngineState.DRAINING, now, reason) if status.state is EngineState.HEALTHY else status
         case Relocated():
-            fresh = replace(life, num_restarts=0)
-            is_dead = life.state is EngineState.DEAD
-            return _enter(fresh, life.state, now, life.reason, restart_at=now) if is_dead else fresh
+            fresh = replace(status, num_restarts=0)
+            is_dead = status.state is EngineState.DEAD
+            return _enter(fresh, status.state, now, status.reason, restart_at=now) if is_dead else fresh
         case Ticked():
-            return _tick(life, event, now, policy)
+            return _tick(status, event, now, policy)
         case Ended(reason=reason):
-            return _die(life, reason, now, policy)
+            return _die(status, reason, now, policy)
         case Started():
-            if life.state is not EngineState.RESTARTING:
-                return life
-            fresh = replace(life, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=None)
+            if status.state is not EngineState.RESTARTING:
+                return status
+            fresh = replace(status, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=None)
             return _enter(fresh, EngineState.STALE, now, "has just started, without weights")
         case Confirmed():
-            if not life.is_reachable:
-                return life
-            confirmed_at = now if life.confirmed_at is None else life.confirmed_at
-            known = replace(life, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=confirmed_at)
-            return _enter(known, EngineState.HEALTHY, now, "")
+            if not status.is_reachable:
+                return status
+            confirmed_at = now if status.confirmed_at is None else status.confirmed_at
+            confirmed = replace(status, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=confirmed_at)
+            return _enter(confirmed, EngineState.HEALTHY, now, "")
         case Answered():
-            if not life.is_reachable:
-                return life
-            heard = replace(life, last_answer=now)
+            if not status.is_reachable:
+                return status
+            heard = replace(status, last_answer=now)
             if heard.state is not EngineState.SUSPECT:
                 return heard
             return _enter(heard, heard.suspended, now, "" if heard.suspended is EngineState.HEALTHY else heard.reason)
         case Doubted(reason=reason):
-            return _doubt(life, reason, now, policy)
+            return _doubt(status, reason, now, policy)
         case FellBehind(reason=reason):
-            if life.state is EngineState.SUSPECT:
-                return replace(life, suspended=EngineState.STALE, reason=reason)
-            return _enter(life, EngineState.STALE, now, reason) if life.state is EngineState.HEALTHY else life
+            if status.state is EngineState.SUSPECT:
+                return replace(status, suspended=EngineState.STALE, reason=reason)
+            return _enter(status, EngineState.STALE, now, reason) if status.state is EngineState.HEALTHY else status
         case SyncFailed(reason=reason):
-            if life.state is not EngineState.STALE:
-                return life
-            failed = replace(life, num_failed_syncs=life.num_failed_syncs + 1, reason=reason)
+            if status.state is not EngineState.STALE:
+                return status
+            failed = replace(status, num_failed_syncs=status.num_failed_syncs + 1, reason=reason)
             return _die(failed, reason, now, policy) if failed.num_failed_syncs >= MAX_FAILED_SYNCS else failed
         case _:
             assert_never(event)
 
 
-def _tick(life: Life, tick: Ticked, now: float, policy: RestartPolicy) -> Life:
-    match life.state:
+def _tick(status: EngineStatus, tick: Ticked, now: float, policy: RestartPolicy) -> EngineStatus:
+    match status.state:
         case EngineState.DEAD:
-            is_due = life.restart_at is not None and now >= life.restart_at and tick.may_start
-            return _restart(life, now) if is_due else life
+            is_due = status.restart_at is not None and now >= status.restart_at and tick.may_start
+            return _restart(status, now) if is_due else status
         case EngineState.RESTARTING:
-            seconds = now - life.since
+            seconds = now - status.since
             is_late = seconds > policy.start_timeout_s + _START_GRACE_S
-            return _die(life, f"no sign of a start for {seconds:.0f} s", now, policy) if is_late else life
+            return _die(status, f"no sign of a start for {seconds:.0f} s", now, policy) if is_late else status
         case EngineState.HEALTHY | EngineState.SUSPECT | EngineState.STALE:
-            life = replace(life, last_answer=min(now, life.last_answer + tick.unheard_s))
-            silence_s = now - life.last_answer
+            status = replace(status, last_answer=min(now, status.last_answer + tick.unheard_s))
+            silence_s = now - status.last_answer
             if silence_s > policy.silence_timeout_s:
-                return _die(life, f"has not answered for {silence_s:.0f} s", now, policy)
-            if silence_s > policy.silence_timeout_s * _SUSPECT_AFTER and life.state is not EngineState.SUSPECT:
-                return _suspect(life, f"has not answered for {silence_s:.0f} s", now)
-            return life
+                return _die(status, f"has not answered for {silence_s:.0f} s", now, policy)
+            if silence_s > policy.silence_timeout_s * _SUSPECT_AFTER and status.state is not EngineState.SUSPECT:
+                return _suspect(status, f"has not answered for {silence_s:.0f} s", now)
+            return status
         case EngineState.DRAINING:
             # Its requests do not come back: they are lost, and sent again.
-            is_late = now - life.since > policy.silence_timeout_s
-            return _die(life, life.reason, now, policy) if is_late else life
+            is_late = now - status.since > policy.silence_timeout_s
+            return _die(status, status.reason, now, policy) if is_late else status
         case EngineState.RETIRED:
-            return life
+            return status
         case _:
-            assert_never(life.state)
+            assert_never(status.state)
 
 
-def _doubt(life: Life, reason: str, now: float, policy: RestartPolicy) -> Life:
-    if life.state not in (EngineState.HEALTHY, EngineState.STALE):
-        return life
-    doubted = replace(life, num_doubts=life.num_doubts + 1)
+def _doubt(status: EngineStatus, reason: str, now: float, policy: RestartPolicy) -> EngineStatus:
+    if status.state not in (EngineState.HEALTHY, EngineState.STALE):
+        return status
+    doubted = replace(status, num_doubts=status.num_doubts + 1)
     if doubted.num_doubts > MAX_DOUBTS:
         return _die(doubted, f"failed {doubted.num_doubts} times, at last: {reason}", now, policy)
     return _suspect(doubted, reason, now)
 
 
-def _suspect(life: Life, reason: str, now: float) -> Life:
-    return _enter(replace(life, suspended=life.state), EngineState.SUSPECT, now, reason)
+def _suspect(status: EngineStatus, reason: str, now: float) -> EngineStatus:
+    return _enter(replace(status, suspended=status.state), EngineState.SUSPECT, now, reason)
 
 
-def _die(life: Life, reason: str, now: float, policy: RestartPolicy) -> Life:
-    if life.state is EngineState.RETIRED:
-        return life
-    if life.state is EngineState.DEAD:
-        return replace(life, reason=reason)
-    if life.confirmed_at is not None and now - life.confirmed_at >= FORGIVEN_AFTER_S:
-        life = replace(life, num_restarts=0)
-    is_spent = life.num_restarts >= policy.max_restarts
-    restart_at = None if is_spent else now + policy.back_off(life.num_restarts)
-    return _enter(replace(life, confirmed_at=None), EngineState.DEAD, now, reason, restart_at=restart_at)
+def _die(status: EngineStatus, reason: str, now: float, policy: RestartPolicy) -> EngineStatus:
+    if status.state is EngineState.RETIRED:
+        return status
+    if status.state is EngineState.DEAD:
+        return replace(status, reason=reason)
+    if status.confirmed_at is not None and now - status.confirmed_at >= FORGIVEN_AFTER_S:
+        status = replace(status, num_restarts=0)
+    is_spent = status.num_restarts >= policy.max_restarts
+    restart_at = None if is_spent else now + policy.back_off(status.num_restarts)
+    return _enter(replace(status, confirmed_at=None), EngineState.DEAD, now, reason, restart_at=restart_at)
 
 
-def _restart(life: Life, now: float) -> Life:
-    begun = replace(life, num_restarts=life.num_restarts + 1)
-    return _enter(begun, EngineState.RESTARTING, now, life.reason)
+def _restart(status: EngineStatus, now: float) -> EngineStatus:
+    begun = replace(status, num_restarts=status.num_restarts + 1)
+    return _enter(begun, EngineState.RESTARTING, now, status.reason)
 
 
-def _enter(life: Life, state: EngineState, now: float, reason: str, *, restart_at: float | None = None) -> Life:
-    since = life.since if state is life.state else now
-    return replace(life, state=state, since=since, reason=reason, restart_at=restart_at)
+def _enter(
+    status: EngineStatus, state: EngineState, now: float, reason: str, *, restart_at: float | None = None
+) -> EngineStatus:
+    since = status.since if state is status.state else now
+    return replace(status, state=state, since=since, reason=reason, restart_at=restart_at)

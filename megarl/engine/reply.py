@@ -17,7 +17,7 @@ import orjson
 
 from megarl.config.roles import InFlight
 from megarl.errors import EngineError
-from megarl.tokens import AskedRoutes, RouteArray, SampledTokens, join_tokens
+from megarl.tokens import RouteArray, RouteRequest, SampledTokens, join_tokens
 from megarl.types import FinishReason, FloatArray, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3
@@ -52,7 +52,7 @@ class Expectation:
     """How the engine is paused for a publish; None if it is never paused during a request."""
     echo: tuple[int, ...] | None = None
     """The tokens that were sent, where the reply has to have those that the engine saw."""
-    routes: AskedRoutes | None = None
+    routes: RouteRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ def _from_bytes(content: bytes, dtype: str) -> npt.NDArray[Any]:
         raise BadReplyError(f"{len(content)} bytes of an array: {error}") from None
 
 
-def _routes(meta: _Meta, asked: AskedRoutes, num_tokens: int, num_kept: int) -> RouteArray:
+def _routes(meta: _Meta, asked: RouteRequest, num_tokens: int, num_kept: int) -> RouteArray:
     if meta.routed_experts is None and meta.finish_reason.type != FinishReason.ABORT:
         raise BadReplyError("routed_experts is missing (start the engine with --enable-return-routed-experts)")
     try:

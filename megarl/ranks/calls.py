@@ -14,7 +14,7 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.engine.commands import Rendezvous
 from megarl.results import CriticResult, UpdateResult
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train.rank_spec import TrainerRecord
 from megarl.types import TrainBatch
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -37,13 +37,13 @@ class ModelCalls(Protocol):
 class PolicyCalls(ModelCalls, Protocol):
     """Calls to a language model: the actor, or a reference in its own pool (`train.frozen.ReferenceRank`)."""
 
-    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None: ...
+    def logprobs(self, batch: TrainBatch) -> SampleColumn | None: ...
 
 
 class TeacherCalls(ModelCalls, Protocol):
     """Calls to a teacher (`train.frozen.TeacherRank`)."""
 
-    def scores(self, batch: TrainBatch) -> SampleNumbers | None: ...
+    def scores(self, batch: TrainBatch) -> SampleColumn | None: ...
 
 
 class TrainedCalls(ModelCalls, Protocol):
@@ -68,7 +68,7 @@ class ActorCalls(TrainedCalls, PolicyCalls, Protocol):
 
     def update(self, batch: TrainBatch) -> UpdateResult: ...
 
-    def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None: ...
+    def reference_logprobs(self, batch: TrainBatch) -> SampleColumn | None: ...
 
     def load_reference(self, folder: Path) -> None: ...
 
@@ -90,4 +90,4 @@ class CriticCalls(TrainedCalls, Protocol):
 
     def update(self, batch: TrainBatch) -> CriticResult: ...
 
-    def values(self, batch: TrainBatch) -> SampleNumbers | None: ...
+    def values(self, batch: TrainBatch) -> SampleColumn | None: ...

@@ -16,7 +16,7 @@ from megarl.algo.advantage import Float64Array
 from megarl.algo.remote_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
 from megarl.errors import first_line
-from megarl.tokens import ColumnName, SampleNumbers, assemble, by_sample
+from megarl.tokens import ColumnName, SampleColumn, assemble, by_sample
 from megarl.types import FloatArray
 
 
@@ -29,7 +29,7 @@ class RemotePart:
     rank: int = 0
 
     @classmethod
-    def of(cls, column: SampleNumbers) -> RemotePart:
+    def of(cls, column: SampleColumn) -> RemotePart:
         return cls(sample_ids=frozenset(column.sample_ids.tolist()), reference=ray.put(column))
 
 
@@ -53,10 +53,10 @@ class RemoteColumn:
         started = [self.workers[part.rank].select.remote([part.reference], ids) for part, ids in chosen if ids]
         return by_sample(await self._get(started))
 
-    async def _get(self, references: Sequence[ray.ObjectRef]) -> list[SampleNumbers]:
+    async def _get(self, references: Sequence[ray.ObjectRef]) -> list[SampleColumn]:
         try:
             async with asyncio.timeout(self.timeout_s):
-                columns: list[SampleNumbers] = await asyncio.gather(*references)
+                columns: list[SampleColumn] = await asyncio.gather(*references)
                 return columns
         except TimeoutError:
             late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
@@ -75,9 +75,9 @@ class ColumnHost:
 
     _credit: PartCredit | None = None
 
-    def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleNumbers:
+    def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleColumn:
         """Return the column of these samples from a part that is on this node."""
-        column: SampleNumbers = ray.get(part[0])
+        column: SampleColumn = ray.get(part[0])
         return column.only(sample_ids)
 
     def compute_credit(

@@ -221,7 +221,7 @@ class _Starter:
             split=split,
             timeout_s=recipe.train.operation_timeout_s,
             report_folder=recipe.run_folder.absolute(),
-            device_lock=places.turn,
+            device_lock=places.device_lock,
         )
         left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
         workers = [worker for worker in left if worker is not None]
@@ -231,8 +231,11 @@ class _Starter:
                 self.stack.push_async_callback(adopted.end)
                 return adopted
             await adopted.end()
-        spec_of = partial(
-            RankSpec,
+        spec = RankSpec(
+            rank=0,
+            world=len(places.places),
+            master_address="",
+            master_port=0,
             device=recipe.run.device,
             split=split,
             shape=shape,
@@ -246,12 +249,12 @@ class _Starter:
         remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
         environment = trainer_environment(recipe.run.device)
         options = [
-            place.options(environment, share=places.share) | places.actors.options(f"{role}-{rank}")
+            place.options(environment, gpu_fraction=places.gpu_fraction) | places.actors.options(f"{role}-{rank}")
             for rank, place in enumerate(places.places)
         ]
         group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])
         self.stack.push_async_callback(group.end)
-        await group.start(build, spec_of)
+        await group.start(build, spec)
         return group
 
 

@@ -22,13 +22,13 @@ from ray.actor import ActorHandle
 from megarl.config.model import ModelShape
 from megarl.data.tokenizer import Chat, Tokenizer, load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Fleet
 from megarl.errors import DataError, EngineError, EngineLostError, ScoreError
 from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
+from megarl.rollout.following import EngineView, FollowingFleet
 from megarl.rollout.teacher import token_scores
-from megarl.rollout.worker import EngineView, FollowingFleet
 from megarl.types import FloatArray, JsonValue, TokenArray
 
 _MAX_LOSSES = 20
@@ -137,7 +137,7 @@ class FrozenEngines:
                 async with self._fleet.lease(avoid=tried, prefixes=prefixes) as engine:
                     try:
                         reply = await ask(engine.client)
-                        self._fleet.answered(engine, Pace(num_requests=1))
+                        self._fleet.answered(engine, Throughput(num_requests=1))
                         return reply
                     except EngineError as error:
                         tried.add(engine.index)

@@ -12,9 +12,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -24,15 +23,14 @@ from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
 from megarl.engine.client import GenerateRequest
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
-from megarl.stages import Generator, Scorer
 from megarl.system.faults import reach
-from megarl.tokens import AskedRoutes, Content, RouteShape, SampledTokens, repeated, shared_if_equal
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenArray
+from megarl.tokens import Content, RouteRequest, RouteShape, SampledTokens, repeated, shared_if_equal
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,8 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
     max_context_tokens: int
     decode: Callable[[TokenArray], str]
-    routes: RouteShape | None = None  # None in a dense model
+    routes: RouteShape | None = None
+    """None in a dense model."""
 
     @classmethod
     def of(cls, shape: ModelShape, tokenizer: Tokenizer) -> Vocabulary:
@@ -108,14 +107,16 @@ class _Asked:
 
     prompt: Prompt
     index: int
-    token_ids: TokenArray  # [P]
+    token_ids: TokenArray
+    """[P]"""
     max_tokens: int
     seed: int
     prefixes: tuple[str, ...]
     """Names of what an engine may have cached, the longest first."""
     is_echoed: bool = False
     """The engine has to return the tokens that it saw."""
-    num_routed: int = 0  # tokens whose experts are known already
+    num_routed: int = 0
+    """Tokens whose experts are known already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +247,7 @@ class FleetGenerator:
         raise QuarantineError(f"prompt {prompt.uid}, rollout {index}: {what}: {reasons}")
 
     def _late(self, asked: _Asked, num_tokens: int) -> list[str]:
-        """Return why a request that was cut at its deadline counts as a failed attempt; nothing if it got on."""
+        """Return the failure if the cut request made too little progress, else []."""
         self._fleet.requests.request_retried("late")
         logger.info("rollout late prompt=%s index=%d tokens=%d", asked.prompt.uid, asked.index, num_tokens)
         if num_tokens >= _LEAST_PROGRESS * asked.max_tokens:
@@ -267,7 +268,7 @@ class FleetGenerator:
         num_pauses = engine.num_pauses
         max_new_tokens = asked.max_tokens - len(so_far.token_ids)
         num_sent = len(asked.token_ids) + len(so_far.token_ids)
-        routes = AskedRoutes.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
+        routes = RouteRequest.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,
@@ -298,7 +299,7 @@ class FleetGenerator:
             version=version,
             newest_version=engine.version if is_interrupted else version,
             base_version=base_version,
-            is_interrupted=is_interrupted or reply.is_cut or engine.life.hands_over,
+            is_interrupted=is_interrupted or reply.is_cut or engine.status.hands_over,
             in_flight=in_flight,
             echo=request.input_ids if asked.is_echoed else None,
             routes=routes,
@@ -308,8 +309,8 @@ class FleetGenerator:
             response = read_response(reply.content, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
-        pace = Pace(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
-        self._fleet.answered(engine, pace)
+        throughput = Throughput(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
+        self._fleet.answered(engine, throughput)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:
@@ -347,46 +348,3 @@ def evaluation_seed(run_seed: int) -> int:
 
 def _seed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-
-
-_First = TypeVar("_First")
-_Second = TypeVar("_Second")
-
-
-class WithGreedyRollout:
-    """A `stages.Generator` that adds a greedy rollout to every group as its baseline."""
-
-    def __init__(self, sampled: Generator, greedy: Generator) -> None:
-        self._sampled = sampled
-        self._greedy = greedy
-
-    async def generate(self, prompt: Prompt) -> RolloutGroup:
-        group, greedy = await _both(self._sampled.generate(prompt), self._greedy.generate(prompt))
-        (baseline,) = greedy.rollouts
-        return replace(group, baseline=baseline)
-
-
-class WithGreedyScore:
-    """A `stages.Scorer` that also scores the baseline of every group."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-
-    async def score(self, group: RolloutGroup) -> ScoredGroup:
-        assert group.baseline is not None, f"prompt {group.prompt.uid} has no greedy rollout"
-        alone = RolloutGroup(prompt=group.prompt, rollouts=(group.baseline,))
-        scored, of_baseline = await _both(self._scorer.score(group), self._scorer.score(alone))
-        (baseline,) = of_baseline.scores
-        return replace(scored, baseline=baseline)
-
-
-async def _both(
-    first: Coroutine[object, object, _First], second: Coroutine[object, object, _Second]
-) -> tuple[_First, _Second]:
-    """Run both concurrently; the error of one cancels the other."""
-    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -1,70 +1,131 @@
-"""Where the loop gets scored groups from: rollout workers, or answers of the data set."""
+"""Where the loop gets scored groups from, and how those of a step survive what asked for them.
+
+`SampledGroups` asks engines, `GivenGroups` takes answers of the data set. In a synchronous run `RetainedGroups` holds
+the groups of the step by the position of their prompt, and a loop looks there first: so they survive lost trainer ranks
+in memory, and a preemption in the run's folder. Groups whose tokens were lost with a node are sampled again: the same
+seeds give the same tokens.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from megarl.checkpoint.carried import take_open_step, write_open_step
 from megarl.cluster.tasks import beside
 from megarl.data.prompts import Demonstrations
-from megarl.errors import QuarantineError
+from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import Answering, RolloutTask
-from megarl.stages import Generator, GroupSource, Scorer
+from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.stages import Generator, Scorer
 from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, Score, ScoredGroup
 
-
-class TaskGroups:
-    """The groups of prompts that are all answered alike (a `stages.GroupSource`)."""
-
-    def __init__(self, workers: Answering, task: RolloutTask, observer: Observer | None = None) -> None:
-        """`observer` counts the groups."""
-        self._workers = workers
-        self._task = task
-        self._observer = observer
-
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        answered = await self._workers.answer(prompt, self._task)
-        rollouts = answered.scored.group.rollouts
-        if self._observer is not None:
-            self._observer.group_generated(
-                seconds=answered.seconds,
-                num_rollouts=len(rollouts),
-                num_tokens=sum(rollout.num_tokens for rollout in rollouts),
-            )
-        return answered.scored
-
-    async def restore(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups, with those whose tokens are lost answered again: the same seeds give the same tokens."""
-        restored = list(groups)
-        lost = await self._workers.lost(groups)
-        if lost and self._observer is not None:
-            self._observer.warned(f"a node was lost with {len(lost)} groups of the step; their prompts are asked again")
-        answers = await asyncio.gather(*(self.scored_group(groups[place].group.prompt) for place in lost))
-        for place, scored in zip(lost, answers, strict=True):
-            restored[place] = scored
-        return restored
+_MAX_QUARANTINED_IN_A_ROW = 16
+"""With more, not the prompts are at fault but the engines."""
+_MAX_SKIPPED = 4
+"""Times that each prompt of the quarantine may be drawn again before any other is answered."""
+_WATCH_EVERY_S = 0.5
 
 
-class ContestedGroups(TaskGroups):
-    """Groups that have the demonstration of their prompt as the last answer."""
+class SampledGroups:
+    """Groups that engines sample for one loop (a `stages.GroupSource`).
+
+    A prompt whose requests fail or lose engines is quarantined: it is not sent again. The run ends only if all prompts
+    fail.
+    """
 
     def __init__(
-        self, workers: Answering, task: RolloutTask, observer: Observer, demonstrations: Demonstrations
+        self,
+        rollouts: RolloutSource,
+        task: RolloutTask,
+        observer: Observer,
+        *,
+        retained: RetainedGroups | None = None,
+        serves: Callable[[], PolicyVersion] = lambda: PolicyVersion(0),
+        demonstrations: Demonstrations | None = None,
     ) -> None:
-        super().__init__(workers, task, observer)
-        self._demonstrations = demonstrations
+        """`retained` has groups of earlier loops; `serves` returns the version that they must be of, the engines'.
 
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        scored = await super().scored_group(prompt)
-        (given,) = (await self._demonstrations.generate(prompt)).rollouts
-        group = replace(scored.group, rollouts=(*scored.group.rollouts, given))
+        `demonstrations` adds that of the prompt to each group, as its last and right answer.
+        """
+        self._rollouts = rollouts
+        self._task = task
+        self._observer = observer
+        self._retained = retained
+        self._serves = serves
+        self._demonstrations = demonstrations
+        self._quarantined: set[str] = set()
+        self._num_dropped = 0
+        self._num_in_a_row = 0
+        self._num_skipped = 0
+
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup | None:
+        """Return the group of a prompt; None if the prompt is quarantined, now or since an earlier epoch."""
+        if prompt.uid in self._quarantined:
+            self._skip()
+            return None
+        try:
+            if self._retained is None:
+                scored = await self._sample(prompt)
+            else:
+                scored = await self._retained.get(prompt, self._serves(), self._sample)
+        except QuarantineError as error:
+            self._quarantine(prompt, error)
+            return None
+        self._num_in_a_row = self._num_skipped = 0
+        return scored
+
+    def take_dropped(self) -> dict[str, int]:
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return {"quarantined": num_dropped} if num_dropped else {}
+
+    async def replace_lost(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups, with those whose tokens are lost sampled again."""
+        replaced = list(groups)
+        lost = await self._rollouts.lost(groups)
+        if lost:
+            text = f"a node was lost with {len(lost)} groups of the step; their prompts are asked again"
+            self._observer.warned(text)
+        sampled = await asyncio.gather(*(self._sample(groups[place].group.prompt) for place in lost))
+        for place, scored in zip(lost, sampled, strict=True):
+            replaced[place] = scored
+        return replaced
+
+    async def _sample(self, prompt: Prompt) -> ScoredGroup:
+        answered = await self._rollouts.answer(prompt, self._task)
+        scored, rollouts = answered.scored, answered.scored.group.rollouts
+        self._observer.group_generated(
+            seconds=answered.seconds,
+            num_rollouts=len(rollouts),
+            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+        )
+        if self._demonstrations is None:
+            return scored
+        (demonstration,) = (await self._demonstrations.generate(prompt)).rollouts
+        group = replace(scored.group, rollouts=(*rollouts, demonstration))
         return replace(scored, group=group, scores=(*scored.scores, Score(value=1.0, components={})))
+
+    def _quarantine(self, prompt: Prompt, error: QuarantineError) -> None:
+        self._num_in_a_row += 1
+        if self._num_in_a_row > _MAX_QUARANTINED_IN_A_ROW:
+            raise FleetError(f"{self._num_in_a_row} prompts in a row have no answer; the last: {error}") from error
+        self._num_dropped += 1
+        self._quarantined.add(prompt.uid)
+        self._observer.warned(f"quarantined, its group is dropped: {error}")
+
+    def _skip(self) -> None:
+        """Count a prompt that is drawn again in quarantine."""
+        self._num_dropped += 1
+        self._num_skipped += 1
+        num_quarantined = len(self._quarantined)
+        if self._num_skipped > _MAX_QUARANTINED_IN_A_ROW + _MAX_SKIPPED * num_quarantined:
+            raise FleetError(f"all prompts that are left are in quarantine ({num_quarantined}); see the warnings")
 
 
 class GivenGroups:
@@ -77,63 +138,81 @@ class GivenGroups:
     async def scored_group(self, prompt: Prompt) -> ScoredGroup:
         return await self._scorer.score(await self._generator.generate(prompt))
 
+    def take_dropped(self) -> dict[str, int]:
+        return {}
 
-_WATCH_EVERY_S = 0.5
 
+class RetainedGroups:
+    """The groups of the step that a synchronous run is in, which outlive its loop.
 
-class KeptGroups:
-    """For synchronous runs: all groups that are open were asked for with the version that is served."""
+    All of them were asked for with the version that is served.
+    """
 
     def __init__(self) -> None:
         self._is_used = False
         self._version: PolicyVersion | None = None
-        self._answers: dict[int, asyncio.Future[ScoredGroup]] = {}
+        self._groups: dict[int, asyncio.Future[ScoredGroup]] = {}
         """By the position of the prompt in the stream."""
 
-    async def get(self, prompt: Prompt, version: PolicyVersion, groups: GroupSource) -> ScoredGroup:
-        """Return the group of a prompt. A caller that is cancelled leaves the answer under way."""
+    async def get(
+        self, prompt: Prompt, version: PolicyVersion, sample: Callable[[Prompt], Awaitable[ScoredGroup]]
+    ) -> ScoredGroup:
+        """Return the group of a prompt, sampled now if there is none. A cancelled caller leaves it under way."""
         if version != self._version:
             await self.cancel()
-            self._version, self._answers = version, {}
-        answer = self._answers.get(prompt.position)
-        if answer is None:
-            answer = self._answers[prompt.position] = asyncio.create_task(groups.scored_group(prompt))
-        return await asyncio.shield(answer)
+            self._version, self._groups = version, {}
+        group = self._groups.get(prompt.position)
+        if group is None:
+            group = self._groups[prompt.position] = asyncio.ensure_future(sample(prompt))
+        return await asyncio.shield(group)
 
-    def answered(self, version: PolicyVersion) -> tuple[ScoredGroup, ...]:
-        """The groups that this version has answered until now, in the order of their prompts."""
+    def finished(self, version: PolicyVersion) -> tuple[ScoredGroup, ...]:
+        """Return the groups of this version that are there, in the order of their prompts."""
         if version != self._version:
             return ()
-        done = [answer for _, answer in sorted(self._answers.items()) if answer.done() and not answer.cancelled()]
-        return tuple(answer.result() for answer in done if answer.exception() is None and self._is_served(answer))
+        done = [group for _, group in sorted(self._groups.items()) if group.done() and not group.cancelled()]
+        return tuple(group.result() for group in done if group.exception() is None and self._is_served(group))
 
     def forget(self) -> None:
-        """Forget what is answered: it was trained on. The next step may have the same version, as while a critic warms
-        up."""
-        self._answers = {position: answer for position, answer in self._answers.items() if not answer.done()}
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was asked yet."""
-        return self._version is None
-
-    def restore(self, groups: Sequence[ScoredGroup], version: PolicyVersion) -> None:
-        """Begin with groups that an earlier driver was answered."""
-        self._version = version
-        self._answers = {scored.group.prompt.position: _answer(scored) for scored in groups}
+        """Forget the groups that are there: they were trained on. The next step may have the same version, as while a
+        critic warms up."""
+        self._groups = {position: group for position, group in self._groups.items() if not group.done()}
 
     async def finish(self) -> int:
         """Wait for what is under way, and forget what failed; return how many groups there are.
 
         A prompt that was quarantined stays so: it would cost more engines.
         """
-        if self._answers:
-            await asyncio.wait(self._answers.values())
-        for position, answer in list(self._answers.items()):
-            is_lost = answer.cancelled() or not isinstance(answer.exception(), QuarantineError | None)
-            if is_lost or not self._is_served(answer):
-                del self._answers[position]
-        return len(self._answers)
+        if self._groups:
+            await asyncio.wait(self._groups.values())
+        for position, group in list(self._groups.items()):
+            is_lost = group.cancelled() or not isinstance(group.exception(), QuarantineError | None)
+            if is_lost or not self._is_served(group):
+                del self._groups[position]
+        return len(self._groups)
+
+    async def leave(self, run_folder: Path, version: PolicyVersion, *, identity: str) -> None:
+        """Write the groups of this version for the next start of the run."""
+        groups = self.finished(version)
+        await asyncio.to_thread(write_open_step, run_folder, groups, version=version, identity=identity)
+
+    def take_left(
+        self,
+        run_folder: Path,
+        version: PolicyVersion,
+        *,
+        identity: str,
+        prompt_at: Callable[[int], Prompt],
+        warn: Callable[[str], None],
+    ) -> int:
+        """Begin with the groups that a preempted run left, unless something was asked already; return how many."""
+        if self._version is not None:
+            return 0
+        left = take_open_step(run_folder, version=version, identity=identity, prompt_at=prompt_at, warn=warn)
+        if left:
+            self._version = version
+            self._groups = {scored.group.prompt.position: _done(scored) for scored in left}
+        return len(left)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -162,34 +241,21 @@ class KeptGroups:
 
     async def cancel(self) -> None:
         """Cancel what is under way."""
-        open_answers = [answer for answer in self._answers.values() if not answer.done()]
-        for answer in open_answers:
-            answer.cancel()
-        if open_answers:
-            await asyncio.wait(open_answers)
+        under_way = [group for group in self._groups.values() if not group.done()]
+        for group in under_way:
+            group.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
 
-    def _is_served(self, answer: asyncio.Future[ScoredGroup]) -> bool:
-        """Whether all tokens were chosen by the version that it was asked for."""
-        if answer.exception() is not None:
+    def _is_served(self, group: asyncio.Future[ScoredGroup]) -> bool:
+        """Whether all tokens were chosen by the version that the group was asked for with."""
+        if group.exception() is not None:
             return True
         served = {self._version, DEMONSTRATION}
-        return all(served.issuperset(np.unique(rollout.versions)) for rollout in answer.result().group.rollouts)
+        return all(served.issuperset(np.unique(rollout.versions)) for rollout in group.result().group.rollouts)
 
 
-def _answer(scored: ScoredGroup) -> asyncio.Future[ScoredGroup]:
-    answer: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
-    answer.set_result(scored)
-    return answer
-
-
-class KeptSource:
-    """The groups of one loop (a `stages.GroupSource`)."""
-
-    def __init__(self, kept: KeptGroups, groups: GroupSource, *, version: Callable[[], PolicyVersion]) -> None:
-        """`version` returns the one that the engines serve."""
-        self._kept = kept
-        self._groups = groups
-        self._version = version
-
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        return await self._kept.get(prompt, self._version(), self._groups)
+def _done(scored: ScoredGroup) -> asyncio.Future[ScoredGroup]:
+    group: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
+    group.set_result(scored)
+    return group

@@ -1,47 +1,44 @@
-"""A rollout worker: answers prompts with its engines, and scores the answers. Knows neither Ray nor a step.
+"""A rollout worker: samples the rollouts of prompts with its engines, and scores them. Knows neither Ray nor a step.
 
-In the driver's process it uses the fleet of the run. In another process it has a fleet of its own, for a share of the
-engines, whose states, versions and pauses follow those of the driver; it reports back what happened to its requests.
+In the driver's process it uses the fleet of the run; in another process it has a fleet of its own, see `following`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from megarl.config.roles import InFlight
 from megarl.config.teaching import Teaching
-from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.dispatch import Pace
+from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
 from megarl.episodes.play import EpisodeScorer, Player
-from megarl.errors import EngineError
-from megarl.observe.observer import Observer
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, WithGreedyRollout, WithGreedyScore
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.rollout.teacher import TaughtGenerator, TeacherModel
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
-from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from megarl.types import Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTask:
-    """How prompts are answered."""
+    """How the rollouts of prompts are sampled."""
 
     sampling: Sampling
     seed: int
     in_flight: InFlight | None = None
     generator: str | None = None
     """The user's code that makes a generator of ours (`sampling.generator`)."""
-    baseline: Sampling | None = None  # adds a rollout to each group to compare with
-    has_routes: bool = False  # the rollouts have the experts that the engines chose
-    teaching: Teaching | None = None  # asked of teachers on engines
+    baseline: Sampling | None = None
+    """Adds a rollout to each group to compare with."""
+    has_routes: bool = False
+    """The rollouts have the experts that the engines chose."""
+    teaching: Teaching | None = None
+    """The numbers that teachers on engines compute for the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ class AnsweredPrompt:
     """Time to generate, with waiting and retries."""
 
 
-class Answering(Protocol):
+class RolloutSource(Protocol):
     """One rollout worker, or all of a run."""
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
@@ -69,7 +66,7 @@ class Answering(Protocol):
 
 async def cache_sizes(engines: Sequence[Engine]) -> list[int | None]:
     """Return how many tokens the KV cache of each engine holds; None for one that does not answer."""
-    return await asyncio.gather(*(engine.client.num_cached_tokens() for engine in engines))
+    return await asyncio.gather(*(admin.num_cached_tokens(engine.client) for engine in engines))
 
 
 class RolloutWorker:
@@ -84,11 +81,14 @@ class RolloutWorker:
         teachers: Mapping[str, TeacherModel] | None = None,
     ) -> None:
         """`open_player` is called at the first prompt; `teachers` are given by their key below `roles`."""
-        self._fleet, self._vocabulary = fleet, vocabulary
+        self._fleet = fleet
+        self._vocabulary = vocabulary
         self._scorer = scorer if open_player is None else EpisodeScorer(scorer)
-        self._open_player, self._opening = open_player, asyncio.Lock()
+        self._open_player = open_player
+        self._opening = asyncio.Lock()
         self._player: Player | None = None
-        self._max_attempts, self._teachers = max_attempts, teachers or {}
+        self._max_attempts = max_attempts
+        self._teachers = teachers or {}
         self._generators: dict[RolloutTask, Generator] = {}
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
@@ -104,7 +104,7 @@ class RolloutWorker:
         return AnsweredPrompt(scored=await scorer.score(group), seconds=seconds)
 
     async def announce(self) -> None:
-        """Nothing to tell: in the driver's process the fleet is the same."""
+        """Return at once: in the driver's process the fleet is the same."""
 
     async def close(self) -> None:
         """End the processes of environments."""
@@ -112,7 +112,7 @@ class RolloutWorker:
             await self._player.close()
 
     async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
-        """Nothing can be lost but the driver."""
+        """Return none: the tokens are in the driver's process."""
         return []
 
     def _build(self, task: RolloutTask) -> Generator:
@@ -134,265 +134,3 @@ class RolloutWorker:
             player=self._player,
             has_routes=has_routes,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
-    """An engine as the driver's fleet records it."""
-
-    endpoint: EngineEndpoint
-    version: PolicyVersion
-    life: Life
-    num_pauses: int
-    adapter: str | None
-    """The one that requests compute with."""
-    number: int
-    """Grows with every view; a view that arrives after a later one is ignored."""
-
-    @classmethod
-    def of(cls, engine: Engine, *, number: int) -> EngineView:
-        return cls(
-            endpoint=engine.client.endpoint,
-            version=engine.version,
-            life=engine.life,
-            num_pauses=engine.num_pauses,
-            adapter=engine.adapter,
-            number=number,
-        )
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """All that a worker needs to know."""
-        return self.endpoint, self.version, self.life.state, self.life.is_over, self.num_pauses, self.adapter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineComplaint:
-    """An engine that failed a request of the worker."""
-
-    endpoint: EngineEndpoint
-    version: PolicyVersion
-    is_stale: bool
-    """It served other weights than those of its version."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineProbe:
-    """The answers of an engine to the worker's probes."""
-
-    endpoint: EngineEndpoint
-    expected: PolicyVersion | None
-    """The version that the worker knew when it asked; None if the engine had none then: weights may have come since."""
-    served: str | None
-    """The version that the scheduler reported; None if only the server answered, as while weights arrive."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
-    """All that happened to a worker's requests since its last report."""
-
-    complaints: tuple[EngineComplaint, ...]
-    probes: tuple[EngineProbe, ...]
-    """The last answer of each engine of its own that was probed."""
-    answered: dict[int, Pace]
-    """Engines that answered with tokens of their version."""
-    num_requests: dict[int, int]
-    """Requests under way, by engine."""
-    adapters: dict[int, tuple[int, tuple[str, ...]]]
-    """By engine the number of the newest view, and the adapters of requests under way."""
-    retries: dict[str, int]
-    """Requests that were sent again, by cause."""
-    score_seconds: tuple[float, ...]
-    failed_scores: dict[str, int]
-    judges: tuple[tuple[str, str, str], ...]  # see `Observer.judges`
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """A `RequestListener` that counts until a report is made."""
-
-    causes: Counter[str] = field(default_factory=Counter)
-
-    def request_retried(self, cause: str) -> None:
-        self.causes[cause] += 1
-
-
-class ScoreCounts(Observer):
-    """The observer of a worker's scorer: counts until a report is made."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.seconds: list[float] = []
-        self.failures: Counter[str] = Counter()
-
-    def scored(self, seconds: float) -> None:
-        self.seconds.append(seconds)
-
-    def score_failed(self, cause: str) -> None:
-        self.failures[cause] += 1
-
-
-class FollowingFleet:
-    """The fleet of a worker in another process, which follows the driver's."""
-
-    def __init__(
-        self,
-        endpoints: Sequence[EngineEndpoint],
-        *,
-        connect: Callable[[EngineEndpoint], EngineClient],
-        lent: Set[int],
-        max_outstanding: int,
-        publish_timeout_s: float,
-    ) -> None:
-        """`lent` engines are those of other workers, for when no other is live."""
-        self._connect = connect
-        self._lent = lent
-        self.fleet = Fleet(
-            [connect(endpoint) for endpoint in endpoints],
-            max_outstanding=max_outstanding,
-            publish_timeout_s=publish_timeout_s,
-            policy=RestartPolicy(max_restarts=0),  # the driver examines and restarts engines
-            lent=lent,
-        )
-        self._engines = {engine.index: engine for engine in self.fleet.engines}
-        self._numbers: dict[int, int] = {}
-        self._complaints: list[EngineComplaint] = []
-        self.scores = ScoreCounts()
-        self._probes: dict[int, EngineProbe] = {}
-        self._is_due = asyncio.Event()
-        self.fleet.requests = self._requests = RequestCounts()
-        self.fleet.listen(self._note)
-
-    async def follow(self, views: Sequence[EngineView]) -> None:
-        """Take over what the driver records."""
-        replaced = [client for view in views if (client := self._take(view)) is not None]
-        await asyncio.gather(*(client.close() for client in replaced))
-
-    def _take(self, view: EngineView) -> EngineClient | None:
-        index = view.endpoint.index
-        if view.number <= self._numbers.get(index, 0):
-            return None
-        self._numbers[index] = view.number
-        engine, before = self._engines[index], None
-        if engine.client.endpoint != view.endpoint:
-            before = self.fleet.replace_client(engine, self._connect(view.endpoint))
-        engine.version, engine.num_pauses, engine.adapter = view.version, view.num_pauses, view.adapter
-        for name in [name for name, count in engine.adapters.items() if not count]:
-            del engine.adapters[name]
-        # The driver's clock is another one.
-        self.fleet.adopt(engine, replace(view.life, last_answer=engine.life.last_answer))
-        return before
-
-    def _note(self, engine: Engine, _before: Life) -> None:
-        self._complaints.append(
-            EngineComplaint(
-                endpoint=engine.client.endpoint,
-                version=engine.version,
-                is_stale=engine.state is EngineState.STALE,
-                reason=engine.reason,
-            )
-        )
-        self.report_now()
-
-    def report_now(self) -> None:
-        """End the wait for the next report."""
-        self._is_due.set()
-
-    async def report(self, *, within_s: float) -> WorkerReport:
-        """Return a report after `within_s`, or as soon as an engine failed or somebody wants it."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._is_due.wait()
-        self._is_due.clear()
-        report = WorkerReport(
-            complaints=tuple(self._complaints),
-            probes=tuple(self._probes.values()),
-            answered=self._answered(),
-            num_requests={index: engine.num_outstanding for index, engine in self._engines.items()},
-            adapters={
-                index: (self._numbers.get(index, 0), tuple(engine.held_adapters))
-                for index, engine in self._engines.items()
-                if engine.adapter is not None
-            },
-            retries=dict(self._requests.causes),
-            score_seconds=tuple(self.scores.seconds),
-            failed_scores=dict(self.scores.failures),
-            judges=tuple(self.scores.judges),
-        )
-        self._complaints.clear()
-        self._probes.clear()
-        self._requests.causes.clear()
-        self.scores.seconds.clear()
-        self.scores.failures.clear()
-        return report
-
-    async def probe(self, *, every_s: float, timeout_s: float) -> None:
-        """Probe the worker's own engines for ever; the answers are in the next report."""
-        own = [engine for index, engine in self._engines.items() if index not in self._lent]
-        asks = (self._ask_scheduler, self._ask_server)
-        await asyncio.gather(*(self._repeat(ask, engine, every_s, timeout_s) for engine in own for ask in asks))
-
-    async def _repeat(
-        self, ask: Callable[[Engine, float], Awaitable[None]], engine: Engine, every_s: float, timeout_s: float
-    ) -> None:
-        while True:
-            # A checked rollout says as much as a probe.
-            if engine.life.is_reachable and not (engine.is_live and self.fleet.quiet_s(engine) < every_s):
-                await ask(engine, timeout_s)
-            await asyncio.sleep(every_s)
-
-    async def _ask_scheduler(self, engine: Engine, timeout_s: float) -> None:
-        endpoint, expected = engine.client.endpoint, self._expected(engine)
-        with suppress(EngineError):
-            served = await engine.client.probe(timeout_s=timeout_s)
-            self._probes[engine.index] = EngineProbe(endpoint=endpoint, expected=expected, served=served)
-
-    async def _ask_server(self, engine: Engine, timeout_s: float) -> None:
-        endpoint, expected = engine.client.endpoint, self._expected(engine)
-        if await engine.client.is_healthy(timeout_s=timeout_s):
-            self._probes.setdefault(engine.index, EngineProbe(endpoint=endpoint, expected=expected, served=None))
-
-    def _expected(self, engine: Engine) -> PolicyVersion | None:
-        """A new engine counts as one of version 0, and has no weights until the driver says that it is live."""
-        return engine.version if engine.is_live and engine.index in self._numbers else None
-
-    def _answered(self) -> dict[int, Pace]:
-        paces = {index: engine.pace for index, engine in self._engines.items() if engine.pace.num_requests}
-        for index in paces:
-            self._engines[index].pace = Pace()
-        return paces
-
-
-async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -> None:
-    """Record in the driver's fleet what happened to a worker's requests. `num_requests` is left to the caller."""
-    engines = {engine.index: engine for engine in fleet.engines}
-    for complaint in report.complaints:
-        engine = engines[complaint.endpoint.index]
-        if engine.client.endpoint != complaint.endpoint:
-            continue  # it has been restarted since
-        if not complaint.is_stale:
-            await fleet.doubt(engine, complaint.reason)
-        elif engine.version == complaint.version:
-            await fleet.mark_stale(engine, complaint.reason)
-    for probe in report.probes:
-        _record_probe(probe, engines[probe.endpoint.index], fleet)
-    for index, pace in report.answered.items():
-        fleet.answered(engines[index], pace)
-    for cause in Counter(report.retries).elements():
-        fleet.requests.request_retried(cause)
-    for seconds in report.score_seconds:
-        observer.scored(seconds)
-    for cause in Counter(report.failed_scores).elements():
-        observer.score_failed(cause)
-
-
-def _record_probe(probe: EngineProbe, engine: Engine, fleet: Fleet) -> None:
-    if engine.client.endpoint != probe.endpoint:
-        return
-    if probe.served is not None or engine.is_syncing:
-        fleet.report(engine, Answered())
-    is_certain = probe.served is not None and not engine.is_syncing and engine.version == probe.expected
-    if is_certain and engine.is_live and probe.served != str(engine.weights_version):
-        reason = f"serves version {probe.served}, not {engine.weights_version}"
-        fleet.report(engine, FellBehind(reason=reason))

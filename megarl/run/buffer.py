@@ -16,23 +16,16 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.errors import CheckpointError, FleetError, QuarantineError
-from megarl.observe.observer import Observer
+from megarl.errors import CheckpointError
 from megarl.observe.summary import Flow
-from megarl.stages import GroupSource
 from megarl.tokens import counted
-from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
-
-MAX_QUARANTINED_IN_A_ROW = 16
-"""With more, not the prompts are at fault but the engines."""
-_MAX_SKIPPED = 4
-"""Times that each prompt of the quarantine may be drawn again before any other is answered."""
+from megarl.types import DEMONSTRATION, PolicyVersion, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -65,15 +58,15 @@ class Buffer:
         oversampling: float = 1.0,
         versions: Sequence[PolicyVersion] = (PolicyVersion(0),),
         carried: Sequence[ScoredGroup] = (),
-        restore: Callable[[Sequence[ScoredGroup]], Awaitable[list[ScoredGroup]]] | None = None,
+        replace_lost: Callable[[Sequence[ScoredGroup]], Awaitable[list[ScoredGroup]]] | None = None,
     ) -> None:
         """Continue an earlier buffer with its `carried` groups and its `versions`; the last version is served now.
 
-        `restore` returns the groups of a step with those that were lost meanwhile made again.
+        `replace_lost` returns the groups of a step with those that were lost meanwhile sampled again.
         """
         self._prompts_per_step = prompts_per_step
         self._max_staleness = max_staleness
-        self._restore = restore
+        self._replace_lost = replace_lost
         self._num_at_once = math.ceil(oversampling * prompts_per_step)
         self._check_carried(carried, versions)
         self._versions = deque(versions, maxlen=1 + self.max_age)
@@ -93,7 +86,7 @@ class Buffer:
         self._waiting: deque[asyncio.Future[None]] = deque()
         """Producers without a ticket, in the order in which they came."""
         self._num_called = 0
-        """Producers that were told to go on and have not drawn their ticket yet."""
+        """Producers that were woken and have not drawn their ticket yet."""
         self._step_is_ready = asyncio.Event()
         self._note_change()
 
@@ -144,7 +137,7 @@ class Buffer:
         """Wait until one more prompt may be generated. Unblocked by `release_step` and `give_up`."""
         began = time.monotonic()
         if not self._may_admit():
-            await self._wait_for_turn()
+            await self._wait_for_room()
         # The ticket is numbered here, where the producer goes on and draws its prompt: their orders are the same.
         ticket = Ticket(admitted_in_step=self._step, number=self._num_tickets)
         self._num_tickets += 1
@@ -154,15 +147,15 @@ class Buffer:
         self._producer_wait_s += time.monotonic() - began
         return ticket
 
-    async def _wait_for_turn(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _wait_for_room(self) -> None:
+        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(room)
         try:
-            await turn
+            await room
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not room.cancelled():
                 self._num_called -= 1
-                self._note_change()  # the turn is another's
+                self._note_change()  # wake the next waiter
             raise
         self._num_called -= 1
 
@@ -187,8 +180,8 @@ class Buffer:
             await self._step_is_ready.wait()
         taken = sorted(self._scored)[: self._prompts_per_step]
         groups = [self._scored[ticket] for ticket in taken]
-        if self._restore is not None:
-            groups = await self._restore(groups)
+        if self._replace_lost is not None:
+            groups = await self._replace_lost(groups)
         for ticket in taken:
             del self._scored[ticket]
         self._num_scored.subtract(ticket.admitted_in_step for ticket in taken)
@@ -219,9 +212,9 @@ class Buffer:
     def _note_change(self) -> None:
         """Wake those that can go on, and only those."""
         while self._waiting and self._may_admit():
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            room = self._waiting.popleft()
+            if not room.done():
+                room.set_result(None)
                 self._num_called += 1
         if self._has_step():
             self._step_is_ready.set()
@@ -285,43 +278,6 @@ class Buffer:
             f"step {self._step} has tokens {ages.min()} to {ages.max()} steps old, allowed are versions {self.versions}"
         )
         return ages, num_tokens
-
-
-class Quarantine:
-    """Prompts whose requests failed or lost engines. They are not sent again; the run ends only if all prompts fail."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._uids: set[str] = set()
-        self._num_dropped = 0
-        self._num_in_a_row = 0
-        self._num_skipped = 0
-
-    async def scored_group(self, prompt: Prompt, groups: GroupSource) -> ScoredGroup | None:
-        """Return the answers to a prompt; None if it is in quarantine, now or since an earlier epoch."""
-        if prompt.uid in self._uids:
-            self._num_dropped += 1
-            self._num_skipped += 1
-            if self._num_skipped > MAX_QUARANTINED_IN_A_ROW + _MAX_SKIPPED * len(self._uids):
-                raise FleetError(f"all prompts that are left are in quarantine ({len(self._uids)}); see the warnings")
-            return None
-        try:
-            scored = await groups.scored_group(prompt)
-        except QuarantineError as error:
-            self._num_in_a_row += 1
-            if self._num_in_a_row > MAX_QUARANTINED_IN_A_ROW:
-                raise FleetError(f"{self._num_in_a_row} prompts in a row have no answer; the last: {error}") from error
-            self._num_dropped += 1
-            self._uids.add(prompt.uid)
-            self._observer.warned(f"quarantined, its group is dropped: {error}")
-            return None
-        self._num_in_a_row = self._num_skipped = 0
-        return scored
-
-    def add_to(self, dropped: Mapping[str, int]) -> dict[str, int]:
-        """Return groups dropped since the last call, by cause: those that the filter dropped, and quarantined ones."""
-        num_dropped, self._num_dropped = self._num_dropped, 0
-        return {**dropped, **({"quarantined": num_dropped} if num_dropped else {})}
 
 
 def _ages(

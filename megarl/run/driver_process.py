@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from megarl.system.guard import SIGNAL_EXIT, die_with_parent
-from megarl.system.lease import find_kept
+from megarl.system.lease import find_leased
 
 Choice = TypeVar("Choice")
 
@@ -47,7 +47,7 @@ def drive_again(
         newest = latest.resolve() if latest.exists() else None
         num_restarts = num_restarts + 1 if newest == saved else 1
         saved = newest
-        if status > 0 or asked or num_restarts > _MAX_RESTARTS or find_kept(run_folder) is None:
+        if status > 0 or asked or num_restarts > _MAX_RESTARTS or find_leased(run_folder) is None:
             _end_like(status)
         if newest is not None:
             resume = auto

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
+from typing import Protocol, TypeAlias
 
 from megarl.algo.grade import grade, is_right
 from megarl.cluster.tasks import task_group
@@ -18,13 +15,16 @@ from megarl.config.recipe import EvaluationConfig
 from megarl.data.rollout_files import EvaluatedRollout, Generation, generations_file
 from megarl.errors import MachineError, WorkerError
 from megarl.observe.observer import Observer
-from megarl.results import EvalResult, PreferenceStats
+from megarl.results import EvalResult
 from megarl.run.saver import Saver
-from megarl.stages import Generator, GroupSource, Phases
+from megarl.stages import Phases
 from megarl.tokens import counted
-from megarl.types import DEMONSTRATION, Estimates, FloatArray, PolicyVersion, Prompt, ScoredGroup, TrainSample
+from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
+
+Answer: TypeAlias = Callable[[Prompt], Coroutine[None, None, ScoredGroup]]
+"""Returns all rollouts of one prompt, scored."""
 
 _LONG_WAIT_S = 1.0
 
@@ -126,8 +126,8 @@ class HeldOutEvaluator:
         config: EvaluationConfig,
         *,
         prompts: Sequence[Prompt],
-        greedy: GroupSource | None,
-        sampled: GroupSource | None,
+        greedy: Answer | None,
+        sampled: Answer | None,
         write: Callable[[Path, Sequence[EvaluatedRollout]], Awaitable[None]],
         run_folder: Path,
     ) -> None:
@@ -159,13 +159,13 @@ class HeldOutEvaluator:
             sampled=grade(sampled, right_from=right_from, pass_at=pass_at) if sampled else None,
         )
 
-    async def _answers(self, groups: GroupSource | None) -> list[ScoredGroup]:
+    async def _answers(self, answer: Answer | None) -> list[ScoredGroup]:
         """Return one group per prompt, in their order; the first failure ends them all."""
-        if groups is None:
+        if answer is None:
             return []
         async with task_group() as tasks:
-            answers = [tasks.create_task(groups.scored_group(prompt)) for prompt in self._prompts]
-        return [answer.result() for answer in answers]
+            answering = [tasks.create_task(answer(prompt)) for prompt in self._prompts]
+        return [task.result() for task in answering]
 
     async def _keep(self, step: int, greedy: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> None:
         answers = [
@@ -212,98 +212,3 @@ def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
         for rollout in scored.group.rollouts
         for version, _ in counted(rollout.versions)
     } - {DEMONSTRATION}
-
-
-class DemonstrationEvaluator:
-    """An `Evaluator` that adds the loss of held-out demonstrations to the grades of answers, if there are any."""
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        *,
-        demonstrations: Sequence[Prompt],
-        answers: Evaluator | None,
-        generator: Generator,
-        logprobs: Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]],
-        phases: Phases,
-        samples_per_call: int,
-    ) -> None:
-        """`generator` turns a demonstration into a rollout; `logprobs` are the trainer's, of every token of it."""
-        assert demonstrations, "a loss needs demonstrations"
-        self._config = config
-        self._demonstrations = demonstrations
-        self._answers = answers
-        self._generator = generator
-        self._logprobs = logprobs
-        self._phases = phases
-        self._samples_per_call = samples_per_call
-
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        return self._config.is_due(step, is_last=is_last)
-
-    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        result = EvalResult(version=version, greedy=None, sampled=None)
-        if self._answers is not None:
-            result = await self._answers.evaluate(step, version)
-        async with self._phases.comparing():
-            return replace(result, held_out_loss=await self._loss())
-
-    async def _loss(self) -> float:
-        """Return the mean over all imitated tokens, computed a step's worth of samples at a time."""
-        total, num_tokens = 0.0, 0
-        for start in range(0, len(self._demonstrations), self._samples_per_call):
-            prompts = self._demonstrations[start : start + self._samples_per_call]
-            samples = [await self._sample(prompt) for prompt in prompts]
-            for sample, logprobs in zip(samples, await self._logprobs(samples), strict=True):
-                counted = logprobs[sample.rollout.loss_mask]
-                total -= float(counted.sum(dtype=np.float64))
-                num_tokens += len(counted)
-        return total / num_tokens
-
-    async def _sample(self, prompt: Prompt) -> TrainSample:
-        (rollout,) = (await self._generator.generate(prompt)).rollouts
-        nothing = np.zeros(0, np.float32)
-        return TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=nothing)
-
-
-class PairEvaluator:
-    """An `Evaluator` that adds how the model orders held-out pairs to the grades of answers, if there are any."""
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        *,
-        pairs: Sequence[Prompt],
-        answers: Evaluator | None,
-        groups: GroupSource,
-        estimate: Callable[[Sequence[ScoredGroup]], Awaitable[Estimates]],
-        measure: Callable[[Sequence[ScoredGroup], Estimates], PreferenceStats | None],
-        phases: Phases,
-        pairs_per_call: int,
-    ) -> None:
-        """`groups` turns a pair into a group of two; `estimate` and `measure` are those of a step of training."""
-        self._config = config
-        self._pairs = pairs
-        self._answers = answers
-        self._groups = groups
-        self._estimate = estimate
-        self._measure = measure
-        self._phases = phases
-        self._pairs_per_call = pairs_per_call
-
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        return self._config.is_due(step, is_last=is_last)
-
-    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        result = EvalResult(version=version, greedy=None, sampled=None)
-        if self._answers is not None:
-            result = await self._answers.evaluate(step, version)
-        parts: list[PreferenceStats] = []
-        async with self._phases.comparing():
-            for start in range(0, len(self._pairs), self._pairs_per_call):
-                chosen = self._pairs[start : start + self._pairs_per_call]
-                groups = [await self._groups.scored_group(pair) for pair in chosen]
-                part = self._measure(groups, await self._estimate(groups))
-                assert part is not None, "held-out answers without a pair"
-                parts.append(part)
-        return replace(result, held_out_pairs=PreferenceStats.merge(parts))

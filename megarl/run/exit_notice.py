@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megarl.system.lease import find_kept
+from megarl.system.lease import find_leased
 
 _PRINTED = b"."
 _WAIT_S = 5.0
@@ -43,7 +43,7 @@ def sentence(run_folder: Path) -> str:
     log = run_folder / "ray.log"
     # The log of a cluster that was joined is not in the run's folder.
     ray_log = f" (its log is {log})" if log.exists() else ""
-    kept = find_kept(run_folder)
+    kept = find_leased(run_folder)
     left = "nothing it started is left"
     if kept is not None:
         left = f"what it started waits {kept.seconds:g} s for the next driver (cluster.lease_s)"

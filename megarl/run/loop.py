@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.tasks import task_group
 from megarl.observe.observer import Observer
-from megarl.run.buffer import Buffer, Quarantine
+from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation
 from megarl.run.saver import Saver
 from megarl.stages import Stages
@@ -38,11 +38,14 @@ class Loop:
         start: Start,
         num_steps: int,
     ) -> None:
-        self._stages, self._buffer, self._evaluation = stages, buffer, evaluation
-        self._saver, self._observer = saver, observer
-        self._start, self._num_steps = start, num_steps
+        self._stages = stages
+        self._buffer = buffer
+        self._evaluation = evaluation
+        self._saver = saver
+        self._observer = observer
+        self._start = start
+        self._num_steps = num_steps
         self._published: PolicyVersion | None = None
-        self._quarantine = Quarantine(observer)
 
     async def run(self) -> None:
         """Take every step that is left; return when the last one is trained, published, evaluated and saved."""
@@ -70,7 +73,7 @@ class Loop:
         while True:
             ticket = await self._buffer.reserve()
             prompt = stages.prompts.next()
-            scored = await self._quarantine.scored_group(prompt, stages.groups)
+            scored = await stages.groups.scored_group(prompt)
             if scored is not None and stages.algorithm.keeps(scored):
                 await self._buffer.put(ticket, scored)
             else:
@@ -89,8 +92,15 @@ class Loop:
                 update = await stages.trainer.update(samples)
         if update.version != self._published:
             await self._publish(update.version)
-        dropped, kl_coef = self._quarantine.add_to(stages.algorithm.take_dropped()), stages.algorithm.kl_coef
-        observer.step_finished(step, groups, samples, update, dropped=dropped, kl_coef=kl_coef, flow=self._buffer.flow)
+        observer.step_finished(
+            step,
+            groups,
+            samples,
+            update,
+            dropped={**stages.algorithm.take_dropped(), **stages.groups.take_dropped()},
+            kl_coef=stages.algorithm.kl_coef,
+            flow=self._buffer.flow,
+        )
         return update.version
 
     async def _publish(self, version: PolicyVersion) -> None:

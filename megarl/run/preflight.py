@@ -26,6 +26,7 @@ from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recip
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys
+from megarl.engine.endpoints import check_running
 from megarl.episodes.build import rehearse
 from megarl.errors import CheckpointError, ConfigError, DataError, MachineError, MegarlError, Problem
 from megarl.observe.prometheus import MetricsEndpoint
@@ -34,7 +35,6 @@ from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
 from megarl.reward.build import build_scorer
 from megarl.run.inputs import Inputs, read_inputs, read_shape
-from megarl.serving.file_publisher import check_running
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
 from megarl.tokens import Content
@@ -49,13 +49,13 @@ _MAX_TRIED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the checks of a recipe found."""
+    """Result of the checks of a recipe."""
 
     inputs: Inputs | None
     """None where model, tokenizer or rows cannot be read."""
     errors: tuple[MegarlError, ...]
     unchecked: tuple[str, ...] = ()
-    """What only the machines of the run can tell."""
+    """Requirements that only the machines of the run can be checked for."""
 
     def raise_errors(self, source: str) -> None:
         """Raise what was found: one error as it is, several as the problems of one ConfigError."""

@@ -36,6 +36,7 @@ from megarl.errors import CheckpointError, ConfigError, Problem, WorkerError
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import TrainedCalls
 from megarl.ranks.ranks import RankGroup
+from megarl.ranks.start import Trainers, critic_folder, critic_shape
 from megarl.results import EvalResult
 from megarl.run.buffer import Buffer
 from megarl.run.preemption import Preemption
@@ -88,6 +89,19 @@ class SavedModel:
         return {name: digest for files in written for name, digest in files.items()}
 
 
+def saved_models(recipe: Recipe, trainers: Trainers, shape: ModelShape) -> dict[str, SavedModel]:
+    """Return the trained models by their folder within a checkpoint; the actor's is the checkpoint itself."""
+    models = {"": SavedModel(ranks=trainers.actor, shape=shape, source_folder=recipe.model.path)}
+    critic = recipe.roles.critic
+    if trainers.critic is not None and critic is not None:
+        models[CRITIC_FOLDER] = SavedModel(
+            ranks=trainers.critic,
+            shape=critic_shape(critic, shape, recipe.algorithm),
+            source_folder=critic_folder(critic, recipe.model.path),
+        )
+    return models
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
     """The state of a run between two steps, without that of its ranks."""
@@ -125,8 +139,7 @@ class RunSaver:
         self,
         recipe: Recipe,
         *,
-        actor: SavedModel,
-        critic: SavedModel | None,
+        models: Mapping[str, SavedModel],
         algorithm: Algorithm,
         prompts: PromptStream,
         buffer: Buffer,
@@ -139,23 +152,32 @@ class RunSaver:
         saved: Callable[[int], None] = lambda _step: None,
         marked: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_lost` returns whether a rank is gone; `saved` gets saved steps; `marked` is called for trained ones."""
+        """`models` are given by their folder within a checkpoint; the actor's is the checkpoint itself.
+
+        `is_lost` returns whether a rank is gone; `saved` gets saved steps; `marked` is called for trained ones.
+        """
         self._recipe = recipe
         self._config = recipe.checkpoint
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-        # Keys are folders within a checkpoint; the actor's is the checkpoint itself.
-        self._models = {"": actor} if critic is None else {"": actor, CRITIC_FOLDER: critic}
+        self._models = models
         has_all, lora = self._config.contents == "everything", recipe.model.lora
         sizes = [estimate_bytes(each.shape, wants_optimizer=has_all, lora=lora) for each in self._models.values()]
         self._num_bytes = sum(sizes) + _SPARE_BYTES
-        self._algorithm, self._prompts, self._buffer = algorithm, prompts, buffer
+        self._algorithm = algorithm
+        self._prompts = prompts
+        self._buffer = buffer
         self._ledger_before = Ledger() if resumed is None else resumed.ledger
-        self._data_digest, self._tools_digest = data_digest, tools_digest
-        self._preemption, self._observer = preemption, observer
-        self._is_lost, self._saved, self._marked = is_lost, saved, marked
+        self._data_digest = data_digest
+        self._tools_digest = tools_digest
+        self._preemption = preemption
+        self._observer = observer
+        self._is_lost = is_lost
+        self._saved = saved
+        self._marked = marked
         self._mark: _Mark | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._saved_steps, self._failure = set[int](), ""
+        self._saved_steps: set[int] = set()
+        self._failure = ""
         self._best = None if resumed is None else _still_best(resumed.best, self._config.keep_best, self._parent)
         self._candidate: Best | None = None
 

@@ -122,7 +122,7 @@ def _transport(
         return AdapterPublisher(
             ranks=ranks,
             fleet=serving.fleet,
-            places=serving.adapters.places,
+            place=serving.adapters.place,
             base_folder=serving.adapters.base_folder,
             tensors=serving.adapters.tensors,
             num_loaded=serving.adapters.limits.num_loaded,

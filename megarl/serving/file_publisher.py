@@ -13,12 +13,10 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
-from megarl.config.model import read_model_shape
-from megarl.config.roles import EndpointConfig, FrozenRoleConfig
-from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine import admin
+from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
 from megarl.ranks.calls import ActorCalls
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 PUBLISH_FOLDER = "published"
 """Name of the folder in the run's folder."""
 _PREFIX = "version_"
-_CHECK_TIMEOUT_S = 30.0
 
 
 class FilePublisher:
@@ -87,10 +84,10 @@ class FilePublisher:
     async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
         """Return None if the engine serves `version` now, else the reason."""
         try:
-            await engine.client.load_weights_from_disk(folder, version=version, timeout_s=self._timeout_s)
+            await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=self._timeout_s)
             # Cached prefixes were computed with the old weights.
             await engine.client.flush_cache()
-            info = await engine.client.model_info()
+            info = await admin.model_info(engine.client)
         except EngineError as error:
             return str(error)
         served = str(info.get("weight_version")), str(info.get("model_path"))
@@ -99,60 +96,10 @@ class FilePublisher:
         return None
 
 
-def endpoints_of(configs: Sequence[EndpointConfig], *, device: str) -> list[EngineEndpoint]:
-    """Return the endpoints of the engines, with their keys."""
-    assert device in ("cpu", "cuda"), device
-    endpoints = []
-    for index, config in enumerate(configs):
-        parts = urlsplit(config.url)
-        assert parts.hostname is not None, f"{config.url} has no host"
-        assert parts.port is not None, f"{config.url} has no port"
-        api = _read_key(config.api_key_file)
-        admin = api if config.admin_key_file is None else _read_key(config.admin_key_file)
-        endpoints.append(
-            EngineEndpoint(
-                index=index,
-                host=parts.hostname,
-                port=parts.port,
-                # Weights go to the whole engine; its number of ranks does not matter.
-                tensor=1,
-                device="cuda" if device == "cuda" else "cpu",
-                keys=EngineKeys(api=api, admin=admin),
-                scheme=parts.scheme,
-            )
-        )
-    return endpoints
-
-
-async def check_running(roles: Mapping[str, FrozenRoleConfig], *, device: str) -> None:
-    """Raise an EngineError unless every endpoint of frozen models runs and serves a model of the right kind."""
-    for role, config in roles.items():
-        endpoints = endpoints_of(config.endpoints, device=device)
-        await asyncio.gather(*(_check_frozen(role, config.model, endpoint) for endpoint in endpoints))
-
-
-async def _check_frozen(role: str, model: Path, endpoint: EngineEndpoint) -> None:
-    client = EngineClient(endpoint, request_timeout_s=_CHECK_TIMEOUT_S)
-    try:
-        info = await client.model_info()
-    except EngineError as error:
-        raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
-    finally:
-        await client.close()
-    is_classifier = read_model_shape(model).has_value_head
-    if bool(info.get("is_generation")) is is_classifier:
-        wanted = "a sequence classifier" if is_classifier else "a language model"
-        raise EngineError(f"{endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})")
-
-
-def _read_key(path: Path | None) -> str:
-    return "" if path is None else path.read_text().strip()
-
-
 async def _problem(engine: Engine, architectures: Sequence[JsonValue]) -> str | None:
     client: EngineClient = engine.client
     try:
-        info = await client.model_info()
+        info = await admin.model_info(client)
     except EngineError as error:
         return f"{error}; the engines of roles.rollout.endpoints must be running"
     if not info.get("is_generation"):

@@ -20,13 +20,13 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
 from megarl.config.roles import FrozenRoleConfig, TeacherEnginesConfig
 from megarl.engine.client import EngineClient, EngineKeys
+from megarl.engine.endpoints import check_running, endpoints_of
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import EngineState, Life
+from megarl.engine.lifecycle import EngineState, EngineStatus
 from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, restart_policy
 from megarl.observe.observer import Observer
+from megarl.rollout.following import EngineView
 from megarl.rollout.frozen import FrozenAccess, FrozenEngines, FrozenSetup
-from megarl.rollout.worker import EngineView
-from megarl.serving.file_publisher import check_running, endpoints_of
 from megarl.serving.nodes import following_nodes
 from megarl.serving.processes import start_engines
 from megarl.serving.supervisor import Supervisor
@@ -106,7 +106,7 @@ async def _start(
             first, has_grammars=longest_reply is not None, shares_devices=pool.is_shared, temperature=temperature
         )
         specs = [replace(first, index=index) for index in range(len(pool.places) // config.tensor)]
-        processes, endpoints = await start_engines(specs, pool.places, share=pool.share)
+        processes, endpoints = await start_engines(specs, pool.places, gpu_fraction=pool.gpu_fraction)
         stack.push_async_callback(processes.stop)
         policy = restart_policy(config, deadlines.start_s)
     observer.noted(f"roles.{role} is {config.model}, version {await asyncio.to_thread(model_version, config.model)}")
@@ -180,13 +180,13 @@ def model_version(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _report(role: str, fleet: Fleet, observer: Observer, engine: Engine, _before: Life) -> None:
-    life = engine.life
-    if life.state is EngineState.RESTARTING:
-        attempt = f"restart {life.num_restarts} of {fleet.policy.max_restarts}"
-        observer.restarted(role, engine.index, f"{attempt}: {life.reason}")
-    elif life.is_over:
-        observer.warned(f"roles.{role}: engine {engine.index} is given up: {life.reason}")
+def _report(role: str, fleet: Fleet, observer: Observer, engine: Engine, _before: EngineStatus) -> None:
+    status = engine.status
+    if status.state is EngineState.RESTARTING:
+        attempt = f"restart {status.num_restarts} of {fleet.policy.max_restarts}"
+        observer.restarted(role, engine.index, f"{attempt}: {status.reason}")
+    elif status.is_over:
+        observer.warned(f"roles.{role}: engine {engine.index} is given up: {status.reason}")
 
 
 def models_of(roles: Mapping[str, FrozenRole]) -> dict[str, FrozenEngines]:

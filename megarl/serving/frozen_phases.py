@@ -20,8 +20,8 @@ from megarl.engine.lifecycle import EngineState
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
-from megarl.rollout.generator import WithGreedyScore
-from megarl.rollout.worker import AnsweredPrompt, Answering, RolloutTask
+from megarl.rollout.greedy import WithGreedyScore
+from megarl.rollout.worker import AnsweredPrompt, RolloutSource, RolloutTask
 from megarl.serving.connect import Roles, offloaders
 from megarl.serving.frozen import FrozenRole, models_of
 from megarl.serving.serving import ExternalServing, ManagedServing
@@ -51,7 +51,7 @@ def alternating(roles: Roles, config: RolesConfig, phases: SharedPhases) -> Role
 
 
 def score_after_generation(
-    workers: Answering,
+    workers: RolloutSource,
     reward: RewardConfig,
     serving: ExternalServing | ManagedServing,
     started: Mapping[str, FrozenRole],
@@ -112,9 +112,9 @@ class _WaitingGroup:
 
 
 class ScoredAfterGeneration:
-    """An `Answering`: groups wait for their scores until none is being generated; the engines sleep meanwhile."""
+    """An `RolloutSource`: groups wait for their scores until none is being generated; the engines sleep meanwhile."""
 
-    def __init__(self, workers: Answering, scorer: Scorer, *, phases: SharedPhases, models: SleepingModels) -> None:
+    def __init__(self, workers: RolloutSource, scorer: Scorer, *, phases: SharedPhases, models: SleepingModels) -> None:
         """`workers` return groups without scores."""
         self._workers = workers
         self._scorer = scorer

@@ -17,7 +17,7 @@ from megarl.cluster.lost_nodes import failure_of, followed, leave_for_spares
 from megarl.cluster.node_faults import NodeFaults
 from megarl.cluster.tasks import logged_task
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.lifecycle import EngineState, Life, Relocated
+from megarl.engine.lifecycle import EngineState, EngineStatus, Relocated
 from megarl.errors import EngineError, MachineError
 from megarl.observe.observer import Observer
 from megarl.serving.processes import Engines
@@ -81,13 +81,13 @@ class EngineNodes:
         return [engine for engine in self._fleet.engines if node in nodes_of(engine)]
 
     def _retire(self, node: str, engines: list[Engine], reason: str) -> None:
-        if all(other.life.is_over for other in self._fleet.engines if other not in engines):
+        if all(other.status.is_over for other in self._fleet.engines if other not in engines):
             raise EngineError(f"node {node} has the last engines; stop the run instead")
         for engine in engines:
             if engine.state is not EngineState.RETIRED:
                 self._supervisor.retire(engine.index, reason)
 
-    def _note(self, engine: Engine, before: Life) -> None:
+    def _note(self, engine: Engine, before: EngineStatus) -> None:
         if engine.state is not EngineState.DEAD or before.state is EngineState.RETIRED:
             return
         for node in nodes_of(engine):

@@ -144,7 +144,7 @@ async def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor, nodes: Engi
                 state=engine.state,
                 version=engine.version,
                 num_outstanding=engine.num_requests,
-                num_restarts=engine.life.num_restarts,
+                num_restarts=engine.status.num_restarts,
                 address=f"{engine.client.endpoint.host}:{engine.client.endpoint.port}",
                 reason=engine.reason,
             )

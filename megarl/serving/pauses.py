@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from megarl.config.roles import InFlight
-from megarl.engine.client import PauseMode
+from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import EngineError
 
@@ -32,7 +32,7 @@ async def paused(
             await announce()
 
     async def pause(engine: Engine) -> None:
-        await engine.client.pause(PauseMode(in_flight))
+        await admin.pause(engine.client, admin.PauseMode(in_flight))
 
     await count()
     try:
@@ -46,8 +46,8 @@ async def paused(
 async def _resume(engine: Engine) -> None:
     if not engine.is_live:
         # Its weights are wrong: its requests are sent to other engines.
-        await engine.client.abort_all()
-    await engine.client.resume()
+        await admin.abort_all(engine.client)
+    await admin.resume(engine.client)
 
 
 async def _call_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:

@@ -3,8 +3,8 @@
 An engine of several nodes has an actor and a process on each. It is one engine: it answers at its first node, and when
 one of its processes ends, all are ended and started again.
 
-The actors may outlive a driver that dies (`KeptActors`). The next driver adopts the engines: it brings each into a
-known state and publishes to it; one that does not answer is started again.
+The actors may outlive a driver that dies (`cluster.adoption`). The next driver adopts the engines: it brings each
+into a known state and publishes to it; one that does not answer is started again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeVar, TypeVarTuple
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.adoption import Adoption, KeptActors
+from megarl.cluster.adoption import AdoptableActors
 from megarl.cluster.cluster import NodeBundle, Place, own_address
 from megarl.cluster.stored_adapter import ReadAdapters, StoredAdapter, place_adapter, remove_left_adapters
 from megarl.cluster.worker_group import exit_detail
@@ -30,6 +30,7 @@ from megarl.engine.client import EngineEndpoint
 from megarl.engine.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
+from megarl.serving.adoption import Adoption
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -95,13 +96,18 @@ class Engines:
     """The processes of all engines, by index. The fleet knows what they serve."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], places: Sequence[Sequence[Place]], *, share: float, actors: KeptActors
+        self,
+        specs: Sequence[EngineSpec],
+        places: Sequence[Sequence[Place]],
+        *,
+        gpu_fraction: float,
+        actors: AdoptableActors,
     ) -> None:
         """`places` has those of each engine, node by node."""
         self._actors = actors
         self._specs = list(specs)
         self._places = [on_nodes(of_engine) for of_engine in places]
-        self._share = share
+        self._gpu_fraction = gpu_fraction
         self._hosts: dict[tuple[int, int], ActorHandle] = {}
         """By engine and node."""
         self._started_on: dict[tuple[int, int], str] = {}
@@ -129,7 +135,7 @@ class Engines:
         """Start or restart an engine in its places; a MegarlError has the reason of a failure."""
         for node, places in enumerate(self._places[index]):
             if (index, node) not in self._hosts:
-                options = places[0].options(_environment(places), share=self._share)
+                options = places[0].options(_environment(places), gpu_fraction=self._gpu_fraction)
                 options |= self._actors.options(f"engine-{index}-{node}")
                 self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
                 self._started_on[index, node] = places[0].node
@@ -184,7 +190,7 @@ class Engines:
         return endpoint
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         """Yield the folder of an adapter, which has the same path on every node of the engine, and remove it then."""
         nodes = range(len(self._places[index]))
         places = [
@@ -288,22 +294,22 @@ async def with_free_ports(start: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def on_nodes(places: Sequence[Place]) -> list[list[Place]]:
-    """Return the places of one engine by node. Nodes have equal shares, in the order of the TP ranks."""
+    """Return the places of one engine by node. Nodes have equal parts, in the order of the TP ranks."""
     nodes = [list(of_node) for _, of_node in groupby(places, key=lambda place: place.node)]
-    shares = {of_node[0].node: len(of_node) for of_node in nodes}
-    assert len(shares) == len(nodes), f"TP ranks in turn on {[place.node for place in places]}"
-    assert len(set(shares.values())) == 1, f"unequal shares of an engine: {shares}"
+    sizes = {of_node[0].node: len(of_node) for of_node in nodes}
+    assert len(sizes) == len(nodes), f"TP ranks alternate between {[place.node for place in places]}"
+    assert len(set(sizes.values())) == 1, f"unequal parts of an engine: {sizes}"
     return nodes
 
 
 async def start_engines(
-    specs: Sequence[EngineSpec], places: Sequence[Place], *, share: float, adoption: Adoption | None = None
+    specs: Sequence[EngineSpec], places: Sequence[Place], *, gpu_fraction: float, adoption: Adoption | None = None
 ) -> tuple[Engines, list[EngineEndpoint]]:
     """Adopt or start one engine per spec, each on the next `tensor` places; returns when all of them generate."""
     tensor = len(places) // len(specs)
-    actors = KeptActors(keeps=False) if adoption is None else adoption.actors
+    actors = AdoptableActors(outlive_driver=False) if adoption is None else adoption.actors
     of_engines = [places[index * tensor :][:tensor] for index in range(len(specs))]
-    engines = Engines(specs, of_engines, share=share, actors=actors)
+    engines = Engines(specs, of_engines, gpu_fraction=gpu_fraction, actors=actors)
 
     async def started(index: int) -> EngineEndpoint:
         adopted = None if adoption is None else await engines.adopt(index, adoption)

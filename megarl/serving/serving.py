@@ -12,20 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from megarl.cluster.adoption import Adoption
 from megarl.cluster.cluster import Cluster, Pool, own_address
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint
+from megarl.engine.endpoints import endpoints_of
 from megarl.engine.fleet import UNFILLED, Fleet
 from megarl.engine.lifecycle import FellBehind, RestartPolicy
 from megarl.engine.process import EngineDeadlines, deadlines_of, restart_policy
 from megarl.observe.observer import Observer
 from megarl.serving.adapter_publisher import ServedAdapters
+from megarl.serving.adoption import Adoption
 from megarl.serving.engine_specs import rollout_engine
 from megarl.serving.engine_transfer import located, near_trainers, transfer_spec
-from megarl.serving.file_publisher import PUBLISH_FOLDER, endpoints_of
+from megarl.serving.file_publisher import PUBLISH_FOLDER
 from megarl.serving.phases import SeparatePhases
 from megarl.serving.processes import start_engines
 from megarl.serving.shared_phases import SharedPhases
@@ -126,7 +127,7 @@ async def _start_managed(
     is_adoptable = not (pool.is_shared and recipe.run.device == "cuda")
     adoption = Adoption(pool.actors, config, num_engines, is_possible=is_adoptable, noted=observer.noted)
     specs = [replace(first, index=index) for index in range(num_engines)]
-    engines, endpoints = await start_engines(specs, places, share=pool.share, adoption=adoption)
+    engines, endpoints = await start_engines(specs, places, gpu_fraction=pool.gpu_fraction, adoption=adoption)
     stack.push_async_callback(engines.stop)
     fleet = _open_fleet(
         config,

@@ -1,5 +1,6 @@
 """Ranks and engines that are slow: the times of each window are compared with the median of their kind.
 
+`engine.dispatch` and `engine.fleet` measure engines; this module decides which one is slow, and drains it.
 The time of an engine is that of a token in the requests that it answered; requests are spread evenly, so that all
 engines have the same to do. The time of a rank is that of a fixed product of matrices: the ranks of a step wait for
 each other, and the time of their calls does not tell who is late.
@@ -16,7 +17,7 @@ from statistics import median_low
 
 from megarl.cluster.tasks import beside
 from megarl.config.recipe import StragglerConfig
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import WorkerError
 from megarl.observe.observer import Observer
@@ -88,11 +89,11 @@ class EngineWatch:
         times: dict[int, float] = {}
         for engine in self._fleet.engines:
             if not engine.is_live:
-                engine.pace = Pace()
+                engine.throughput = Throughput()
                 self._streaks.forget(engine.index)
-            elif (token_s := engine.pace.token_s) is not None:
+            elif (token_s := engine.throughput.token_s) is not None:
                 times[engine.index] = token_s
-                engine.pace = Pace()
+                engine.throughput = Throughput()
         self._observer.measured("rollout", times)
         engines = {engine.index: engine for engine in self._fleet.engines}
         for slow in self._streaks.judge(times):

@@ -1,6 +1,6 @@
 """Supervises the engines: notices deaths and silence, restarts engines, and lets stale ones catch up.
 
-Each observation is an event of `rollout.lifecycle`; each action follows from the state that is then reached. It knows
+Each observation is an event of `engine.lifecycle`; each action follows from the state that is then reached. It knows
 neither requests nor weights: the fleet handles the requests of a dead engine, the publisher sends weights.
 """
 
@@ -16,21 +16,22 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from megarl.cluster.tasks import beside, task_group
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import RELEASED, UNFILLED, Engine, Fleet
 from megarl.engine.lifecycle import (
+    Action,
     Added,
     Answered,
     Drained,
     Ended,
     EngineState,
+    EngineStatus,
     FellBehind,
-    Life,
     Retired,
     Started,
     SyncFailed,
     Ticked,
-    Want,
 )
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.observe.observer import Observer
@@ -42,12 +43,12 @@ _PROBE_EVERY_S = 1.0
 _PROBES_PER_S = 100.0
 """Engines probed in a second by this process; a larger fleet is probed less often."""
 _MOST_SILENT = 1 / 6
-"""Longest time between two probes, as a share of the silence timeout."""
+"""Longest time between two probes, as a fraction of the silence timeout."""
 _UNHEARD_S = 1.0
 """After a tick later than this the whole process was held up, and answers could not be received either."""
 _RETRY_S = 1.0
 _MOST_DRAINED = 1 / 16
-"""Share of the fleet that may be out of service when an engine is drained; one engine may in any case."""
+"""Part of the fleet that may be out of service when an engine is drained; one engine may in any case."""
 
 
 class Processes(Protocol):
@@ -95,7 +96,7 @@ class Supervisor:
     def retire(self, index: int, reason: str = "retired by the operator") -> None:
         """Take an engine out: it gets no further request, and ends when it has returned the tokens of those it has."""
         engine = self._engine(index)
-        if all(other.life.is_over for other in self._fleet.engines if other is not engine):
+        if all(other.status.is_over for other in self._fleet.engines if other is not engine):
             raise EngineError(f"engine {index} is the last one; stop the run instead")
         self._fleet.report(engine, Retired(reason=reason))
 
@@ -106,8 +107,8 @@ class Supervisor:
     def drain(self, engine: Engine, reason: str) -> bool:
         """Restart a live engine when its requests have left it; return False if it cannot be spared now."""
         live = [other for other in self._fleet.engines if other.is_live]
-        num_out = sum(not other.life.is_over and not other.is_live for other in self._fleet.engines)
-        has_restarts = engine.life.num_restarts < self._fleet.policy.max_restarts
+        num_out = sum(not other.status.is_over and not other.is_live for other in self._fleet.engines)
+        has_restarts = engine.status.num_restarts < self._fleet.policy.max_restarts
         is_spare = len(live) > 1 and num_out < max(1, int(len(self._fleet.engines) * _MOST_DRAINED))
         if not (engine.is_live and has_restarts and is_spare):
             return False
@@ -149,25 +150,26 @@ class Supervisor:
                 self._fleet.report(engine, Ticked(unheard_s=unheard_s, may_start=may_start))
 
     async def _supervise(self, engine: Engine) -> None:
-        """Keep one engine; a failure of its supervision costs this engine alone, which is ended and started again."""
+        """Supervise one engine for good. A failure of this code costs one engine, which is ended and started again."""
         while True:
             try:
-                await self._keep(engine)
+                await self._act(engine)
             except Exception as error:
                 logger.exception("supervision failed engine=%d", engine.index)
                 self._fleet.report(engine, Ended(reason=f"its supervision failed: {type(error).__name__}: {error}"))
                 await self._processes.end(engine.index)
 
-    async def _keep(self, engine: Engine) -> None:
+    async def _act(self, engine: Engine) -> None:
+        """Do what the state of the engine needs, one action after the other."""
         while True:
-            match engine.life.wants:
-                case Want.WATCH | Want.SYNC:
+            match engine.status.action:
+                case Action.WATCH | Action.SYNC:
                     await self._watch(engine)
-                case Want.START:
+                case Action.START:
                     await self._start(engine)
-                case Want.END:
+                case Action.END:
                     await self._end(engine)
-                    await self._until(engine, {Want.START, Want.WATCH, Want.SYNC})
+                    await self._until(engine, {Action.START, Action.WATCH, Action.SYNC})
 
     async def _start(self, engine: Engine) -> None:
         try:
@@ -189,16 +191,16 @@ class Supervisor:
             ]
             # Not cancelled: trainer ranks take part in it. It fails by itself once the engine is gone.
             tasks.create_task(self._sync(engine))
-            await self._until(engine, {Want.START, Want.END})
+            await self._until(engine, {Action.START, Action.END})
             for task in watching:
                 task.cancel()
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        while engine.life.hands_over and engine.num_requests:
+        while engine.status.hands_over and engine.num_requests:
             # Its requests end with the tokens they have, and are continued elsewhere.
             with suppress(EngineError):
-                await engine.client.abort_all()
+                await admin.abort_all(engine.client)
             await asyncio.sleep(_TICK_S)
         await self._processes.end(engine.index)
         if engine.state is EngineState.DRAINING:
@@ -234,8 +236,8 @@ class Supervisor:
                 await asyncio.sleep(self._probe_every_s - quiet_s)
 
     async def _sync(self, engine: Engine) -> None:
-        while engine.life.wants in (Want.WATCH, Want.SYNC):
-            if engine.life.wants is Want.SYNC and self._catch_up is not None:
+        while engine.status.action in (Action.WATCH, Action.SYNC):
+            if engine.status.action is Action.SYNC and self._catch_up is not None:
                 try:
                     if await self._catch_up(engine):
                         continue
@@ -246,15 +248,15 @@ class Supervisor:
                     logger.info("engine=%d cannot catch up: %s", engine.index, error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
-                    await self._until(engine, {Want.START, Want.END})
+                    await self._until(engine, {Action.START, Action.END})
 
-    async def _until(self, engine: Engine, wants: set[Want]) -> None:
+    async def _until(self, engine: Engine, actions: set[Action]) -> None:
         changed = self._changes[engine.index]
-        while engine.life.wants not in wants:
+        while engine.status.action not in actions:
             changed.clear()
             await changed.wait()
 
-    def _note_change(self, engine: Engine, _before: Life) -> None:
+    def _note_change(self, engine: Engine, _before: EngineStatus) -> None:
         self._changes[engine.index].set()
 
     def _engine(self, index: int) -> Engine:
@@ -282,19 +284,19 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
             engine.index,
             engine.state,
             is_serving=engine.is_live,
-            is_running=engine.life.is_reachable,
+            is_running=engine.status.is_reachable,
             version=engine.version,
             address=f"{endpoint.host}:{endpoint.port}",
             reason=reason,
         )
 
-    def report_change(engine: Engine, before: Life) -> None:
+    def report_change(engine: Engine, before: EngineStatus) -> None:
         is_release = RELEASED in (before.reason, engine.reason)
         if is_release and {before.state, engine.state} == {EngineState.HEALTHY, EngineState.STALE}:
             return  # part of every step
         if engine.state is EngineState.RESTARTING:
             observer.restarted(
-                "rollout", engine.index, f"restart {engine.life.num_restarts} of {fleet.policy.max_restarts}"
+                "rollout", engine.index, f"restart {engine.status.num_restarts} of {fleet.policy.max_restarts}"
             )
             report(engine, "")
         else:
@@ -311,21 +313,21 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
     fleet.requests = observer
 
 
-def _describe_change(engine: Engine, before: Life, fleet: Fleet) -> str:
+def _describe_change(engine: Engine, before: EngineStatus, fleet: Fleet) -> str:
     """Return the reason of a state and what happens next."""
-    life = engine.life
-    match life.state:
+    status = engine.status
+    match status.state:
         case EngineState.HEALTHY if before.state is EngineState.SUSPECT:
             return "it answers again"
         case EngineState.HEALTHY if before.reason == UNFILLED:
             return ""
         case EngineState.HEALTHY:
             return f"it has joined at version {engine.version}"
-        case EngineState.DEAD if life.restart_at is not None:
-            return f"{life.reason}; it is restarted in {life.restart_at - life.since:.0f} s"
+        case EngineState.DEAD if status.restart_at is not None:
+            return f"{status.reason}; it is restarted in {status.restart_at - status.since:.0f} s"
         case EngineState.DEAD:
-            return f"{life.reason}; it is given up after {fleet.policy.max_restarts} restarts"
+            return f"{status.reason}; it is given up after {fleet.policy.max_restarts} restarts"
         case EngineState.STALE:
-            return f"{life.reason}; it waits for a publish"
+            return f"{status.reason}; it waits for a publish"
         case _:
-            return life.reason
+            return status.reason

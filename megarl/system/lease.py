@@ -1,7 +1,7 @@
 """The lease of a run: what it started on Ray outlives a driver that dies, for the next driver of the run.
 
 A driver that ends in order ends everything itself. One that is killed leaves its private Ray to the guard
-(`system.guard`), or what it started on a Ray that it joined to an actor there (`runtime.engines.lease_keeper`): either
+(`system.guard`), or what it started on a Ray that it joined to an actor there (`cluster.lease_actor`): either
 ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock,
 reads the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe,
 code, packages, environment), of another boot of the machine or of a Ray that is gone is not used.
@@ -49,7 +49,7 @@ PoolGpus: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGuard:
+class LeasedGuard:
     """The guard of a private Ray."""
 
     folder: str
@@ -83,11 +83,11 @@ class KeptGuard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRay:
+class LeasedRay:
     """A Ray with what a driver may leave on it."""
 
     address: str
-    guard: KeptGuard | None
+    guard: LeasedGuard | None
     """None for a Ray that was joined; what was left there may have ended already."""
     seconds: float
     """How long it outlives its driver."""
@@ -96,17 +96,17 @@ class KeptRay:
     gpus: PoolGpus
 
 
-def find_kept(run_folder: Path) -> KeptRay | None:
+def find_leased(run_folder: Path) -> LeasedRay | None:
     """Return the Ray with what a driver of this run left, unless it has ended. The caller holds the run's lock."""
     path = record_path(run_folder)
     try:
         fields = json.loads(path.read_bytes())
-        guard = None if fields["guard"] is None else KeptGuard(**fields["guard"])
-        kept = KeptRay(**fields | {"guard": guard})
+        guard = None if fields["guard"] is None else LeasedGuard(**fields["guard"])
+        leased = LeasedRay(**fields | {"guard": guard})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if kept.guard is None or kept.guard.is_running:
-        return kept
+    if leased.guard is None or leased.guard.is_running:
+        return leased
     path.unlink(missing_ok=True)
     return None
 
@@ -130,45 +130,45 @@ def record_path(run_folder: Path) -> Path:
 class Lease(ABC):
     """A driver's lease of what it started on a Ray, or adopted there."""
 
-    def __init__(self, run_folder: Path, *, program: str, seconds: float, adopted: KeptRay | None = None) -> None:
+    def __init__(self, run_folder: Path, *, program: str, seconds: float, adopted: LeasedRay | None = None) -> None:
         """`program` is a digest. With 0 `seconds` nothing outlives the driver."""
         self.adopted = adopted
         self.seconds = seconds
         self._run_folder = run_folder
         self._program = program
-        self._kept = adopted
+        self._leased = adopted
         self._stop = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     @property
-    def keeps(self) -> bool:
+    def outlives_driver(self) -> bool:
         """Whether anything may outlive the driver."""
         return self.seconds > 0
 
-    def _started(self, address: str, guard: KeptGuard | None) -> None:
-        self._kept = KeptRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
+    def _started(self, address: str, guard: LeasedGuard | None) -> None:
+        self._leased = LeasedRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
 
     def placed(self, gpus: PoolGpus) -> None:
-        """Note the GPUs of the pools: while actors hold them, Ray reports their numbers to no other process."""
-        assert self._kept is not None, "started comes first"
-        self._kept = replace(self._kept, gpus=gpus)
+        """Note the GPUs of the pools: while actors hold them, Ray tells nobody else their numbers."""
+        assert self._leased is not None, "started comes first"
+        self._leased = replace(self._leased, gpus=gpus)
 
     def take(self) -> None:
         """Let everything be adopted by the next driver from now on."""
-        if not self.keeps:
+        if not self.outlives_driver:
             return
-        assert self._kept is not None, "started comes first"
+        assert self._leased is not None, "started comes first"
         path = record_path(self._run_folder)
         try:
-            path.with_suffix(".tmp").write_text(json.dumps(asdict(self._kept)))
+            path.with_suffix(".tmp").write_text(json.dumps(asdict(self._leased)))
             path.with_suffix(".tmp").replace(path)
             self.renew()
         except OSError as error:
             logger.warning("%s: cannot be written: %s; if this driver dies, all is started again", path, error)
             return
-        self.keep_renewing()
+        self.start_renewing()
 
-    def keep_renewing(self) -> None:
+    def start_renewing(self) -> None:
         if not self._renewing.is_alive():
             self._renewing.start()
 
@@ -198,7 +198,7 @@ class PrivateLease(Lease):
     """The lease of a private Ray: a file that its guard looks at."""
 
     def __init__(
-        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: KeptRay | None = None
+        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: LeasedRay | None = None
     ) -> None:
         """`folder` is the Ray's."""
         super().__init__(run_folder, program=program, seconds=seconds, adopted=adopted)
@@ -208,7 +208,7 @@ class PrivateLease(Lease):
         """Note the Ray that this driver started."""
         started = read_stat(guard).started
         folder = str(self.of_guard.folder)
-        self._started(address, KeptGuard(folder=folder, pid=guard, started=started, boot_id=boot_id()))
+        self._started(address, LeasedGuard(folder=folder, pid=guard, started=started, boot_id=boot_id()))
 
     def renew(self) -> None:
         self.of_guard.file.touch(mode=0o600)
@@ -219,9 +219,9 @@ class JoinedLease(Lease):
 
     def __init__(self, run_folder: Path, address: str, *, program: str, seconds: float, is_continued: bool) -> None:
         """Without `is_continued` what an earlier driver left is not adopted."""
-        kept = find_kept(run_folder) if is_continued and seconds else None
-        is_same = kept is not None and (kept.guard, kept.address, kept.program) == (None, address, program)
-        super().__init__(run_folder, program=program, seconds=seconds, adopted=kept if is_same else None)
+        leased = find_leased(run_folder) if is_continued and seconds else None
+        is_same = leased is not None and (leased.guard, leased.address, leased.program) == (None, address, program)
+        super().__init__(run_folder, program=program, seconds=seconds, adopted=leased if is_same else None)
         folder = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
         self.namespace = f"megarl-{folder[:16]}"
         """Ray's name for the names of this run: other runs may have joined it."""

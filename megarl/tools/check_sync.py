@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.model import TRAITS, ModelShape, YarnScaling
 from megarl.config.recipe import Recipe
+from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.engine.tool_commands import dump_file
 from megarl.engine.tool_control import ToolControl
@@ -121,8 +122,8 @@ async def _publish_and_compare(
 
 async def _load(fleet: Fleet, folder: Path) -> None:
     for engine in fleet.engines:
-        await engine.client.load_weights_from_disk(
-            folder.absolute(), version=PolicyVersion(0), timeout_s=_LOAD_TIMEOUT_S
+        await admin.load_weights_from_disk(
+            engine.client, folder.absolute(), version=PolicyVersion(0), timeout_s=_LOAD_TIMEOUT_S
         )
 
 

@@ -11,7 +11,7 @@ from megarl.algo.other_losses import CriticLoss, ValueTokens, critic_loss
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train.memory import measure_usage
 from megarl.train.rank_spec import RankSpec
 from megarl.train.stats import MiniBatchStats, Report, Statistics
@@ -73,7 +73,7 @@ class CriticRank(TrainedRank):
         self._epochs = epochs
         self._clip = clip
 
-    def values(self, batch: TrainBatch) -> SampleNumbers | None:
+    def values(self, batch: TrainBatch) -> SampleColumn | None:
         """Return the values before each of the response tokens."""
         return self._column(batch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train.likeliest import top_scores
 from megarl.train.model import PolicyModel
 from megarl.train.rank import ModelRank
@@ -15,7 +15,7 @@ from megarl.types import TrainBatch
 class ReferenceRank(ModelRank):
     """A rank of a reference policy in its own pool."""
 
-    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
+    def logprobs(self, batch: TrainBatch) -> SampleColumn | None:
         """Return the log-probabilities of the response tokens."""
         return self._column(batch)
 
@@ -32,6 +32,6 @@ class TeacherRank(ModelRank):
             assert isinstance(model, PolicyModel), "a teacher without a language head"
             model.teaching = partial(top_scores, num_top=num_top, vocab=vocab)
 
-    def scores(self, batch: TrainBatch) -> SampleNumbers | None:
+    def scores(self, batch: TrainBatch) -> SampleColumn | None:
         """Return `top_scores` of the response tokens."""
         return self._column(batch)

@@ -17,7 +17,7 @@ from megarl.algo.other_losses import CriticLoss, ValueTokens
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train.critic import CRITIC, CriticTokens
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import measure_usage
@@ -44,7 +44,7 @@ class ImplicitRewardRank(TrainedRank):
         """Load the weights that rewards are relative to."""
         self._start.load(self.tensors(), self._topology.device, read=partial(self._read, folder))
 
-    def values(self, batch: TrainBatch) -> SampleNumbers | None:
+    def values(self, batch: TrainBatch) -> SampleColumn | None:
         """Return beta * (log-probability - that of the model before training) of the response tokens."""
         now = self._column(batch)
         with self._start.in_place_of(self.tensors()):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train import cpu
 from megarl.train.layer_spec import forget_buffers, forget_scales
 from megarl.train.logprob import TokenScores
@@ -150,7 +150,7 @@ class ModelRank:
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return cpu.literal_devices() if self._spec.device == "cpu" else contextlib.nullcontext()
 
-    def _column(self, batch: TrainBatch) -> SampleNumbers | None:
+    def _column(self, batch: TrainBatch) -> SampleColumn | None:
         """Return the model's column of the response tokens: log-probabilities, values, or scores of a teacher."""
         with self._on_device():
             return self._unpack(batch, self._forward(batch))
@@ -171,7 +171,7 @@ class ModelRank:
             for micro_batch in mini_batch.micro_batches
         ]
 
-    def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleNumbers | None:
+    def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleColumn | None:
         topology = self._topology
         if not (topology.is_last_stage and topology.tensor_rank == 0):
             return None

@@ -26,7 +26,7 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SpinConfig,
 )
-from megarl.tokens import ColumnName, SampleNumbers, by_sample, repeated
+from megarl.tokens import ColumnName, SampleColumn, by_sample, repeated
 from megarl.types import Estimates, FloatArray, Score, ScoredGroup, TrainSample
 from tests.algo.groups import scored_group, with_baseline
 
@@ -153,7 +153,7 @@ def test_ranks_assign_nothing_where_rewards_suffice_or_a_user_compares_all_numbe
 
 
 def test_some_rows_of_samples_are_chosen() -> None:
-    numbers = SampleNumbers(
+    numbers = SampleColumn(
         sample_ids=np.array([4, 2, 4], np.int32),
         starts=np.array([0, 2, 3, 5]),
         numbers=np.arange(5, dtype=np.float32),

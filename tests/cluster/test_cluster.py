@@ -40,7 +40,9 @@ def test_the_nodes_of_a_run_are_listed_once_in_order() -> None:
 
 def test_a_gpu_is_visible_by_its_number_unless_the_caller_names_several() -> None:
     last = places("t", "a", gpus=(4, 6))[-1]
-    alone, several = (last.options(given, share=0.5)["runtime_env"] for given in ({}, {"CUDA_VISIBLE_DEVICES": "4,6"}))
+    alone, several = (
+        last.options(given, gpu_fraction=0.5)["runtime_env"] for given in ({}, {"CUDA_VISIBLE_DEVICES": "4,6"})
+    )
     assert isinstance(alone, dict)
     assert isinstance(several, dict)
     assert alone["env_vars"]["CUDA_VISIBLE_DEVICES"] == "6"

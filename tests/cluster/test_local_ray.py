@@ -35,10 +35,10 @@ with private_ray():
     from megarl.cluster import cluster as cluster_module
     from megarl.cluster import local_ray as local_ray_module
     from megarl.cluster import lost_nodes
-    from megarl.cluster.adoption import KeptActors
+    from megarl.cluster.adoption import AdoptableActors
     from megarl.cluster.cluster import Cluster, NodeBundle, Place, Pool
     from megarl.cluster.local_ray import LocalRay, local_ray
-    from megarl.cluster.lost_nodes import RankNodes, followed, settle
+    from megarl.cluster.lost_nodes import RankNodes, followed, wait_for_nodes
     from megarl.cluster.worker_group import LostRanksError, WorkerDiedError, WorkerLateError
     from megarl.serving.operator import Growth
     from megarl.serving.processes import Engines
@@ -89,7 +89,7 @@ def test_a_pool_has_all_gpus_of_its_nodes_and_each_process_sees_its_own(cluster:
     assert by_node(pools["rollout"]) == [[0, 1]]
     # A trainer rank and an engine in each place, as in a shared pool.
     places = [*pools["all"][:5], *pools["all"][:5]]
-    actors = [ray.remote(Seen).options(**place.options({}, share=0.5)).remote() for place in places]
+    actors = [ray.remote(Seen).options(**place.options({}, gpu_fraction=0.5)).remote() for place in places]
     seen = ray.get([actor.gpus.remote() for actor in actors], timeout=300)
     assert seen == [(place.node, str(place.gpu)) for place in places]
 
@@ -132,7 +132,7 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     assert "is excluded after 1 faults within an hour (cluster.max_node_faults), the last: version" in sink.warnings[0]
     assert sink.warnings[1].endswith(f"its ranks start on {cluster_module.address_of(spare)}")
     # A rank in a place of the bundle is on the spare node, and sees a GPU of it.
-    seen = [ray.remote(Seen).options(**place.options({}, share=1)).remote() for place in pool.places[:4]]
+    seen = [ray.remote(Seen).options(**place.options({}, gpu_fraction=1)).remote() for place in pool.places[:4]]
     assert ray.get([each.gpus.remote() for each in seen], timeout=300) == [(spare, str(gpu)) for gpu in range(4)]
     # The small node is no spare one, and an excluded node is not used again.
     assert lose(0, WorkerLateError) == [spare, stays]
@@ -140,7 +140,7 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     assert len(sink.warnings) == 4
     assert sink.warnings[-1].endswith("its ranks stay there: no spare node is free")
     missed: list[str] = []
-    asyncio.run(settle({"train": pool}, timeout_s=1, waiting=missed.append))
+    asyncio.run(wait_for_nodes({"train": pool}, timeout_s=1, waiting=missed.append))
     assert not missed, "a pool with a bundle that was moved has all its nodes"
     remove_placement_group(pool.bundles[0].group)
 
@@ -149,7 +149,7 @@ def test_a_pool_of_engines_grows_onto_a_node_with_free_devices(cluster: Cluster,
     places = cluster.reserve({"rollout": PoolConfig(gpus_per_node=4)})["rollout"]
     pool, first = Pool(places, 1), engine_spec(tmp_path, tmp_path, tensor=2)
     specs = [replace(first, index=index, device="cuda") for index in range(2)]
-    engines = Engines(specs, [places[:2], places[2:]], share=1, actors=KeptActors(keeps=False))
+    engines = Engines(specs, [places[:2], places[2:]], gpu_fraction=1, actors=AdoptableActors(outlive_driver=False))
     large = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU") == 4]
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in large}
     joined = max(address for key, address in known.items() if key != places[0].node)
@@ -215,7 +215,7 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(
         nodes.kill_node(address)
         while any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address):
             await asyncio.sleep(0.5)
-        await settle({"all": pool}, timeout_s=timeout_s, waiting=told.append)
+        await wait_for_nodes({"all": pool}, timeout_s=timeout_s, waiting=told.append)
 
     asyncio.run(lose(addresses[victim], timeout_s=300))
     after = {place.node for place in places}

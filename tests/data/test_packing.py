@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
 from megarl.data.shares import UNUSED_IN_FORWARD, unpack, with_columns
-from megarl.tokens import Content, SampleNumbers, assemble
+from megarl.tokens import Content, SampleColumn, assemble
 from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
 from tests.filled_shares import pack
 
@@ -67,7 +67,7 @@ def micro_batches(shares: list[TrainBatch]) -> list[MicroBatch]:
     return [item for share in shares for mini_batch in share.mini_batches for item in mini_batch.micro_batches]
 
 
-def columns_of(share: TrainBatch, name: str) -> SampleNumbers:
+def columns_of(share: TrainBatch, name: str) -> SampleColumn:
     """The numbers that a rank would return if its model had computed this column."""
     return unpack(
         share,

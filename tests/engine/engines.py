@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import InFlight, RolloutRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply, Send
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess, EngineSpec
@@ -42,7 +43,7 @@ class ServedModel:
     async def fleet(self) -> AsyncIterator[Fleet]:
         """A fleet of this one engine, back at version 0 whatever happened before."""
         client = EngineClient(self.process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
-        await client.load_weights_from_disk(self.folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+        await admin.load_weights_from_disk(client, self.folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
         fleet = Fleet([client], max_outstanding=128, publish_timeout_s=10)
         try:
             yield fleet

@@ -14,7 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.config.section import Device
-from megarl.engine.client import KEPT_S, EngineClient, EngineKeys, GenerateRequest, PauseMode
+from megarl.engine import admin
+from megarl.engine.client import KEEP_ALIVE_S, EngineClient, EngineKeys, GenerateRequest
 from megarl.env import ENGINE_ENVIRONMENT
 from megarl.errors import EngineError
 from megarl.types import JsonValue, PolicyVersion
@@ -45,7 +46,7 @@ def test_generating_and_controlling_use_different_keys() -> None:
 
     async def calls() -> None:
         await client.generate(REQUEST)
-        await client.pause(PauseMode.RETRACT)
+        await admin.pause(client, admin.PauseMode.RETRACT)
 
     asyncio.run(calls())
     assert [request.headers["authorization"] for request in engine.asked] == ["Bearer api-key", "Bearer admin-key"]
@@ -132,7 +133,7 @@ def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None
     asyncio.run(scenario())
     assert len({id(each) for each in connections[:3]}) == 1
     assert connections[3] is not connections[0]
-    assert float(ENGINE_ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 100 * KEPT_S
+    assert float(ENGINE_ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 100 * KEEP_ALIVE_S
 
 
 @pytest.mark.fault("a reply byte by byte", "cut at the deadline of the whole exchange")
@@ -275,8 +276,8 @@ def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: De
     client.endpoint = replace(client.endpoint, device=device)
 
     async def calls() -> None:
-        for call in (client.sleep, client.sleep, client.wake, client.wake):
-            await call()
+        for call in (admin.sleep, admin.sleep, admin.wake, admin.wake):
+            await call(client)
 
     asyncio.run(calls())
     assert engine.paths == ASLEEP_AND_AWAKE[device]
@@ -315,14 +316,14 @@ def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedMo
     async def pause() -> None:
         async with qwen2_tp1.fleet() as fleet:
             client, generator = fleet.engines[0].client, generator_of(fleet)
-            await client.sleep()
+            await admin.sleep(client)
             held = asyncio.create_task(generator.generate(prompt_of(5, 6)))
             await asyncio.sleep(0.5)
             assert not held.done()
             assert await client.is_healthy()
             assert await client.probe(timeout_s=60) == "0"
             await client.flush_cache()
-            await client.wake()
+            await admin.wake(client)
             assert len((await held).rollouts) == 1
 
     asyncio.run(pause())

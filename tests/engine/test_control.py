@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.tool_control import ToolControl
@@ -36,7 +37,7 @@ async def greedy(fleet: Fleet) -> tuple[list[int], list[int]]:
 async def fingerprints_from_disk(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
     """What SGLang's own loading of a folder leaves in the parameters."""
     client: EngineClient = fleet.engines[0].client
-    await client.load_weights_from_disk(folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+    await admin.load_weights_from_disk(client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
     return await control.fingerprints()
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.export import export_model
 from megarl.checkpoint.folder import find_model
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
@@ -39,8 +40,8 @@ def test_an_engine_takes_the_weights_of_an_exported_folder(qwen2_tp1: ServedMode
         async with qwen2_tp1.fleet() as fleet:
             client = EngineClient(qwen2_tp1.process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
             try:
-                await client.load_weights_from_disk(
-                    tmp_path / "out", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+                await admin.load_weights_from_disk(
+                    client, tmp_path / "out", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
                 )
             finally:
                 await client.close()

@@ -12,6 +12,7 @@ from megarl.engine.lifecycle import (
     FORGIVEN_AFTER_S,
     MAX_DOUBTS,
     MAX_FAILED_SYNCS,
+    Action,
     Added,
     Answered,
     Confirmed,
@@ -19,16 +20,15 @@ from megarl.engine.lifecycle import (
     Drained,
     Ended,
     EngineState,
+    EngineStatus,
     Event,
     FellBehind,
-    Life,
     Relocated,
     RestartPolicy,
     Retired,
     Started,
     SyncFailed,
     Ticked,
-    Want,
     advance,
 )
 
@@ -43,15 +43,15 @@ class Clocked:
 
     policy: RestartPolicy = POLICY
     now: float = 0.0
-    life: Life = field(default_factory=lambda: Life.begin(0.0))
+    status: EngineStatus = field(default_factory=lambda: EngineStatus.begin(0.0))
 
-    def wants(self) -> Want:
-        return self.life.wants
+    def action(self) -> Action:
+        return self.status.action
 
     def see(self, *events: Event) -> EngineState:
         for event in events:
-            self.life = advance(self.life, event, now=self.now, policy=self.policy)
-        return self.life.state
+            self.status = advance(self.status, event, now=self.now, policy=self.policy)
+        return self.status.state
 
     def after(self, seconds: float, *events: Event) -> EngineState:
         """Time passes in small steps, then something happens."""
@@ -65,12 +65,12 @@ class Clocked:
 def test_an_engine_that_is_killed_comes_back_through_a_sync() -> None:
     engine = Clocked()
     assert engine.see(Ended(reason="SIGKILL")) is DEAD
-    assert engine.wants() == Want.END
+    assert engine.action() == Action.END
     assert engine.after(0.75) is DEAD
     assert engine.after(0.25) is RESTARTING
-    assert engine.wants() == Want.START
+    assert engine.action() == Action.START
     assert engine.after(40, Started()) is STALE
-    assert engine.wants() == Want.SYNC
+    assert engine.action() == Action.SYNC
     assert engine.see(Answered()) is STALE
     assert engine.see(Confirmed()) is HEALTHY
 
@@ -82,7 +82,7 @@ def test_an_engine_that_falls_silent_is_suspected_then_dead() -> None:
     assert engine.after(1) is SUSPECT
     assert engine.after(19) is SUSPECT
     assert engine.after(1) is DEAD
-    assert engine.life.reason == "has not answered for 30 s"
+    assert engine.status.reason == "has not answered for 30 s"
 
 
 @pytest.mark.parametrize("state", [HEALTHY, STALE])
@@ -134,15 +134,15 @@ def test_waits_between_restarts_grow_and_the_budget_ends_them() -> None:
     waits = []
     while True:
         engine.see(Ended(reason="SIGKILL"))
-        if engine.life.restart_at is None:
+        if engine.status.restart_at is None:
             break
-        waits.append(engine.life.restart_at - engine.now)
+        waits.append(engine.status.restart_at - engine.now)
         engine.after(waits[-1])
     assert waits == [1, 2, 4]
-    assert engine.life.is_over
+    assert engine.status.is_over
     assert engine.after(10_000) is DEAD
     assert engine.see(Added()) is RESTARTING
-    assert engine.life.num_restarts == 1
+    assert engine.status.num_restarts == 1
 
 
 def test_an_engine_that_has_served_for_long_has_its_budget_back() -> None:
@@ -154,7 +154,7 @@ def test_an_engine_that_has_served_for_long_has_its_budget_back() -> None:
     while engine.now < FORGIVEN_AFTER_S + 100:
         engine.after(5, Answered())
     engine.see(Ended(reason="SIGKILL"))
-    assert engine.life.restart_at == engine.now + 1
+    assert engine.status.restart_at == engine.now + 1
 
 
 def test_a_start_without_an_end_is_given_up() -> None:
@@ -202,13 +202,13 @@ def test_only_an_engine_whose_weights_were_confirmed_last_gets_requests(
     engine, is_confirmed = Clocked(policy=policy), True
     for seconds, event in history:
         engine.now += seconds
-        before = engine.life.state
+        before = engine.status.state
         engine.see(event)
         if isinstance(event, Confirmed) and before in (HEALTHY, SUSPECT, STALE):
             is_confirmed = True
-        elif isinstance(event, FellBehind) or engine.life.state in (DEAD, RESTARTING, RETIRED):
+        elif isinstance(event, FellBehind) or engine.status.state in (DEAD, RESTARTING, RETIRED):
             is_confirmed = False
-        if engine.life.state is HEALTHY:
+        if engine.status.state is HEALTHY:
             assert is_confirmed
 
 
@@ -219,9 +219,9 @@ def test_the_budget_is_never_exceeded_and_waits_never_shrink_within_it(
     engine, last_wait, num_begun = Clocked(policy=policy), 0.0, 0
     for seconds, event in history:
         engine.now += seconds
-        before = engine.life
+        before = engine.status
         engine.see(event)
-        after = engine.life
+        after = engine.status
         if isinstance(event, Added) or after.num_restarts < before.num_restarts:
             last_wait, num_begun = 0.0, 0
         if after.state is DEAD and before.state is not DEAD and after.restart_at is not None:
@@ -243,7 +243,7 @@ def test_every_path_ends_when_nothing_but_time_passes(
     for _ in range(40):
         engine.now += policy.start_timeout_s + policy.max_back_off_s + policy.silence_timeout_s + 61
         engine.see(Ticked())
-    assert engine.life.is_over
+    assert engine.status.is_over
 
 
 def test_an_engine_without_a_node_spends_no_restart_and_one_that_moved_has_them_all() -> None:
@@ -252,27 +252,27 @@ def test_an_engine_without_a_node_spends_no_restart_and_one_that_moved_has_them_
     for _ in range(100):
         engine.now += 1
         assert engine.see(Ticked(may_start=False)) is DEAD
-    assert engine.life.num_restarts == 0
+    assert engine.status.num_restarts == 0
     assert engine.after(1, Ended(reason="again")) is DEAD
-    assert engine.life.is_over
+    assert engine.status.is_over
     assert engine.see(Relocated()) is DEAD
-    assert not engine.life.is_over
+    assert not engine.status.is_over
     assert engine.after(1, Started()) is STALE
-    assert engine.life.num_restarts == 1
+    assert engine.status.num_restarts == 1
 
 
 def test_a_retired_engine_that_moved_stays_retired() -> None:
     engine = Clocked()
     assert engine.see(Retired(), Relocated()) is RETIRED
-    assert engine.life.is_over
+    assert engine.status.is_over
 
 
 def test_a_draining_engine_is_dead_when_its_requests_do_not_leave() -> None:
     engine = Clocked()
     assert engine.see(Drained(reason="is slow")) is EngineState.DRAINING
-    assert engine.wants() is Want.END
+    assert engine.action() is Action.END
     assert engine.after(29) is EngineState.DRAINING
     assert engine.after(2) is DEAD
-    assert engine.life.reason == "is slow"
+    assert engine.status.reason == "is slow"
     engine = Clocked()
     assert engine.see(Retired(), Drained(reason="is slow")) is RETIRED

@@ -18,6 +18,7 @@ from megarl.config.model import Family
 from megarl.config.native.options import read_library
 from megarl.config.native.owned import owned
 from megarl.config.section import Device
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.process import EngineProcess, command_line, last_message
 from megarl.env import engine_environment
@@ -285,8 +286,8 @@ def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_gi
         request = GenerateRequest(rid="filled", input_ids=PROMPT, max_new_tokens=6, temperature=0.0)
         try:
             before = json.loads((await client.generate(request)).content)
-            await client.load_weights_from_disk(
-                tmp_path / "model", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+            await admin.load_weights_from_disk(
+                client, tmp_path / "model", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
             )
             await client.flush_cache()
             after = json.loads((await client.generate(request)).content)

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.roles import InFlight
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
-from megarl.tokens import AskedRoutes, RouteShape
+from megarl.tokens import RouteRequest, RouteShape
 from megarl.types import FinishReason, PolicyVersion
 
 EXPECTED = Expectation(
@@ -308,7 +308,7 @@ ROUTES = np.arange(2 * 5 * 2 * 2, dtype="<i4").reshape(2 * 5, 2, 2)[:6] % 7
 """The experts of five tokens that were sent and two of three that were sampled, from the second on."""
 ROUTED = replace(
     EXPECTED,
-    routes=AskedRoutes(shape=RouteShape(num_layers=2, per_token=2, num_experts=8), first=1, num_sent=5),
+    routes=RouteRequest(shape=RouteShape(num_layers=2, per_token=2, num_experts=8), first=1, num_sent=5),
 )
 
 

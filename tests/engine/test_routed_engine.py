@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.engine.client import PauseMode
+from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
 from megarl.episodes.session import Session
@@ -143,8 +143,8 @@ def test_an_interrupted_response_has_the_experts_of_all_its_parts(mixture: Serve
             for _ in range(3):
                 await asyncio.sleep(0.5)
                 engine.num_pauses += 1
-                await engine.client.pause(PauseMode.ABORT)
-                await engine.client.resume()
+                await admin.pause(engine.client, admin.PauseMode.ABORT)
+                await admin.resume(engine.client)
             return max((await task).rollouts, key=lambda rollout: rollout.num_tokens)
 
     rollout = asyncio.run(scenario())

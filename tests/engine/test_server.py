@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megarl.engine import admin
 from megarl.engine.client import GenerateRequest
 from megarl.engine.server import MaskedReplies, add_flat_logprobs, register
 from tests.engine.engines import ServedModel
@@ -113,11 +114,11 @@ def test_a_paused_engine_leaves_its_core_to_the_trainer(qwen2_tp1: ServedModel) 
     async def scenario() -> float:
         async with qwen2_tp1.fleet() as fleet:
             client = fleet.engines[0].client
-            await client.sleep()
+            await admin.sleep(client)
             before = cpu_s()
             await asyncio.sleep(3.0)
             used = cpu_s() - before
-            await client.wake()
+            await admin.wake(client)
             return used
 
     # A loop that polls without a pause takes all of them.

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from megarl.config.environment import ClassEnvironmentConfig, EnvironmentConfig
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
@@ -27,8 +28,9 @@ from megarl.episodes.protocol import Call, Malformed, Observation, Row, ToolSche
 from megarl.observe.observer import Observer
 from megarl.results import PublishResult
 from megarl.reward.scorer import ExactScorer
+from megarl.rollout.following import RequestCounts
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.worker import RequestCounts, RolloutTask, RolloutWorker, cache_sizes
+from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, Score, ScoredGroup, TurnKind
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec
 from tests.episodes.chain_model import (
@@ -58,7 +60,9 @@ class Engines:
         """A fleet that serves the model as version 0."""
         clients = [EngineClient(each.endpoint, request_timeout_s=REQUEST_TIMEOUT_S) for each in self.processes]
         for client in clients[:num_engines]:
-            await client.load_weights_from_disk(model.folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+            await admin.load_weights_from_disk(
+                client, model.folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+            )
             await client.flush_cache()
         fleet = Fleet(clients[:num_engines], max_outstanding=64, publish_timeout_s=60)
         fleet.requests = RequestCounts()
@@ -352,7 +356,7 @@ class _FoldersPublisher:
         live = [engine for engine in self._fleet.engines if engine.is_live]
         for engine in live:
             folder = self._folders[version]
-            await engine.client.load_weights_from_disk(folder, version=version, timeout_s=REQUEST_TIMEOUT_S)
+            await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=REQUEST_TIMEOUT_S)
             await engine.client.flush_cache()
         await self._fleet.committed(version, live)
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=len(live))

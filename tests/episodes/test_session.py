@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.environment import ClassEnvironmentConfig
+from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.episodes.play import Player, Tools
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation, Row, ToolSchema, Transcript
@@ -134,7 +135,9 @@ def test_a_publish_between_two_turns_changes_the_version_of_the_later_ones(qwen2
     async def publish(fleet: Fleet, number: int) -> None:
         if number == 2:
             (engine,) = fleet.engines
-            await engine.client.load_weights_from_disk(qwen2_tp1.other_folder, version=PolicyVersion(1), timeout_s=600)
+            await admin.load_weights_from_disk(
+                engine.client, qwen2_tp1.other_folder, version=PolicyVersion(1), timeout_s=600
+            )
             await engine.client.flush_cache()
             engine.version = PolicyVersion(1)
 

@@ -27,7 +27,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
 from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
-from megarl.tokens import SampleNumbers, assemble
+from megarl.tokens import SampleColumn, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention import PackedAttention, packed_sequences
 from megarl.train.rank_spec import RankSpec
@@ -59,7 +59,7 @@ ATTENTION_LENGTHS = (4096, 64, 1600, 800, 16)
 class Account:
     """The numbers of one rank."""
 
-    numbers: SampleNumbers | None
+    numbers: SampleColumn | None
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     peak_bytes: int

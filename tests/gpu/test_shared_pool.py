@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.process import EngineProcess
 from megarl.observe.events import EVENTS_FILE, EngineChanged, StepFinished, Warned, read_events
@@ -78,7 +79,7 @@ def test_an_engine_that_gave_everything_up_answers_as_before_once_it_has_its_wei
         client = EngineClient(process.endpoint, request_timeout_s=TIMEOUT_S)
 
         async def fill() -> None:
-            await client.load_weights_from_disk(files.model, version=PolicyVersion(0), timeout_s=TIMEOUT_S)
+            await admin.load_weights_from_disk(client, files.model, version=PolicyVersion(0), timeout_s=TIMEOUT_S)
 
         async def answer() -> bytes:
             request = GenerateRequest(rid="pool", input_ids=(3, 4, 5), max_new_tokens=16, temperature=0.0)
@@ -93,15 +94,15 @@ def test_an_engine_that_gave_everything_up_answers_as_before_once_it_has_its_wei
             expected, awake = await answer(), used_bytes()
             assert expected != random
             for _ in range(3):
-                await client.sleep(releases_weights=False)
+                await admin.sleep(client, releases_weights=False)
                 without_cache = used_bytes()
-                await client.sleep(releases_weights=True)
+                await admin.sleep(client, releases_weights=True)
                 without_all = used_bytes()
                 assert without_cache - without_all > 0.8 * weight_bytes
                 assert awake - without_cache > 1 << 30, "200,000 tokens of cache have more than 2 GB"
-                await client.take_weights()
+                await admin.take_weights(client)
                 await fill()
-                await client.wake()
+                await admin.wake(client)
                 assert await answer() == expected
                 assert abs(used_bytes() - awake) < 256 << 20
         finally:

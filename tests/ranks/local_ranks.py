@@ -12,7 +12,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.remote_columns import RemoteColumn
-from megarl.tokens import ColumnName, SampleNumbers
+from megarl.tokens import ColumnName, SampleColumn
 from megarl.types import TrainBatch
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class LocalRanks(RankGroup[Any]):
         return await self._answer(method.__name__, *arguments, **named)
 
     async def compute_column(
-        self, method: Callable[[Any, TrainBatch], SampleNumbers | None], shares: Iterator[Share]
+        self, method: Callable[[Any, TrainBatch], SampleColumn | None], shares: Iterator[Share]
     ) -> RemoteColumn:
         (column,) = await self._answer(method.__name__, shares)
         assert isinstance(column, RemoteColumn), column

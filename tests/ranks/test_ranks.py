@@ -29,7 +29,7 @@ from megarl.errors import WorkerError
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
 from megarl.serving.stragglers import watched_ranks
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import TrainBatch, TrainSample
 from tests.run.runs import write_recipe
@@ -62,7 +62,7 @@ class EchoRank(ModelRank):
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
 
-    def echo(self, batch: TrainBatch) -> SampleNumbers | None:
+    def echo(self, batch: TrainBatch) -> SampleColumn | None:
         if self._spec.rank % SPLIT.tensor:
             return None
         columns = [[item.rollout_logprobs for item in each.micro_batches] for each in batch.mini_batches]
@@ -79,13 +79,13 @@ def build(spec: RankSpec) -> EchoRank:
     return EchoRank(spec)
 
 
-def place(*, rank: int, world: int, master_address: str, master_port: int) -> RankSpec:
+def spec(world: int) -> RankSpec:
     shape: object = None
     return RankSpec(
-        rank=rank,
+        rank=0,
         world=world,
-        master_address=master_address,
-        master_port=master_port,
+        master_address="",
+        master_port=0,
         device="cpu",
         split=SPLIT,
         shape=shape,  # type: ignore[arg-type]  # there is no model
@@ -94,8 +94,9 @@ def place(*, rank: int, world: int, master_address: str, master_port: int) -> Ra
     )
 
 
-@pytest.fixture
-def folder(real_ray: None, tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def folder(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    tmp_path = tmp_path_factory.mktemp("ranks")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "ranks"))
     Path(recipe.run_folder).mkdir(parents=True)
@@ -112,7 +113,7 @@ def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(fo
         group: RankGroup[EchoRank] = RankGroup(
             "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
-        await group.start(build, place)
+        await group.start(build, spec(WORLD))
         column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
         # One rank of each of the two replicas answers.
         assert len(column.parts) == PACKING.data_parallel
@@ -166,18 +167,18 @@ async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, sampl
     np.testing.assert_array_equal(some[5], advantages[5])
 
 
-async def _lose() -> SampleNumbers:
+async def _lose() -> SampleColumn:
     raise ray.exceptions.RayError("the owner of the object died")
 
 
-async def _hang() -> SampleNumbers:
+async def _hang() -> SampleColumn:
     await asyncio.sleep(600)
     raise AssertionError
 
 
 @pytest.mark.parametrize(("reference", "reason"), [(_lose, "lost with the rank: the owner"), (_hang, "within 0.1 s")])
 def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
-    reference: Callable[[], Awaitable[SampleNumbers]], reason: str
+    reference: Callable[[], Awaitable[SampleColumn]], reason: str
 ) -> None:
     """The run then starts new ranks."""
 
@@ -232,7 +233,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
         group: RankGroup[BareRank] = RankGroup(
             "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
-        await group.start(bare, place)
+        await group.start(bare, spec(len(workers)))
         hindering = asyncio.create_task(hinder(group.processes[2].pid))
         config = StragglerConfig(windows=2, window_s=0.5)
         async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):

@@ -21,7 +21,7 @@ from megarl.engine.fleet import Fleet
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.worker import Answering, RolloutTask, RolloutWorker
+from megarl.rollout.worker import RolloutSource, RolloutTask, RolloutWorker
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.run.seeded_engine import SeededEngines
 
@@ -177,7 +177,7 @@ def prompts(number: int = NUM_PROMPTS) -> list[Prompt]:
     ]
 
 
-async def answer(workers: Answering, number: int = NUM_PROMPTS) -> list[ScoredGroup]:
+async def answer(workers: RolloutSource, number: int = NUM_PROMPTS) -> list[ScoredGroup]:
     answered = await asyncio.gather(*(workers.answer(prompt, TASK) for prompt in prompts(number)))
     return [each.scored for each in answered]
 

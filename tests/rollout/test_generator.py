@@ -18,12 +18,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM
 
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
 from megarl.errors import DataError, FleetError
+from megarl.rollout.following import RequestCounts
 from megarl.rollout.generator import evaluation_seed, sampling_seed
-from megarl.rollout.worker import RequestCounts
 from megarl.tokens import SampledTokens
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.engine.engines import (
@@ -470,7 +471,7 @@ def test_a_retired_engine_hands_its_responses_over() -> None:
         generating = asyncio.create_task(generator_of(fleet).generate(prompt_of(5, 6)))
         await asyncio.sleep(0.55)
         fleet.report(fleet.engines[0], Retired())
-        await fleet.engines[0].client.abort_all()
+        await admin.abort_all(fleet.engines[0].client)
         return await generating
 
     (rollout,) = asyncio.run(scenario()).rollouts

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.errors import FleetError
-from megarl.rollout.generator import WithGreedyRollout, WithGreedyScore
+from megarl.rollout.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.types import Prompt, RolloutGroup, Score, ScoredGroup
 from tests.algo.groups import scored_group
 

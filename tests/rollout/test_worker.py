@@ -10,17 +10,12 @@ import httpx
 import pytest
 
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.dispatch import Pace, divide_engines, lent_engines
+from megarl.engine.dispatch import Throughput, divide_engines, lent_engines
 from megarl.engine.fleet import Fleet
-from megarl.engine.lifecycle import Doubted, EngineState, Life
+from megarl.engine.lifecycle import Doubted, EngineState, EngineStatus
 from megarl.errors import EngineLostError
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import (
-    EngineProbe,
-    EngineView,
-    FollowingFleet,
-    apply_report,
-)
+from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, apply_report
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted_client
 
@@ -47,7 +42,9 @@ def view(
     return EngineView(
         endpoint=ENDPOINTS[index],
         version=PolicyVersion(version),
-        life=replace(Life.begin(0.0), state=state, reason="" if state is EngineState.HEALTHY else "the driver says so"),
+        status=replace(
+            EngineStatus.begin(0.0), state=state, reason="" if state is EngineState.HEALTHY else "the driver says so"
+        ),
         num_pauses=num_pauses,
         adapter=adapter,
         number=number,
@@ -116,15 +113,15 @@ def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None:
         mine = worker.fleet.engines
         await worker.fleet.doubt(mine[0], "status 500")
         await worker.fleet.mark_stale(mine[1], "serves version 9")
-        worker.fleet._clock = lambda: mine[2].life.last_answer + 1.0
-        pace = Pace(num_requests=2, num_tokens=10, seconds=3.0)
-        worker.fleet.answered(mine[2], pace)
+        worker.fleet._clock = lambda: mine[2].status.last_answer + 1.0
+        throughput = Throughput(num_requests=2, num_tokens=10, seconds=3.0)
+        worker.fleet.answered(mine[2], throughput)
         worker.fleet.requests.request_retried("EngineError")
         worker.scores.scored(0.5)
         worker.scores.judge_answered("fair at http://judge", "judge-1", "")
         # At once: an engine failed.
         report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
-        assert (report.answered, report.retries, report.score_seconds) == ({2: pace}, {"EngineError": 1}, (0.5,))
+        assert (report.answered, report.retries, report.score_seconds) == ({2: throughput}, {"EngineError": 1}, (0.5,))
         assert report.judges == (("fair at http://judge", "judge-1", ""),)
         again = await worker.report(within_s=0.01)
         assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
@@ -211,7 +208,7 @@ def test_a_worker_probes_its_own_engines_unless_they_have_just_answered() -> Non
             ENDPOINTS, connect=answering, lent=frozenset({2}), max_outstanding=2, publish_timeout_s=60
         )
         await worker.follow([view(0, EngineState.SUSPECT, number=1)])
-        worker.fleet._clock = lambda: worker.fleet.engines[1].life.last_answer + 0.01
+        worker.fleet._clock = lambda: worker.fleet.engines[1].status.last_answer + 0.01
         probing = asyncio.create_task(worker.probe(every_s=5.0, timeout_s=60))
         while len(asked) < 3:
             await asyncio.sleep(0.01)

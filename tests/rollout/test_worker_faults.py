@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.local_ray import private_ray
+from megarl.observe.observer import Observer
 from megarl.types import ScoredGroup
 from tests.rollout.planes import (
     NUM_ENGINES,
@@ -32,7 +33,7 @@ with private_ray():
 
     from megarl.cluster.local_ray import LocalRay
     from megarl.cluster.stored import nodes_of
-    from megarl.rollout.groups import TaskGroups
+    from megarl.rollout.groups import SampledGroups
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def test_workers_of_a_lost_node_lose_no_prompt(
         assert_same(await asked, expected)
         while await each.workers.lost(finished) != stored_there:  # Ray notices the loss of a node later
             await asyncio.sleep(0.2)
-        assert_same(await TaskGroups(each.workers, TASK).restore(finished), expected)
+        assert_same(await SampledGroups(each.workers, TASK, Observer(())).replace_lost(finished), expected)
 
     with plane(engines, model, of_engines, per_node=max(1, num_workers // 2)) as each:
         assert len(each.workers._workers) == num_workers

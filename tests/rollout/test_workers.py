@@ -20,7 +20,7 @@ from megarl.cluster.local_ray import private_ray
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.packing import Packing
-from megarl.data.rollout_files import KeptRollout, SampledRollout, generations_file, write_rollouts
+from megarl.data.rollout_files import FiledRollout, SampledRollout, generations_file, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.lifecycle import EngineState
@@ -58,7 +58,7 @@ with private_ray():
     from megarl.cluster.local_ray import LocalRay
     from megarl.cluster.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
     from megarl.rollout import workers as workers_module
-    from megarl.rollout.groups import TaskGroups
+    from megarl.rollout.groups import SampledGroups
     from megarl.rollout.workers import RolloutWorkers
 
 
@@ -191,11 +191,11 @@ def test_kept_rollouts_are_written_by_the_workers_as_the_driver_would_write_them
 
 @dataclass(frozen=True)
 class Answers:
-    """A `GroupSource` of groups that are there already."""
+    """Groups that are there already."""
 
     groups: Sequence[ScoredGroup]
 
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+    async def answer(self, prompt: Prompt) -> ScoredGroup:
         return self.groups[prompt.position]
 
 
@@ -205,13 +205,13 @@ def first_only(scored: ScoredGroup) -> ScoredGroup:
 
 
 def evaluator_of(
-    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[KeptRollout]], Awaitable[None]], folder: Path
+    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[FiledRollout]], Awaitable[None]], folder: Path
 ) -> HeldOutEvaluator:
     return HeldOutEvaluator(
         EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
         prompts=prompts(),
-        greedy=Answers([first_only(scored) for scored in groups]),
-        sampled=Answers(groups),
+        greedy=Answers([first_only(scored) for scored in groups]).answer,
+        sampled=Answers(groups).answer,
         write=write,
         run_folder=folder,
     )
@@ -223,7 +223,7 @@ def test_an_evaluation_is_graded_and_written_without_its_tokens_in_the_driver(
     groups, expected = two.run(answer_on_both(two)), answer_here(engines, model)
     decode = load_tokenizer(model, vocab=read_model_shape(model).vocab).decode
 
-    async def write(path: Path, kept: Sequence[KeptRollout]) -> None:
+    async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
         write_rollouts(path, kept, decode=decode)
 
     with monkeypatch.context() as patch:
@@ -266,7 +266,7 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
         engines.broken = {}
         assert_same(await asked, expected)
         # The driver examined it: the engine's health is fine.
-        assert fleet.engines[1].life.num_doubts > 0
+        assert fleet.engines[1].status.num_doubts > 0
         while fleet.engines[1].state is not EngineState.HEALTHY:
             await asyncio.sleep(0.05)
         # A new version: the workers know it before they send a request.
@@ -410,6 +410,6 @@ def test_a_lost_node_loses_no_prompt(two: Plane, nodes: LocalRay, engines: Seede
         assert_same(await asked, expected)
         while await two.workers.lost(finished) != stored_there:  # Ray notices the loss of a node later
             await asyncio.sleep(0.2)
-        assert_same(await TaskGroups(two.workers, TASK).restore(finished), expected)
+        assert_same(await SampledGroups(two.workers, TASK, Observer(())).replace_lost(finished), expected)
 
     two.run(run())

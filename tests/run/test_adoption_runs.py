@@ -16,7 +16,7 @@ import pytest
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EVENTS_FILE, CheckpointSaved, StepFinished, read_events
-from megarl.system.lease import find_kept
+from megarl.system.lease import find_leased
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.run.runs import Driver, Run, driver_of, finished, run, started, write_recipe
@@ -70,7 +70,7 @@ def test_the_next_driver_adopts_engines_and_ranks_and_ends_with_the_same_bits(fo
     log = (resumed.folder / "engines" / "engine_0.log").read_text()
     assert log.count("server_args=") == 1, "the engine was started again"
     assert _tensors(resumed) == _tensors(at_once)
-    assert find_kept(resumed.folder) is None
+    assert find_leased(resumed.folder) is None
 
 
 @pytest.mark.fault(
@@ -138,7 +138,7 @@ def test_nothing_is_left_of_a_run_that_nobody_adopts(folder: Path) -> None:
             _await(lambda: 1 in _saved_steps(folder / "runs" / "left"), process)
             process.kill()
             process.wait(timeout=60)
-        kept = find_kept(folder / "runs" / "left")
+        kept = find_leased(folder / "runs" / "left")
         assert kept is not None
         assert kept.guard is not None
     assert not Path(kept.guard.folder).exists()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megarl.observe.meter import Meter
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling
-from megarl.rollout.groups import TaskGroups
+from megarl.rollout.groups import SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
@@ -29,7 +29,7 @@ def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
     meter = Meter("sample")
     observer = Observer((), meter=meter)
     task = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
-    groups = TaskGroups(Slow(), task, observer)
+    groups = SampledGroups(Slow(), task, observer)
     for _ in range(3):
         assert asyncio.run(groups.scored_group(scored.group.prompt)) is scored
     observer.step_summarized(step_summary(1))
@@ -57,7 +57,10 @@ def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
 
     async def run() -> list[ScoredGroup]:
         buffer = Buffer(
-            prompts_per_step=3, max_staleness=0, versions=(PolicyVersion(3),), restore=TaskGroups(Lossy(), task).restore
+            prompts_per_step=3,
+            max_staleness=0,
+            versions=(PolicyVersion(3),),
+            replace_lost=SampledGroups(Lossy(), task, Observer(())).replace_lost,
         )
         for scored in groups:
             await buffer.put(await buffer.reserve(), scored)

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.run.driver_process import drive_again
-from megarl.system.lease import KeptGuard, KeptRay, record_path
+from megarl.system.lease import LeasedGuard, LeasedRay, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
 from tests.processes import run_processes
@@ -46,8 +46,8 @@ def left(tmp_path: Path) -> Iterator[Path]:
         folder.mkdir()
         record_path(folder).parent.mkdir()
         started = read_stat(guard.pid).started
-        kept_guard = KeptGuard(folder=str(tmp_path / "ray"), pid=guard.pid, started=started, boot_id=boot_id())
-        kept = KeptRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={})
+        kept_guard = LeasedGuard(folder=str(tmp_path / "ray"), pid=guard.pid, started=started, boot_id=boot_id())
+        kept = LeasedRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={})
         record_path(folder).write_text(json.dumps(asdict(kept)))
         yield folder
         guard.kill()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
-from megarl.data.rollout_files import KeptRollout, generations_file, read_generations, write_rollouts
+from megarl.data.rollout_files import FiledRollout, generations_file, read_generations, write_rollouts
 from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.rollout.groups import GivenGroups
@@ -75,7 +75,7 @@ class Comparer:
         return ScoredGroup(group=group, scores=tuple(scores))
 
 
-async def write(path: Path, kept: Sequence[KeptRollout]) -> None:
+async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
     write_rollouts(path, kept, decode=lambda token_ids: f"what is {token_ids[0]}?")
 
 
@@ -85,8 +85,8 @@ def evaluator(
     return HeldOutEvaluator(
         config,
         prompts=prompts(4),
-        greedy=None if greedy is None else GivenGroups(greedy, Comparer()),
-        sampled=None if sampled is None else GivenGroups(sampled, Comparer()),
+        greedy=None if greedy is None else GivenGroups(greedy, Comparer()).scored_group,
+        sampled=None if sampled is None else GivenGroups(sampled, Comparer()).scored_group,
         write=write,
         run_folder=folder,
     )

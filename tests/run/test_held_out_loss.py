@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.recipe import EvaluationConfig
 from megarl.results import EvalResult, Grade, Grades
-from megarl.run.evaluate import DemonstrationEvaluator
+from megarl.run.held_out_loss import DemonstrationEvaluator
 from megarl.serving.phases import SeparatePhases
 from megarl.tokens import Content
 from megarl.types import (

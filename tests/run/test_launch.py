@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,9 @@ def test_several_nodes_need_a_cluster() -> None:
     assert [problem.key for problem in caught.value.problems] == ["pools.train.nodes"]
     refuse_nodes_without_cluster(pools, "10.0.0.1:6379")
     refuse_nodes_without_cluster({"rollout": pools["rollout"]}, None)
+
+
+def test_a_run_is_checked_before_ray_is_imported() -> None:
+    """Ray reads its environment when it is imported, and a run sets it after its checks."""
+    code = "import sys, megarl.run.launch; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

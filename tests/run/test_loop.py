@@ -15,8 +15,10 @@ from megarl.errors import FleetError, QuarantineError
 from megarl.observe.events import Sink, StepFinished, Warned
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
-from megarl.rollout.groups import GivenGroups
-from megarl.run.buffer import Buffer, Quarantine
+from megarl.rollout.generator import Sampling
+from megarl.rollout.groups import SampledGroups
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.run.loop import Loop, Start
 from megarl.serving.phases import SeparatePhases
@@ -58,6 +60,7 @@ STATS = UpdateStats(
 
 Result = TypeVar("Result")
 
+TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
 NEW = Start(step=0, version=PolicyVersion(0))
 
 
@@ -106,6 +109,14 @@ class FakeCluster:
             ground_truth="",
             extra_info={},
         )
+
+    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        return AnsweredPrompt(scored=await self.score(await self.generate(prompt)), seconds=0.0)
+
+    async def announce(self) -> None: ...
+
+    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+        return []
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         version = self.served
@@ -212,16 +223,16 @@ def run(
     evaluator: Evaluator | None = None,
 ) -> None:
     async def main() -> None:
+        observer = Observer(sinks)
         stages = Stages(
             prompts=cluster,
-            groups=GivenGroups(cluster, cluster),
+            groups=SampledGroups(cluster, TASK, observer),
             algorithm=cluster,
             trainer=cluster,
             publisher=cluster,
             phases=phases or SeparatePhases(),
         )
         buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version])
-        observer = Observer(sinks)
         evaluation: Evaluation = NoEvaluation()
         if evaluator is not None:
             evaluation = ScheduledEvaluation(
@@ -379,10 +390,11 @@ def test_a_quarantined_prompt_is_not_asked_again_in_the_next_epoch() -> None:
     async def ask_twice() -> list[int]:
         cluster = FakeCluster(poison=lambda position: True)
         cluster.served = PolicyVersion(0)
-        quarantine, prompt = Quarantine(Observer(())), cluster.next()
+        groups, prompt = SampledGroups(cluster, TASK, Observer(())), cluster.next()
         for _ in range(2):
-            assert await quarantine.scored_group(prompt, GivenGroups(cluster, cluster)) is None
-        assert quarantine.add_to({}) == {"quarantined": 2}
+            assert await groups.scored_group(prompt) is None
+        assert groups.take_dropped() == {"quarantined": 2}
+        assert groups.take_dropped() == {}
         return cluster.asked
 
     assert asyncio.run(ask_twice()) == [0]
@@ -392,10 +404,10 @@ def test_a_run_whose_few_prompts_are_all_in_quarantine_ends() -> None:
     async def ask(num_prompts: int, num_times: int) -> None:
         cluster = FakeCluster(poison=lambda position: True)
         cluster.served = PolicyVersion(0)
-        quarantine, prompts = Quarantine(Observer(())), [cluster.next() for _ in range(num_prompts)]
+        groups, prompts = SampledGroups(cluster, TASK, Observer(())), [cluster.next() for _ in range(num_prompts)]
         for _ in range(num_times):
             for prompt in prompts:
-                assert await quarantine.scored_group(prompt, GivenGroups(cluster, cluster)) is None
+                assert await groups.scored_group(prompt) is None
 
     asyncio.run(ask(3, 5))
     with pytest.raises(FleetError, match=r"all prompts that are left are in quarantine \(3\)"):

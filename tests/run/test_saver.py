@@ -15,7 +15,7 @@ import pytest
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import list_checkpoints
-from megarl.checkpoint.manifest import Contents, FileDigest, digest_file, verify
+from megarl.checkpoint.manifest import CRITIC_FOLDER, Contents, FileDigest, digest_file, verify
 from megarl.checkpoint.resume import Ledger, RunState, TrainerState, read_state
 from megarl.config.recipe import Recipe
 from megarl.data.stream import PromptStream
@@ -99,13 +99,12 @@ class FakeRun:
         first = 1 if state is None else state.trainer.num_steps + 1
         self.buffer = Buffer(prompts_per_step=self.recipe.train.prompts_per_step, max_staleness=0)
         self.prompts = PromptStream([PROMPT], seed=1, cursor=0 if state is None else state.prompt_cursor)
-        critic = None
+        models = {"": self._saved(self.ranks)}
         if self.critic is not None:
-            critic = self._saved(self.critic)
+            models[CRITIC_FOLDER] = self._saved(self.critic)
         saver = RunSaver(
             self.recipe,
-            actor=self._saved(self.ranks),
-            critic=critic,
+            models=models,
             algorithm=build_algorithm(self.recipe.algorithm, max_response_tokens=8),
             prompts=self.prompts,
             buffer=self.buffer,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from megarl.cluster.stored_adapter import Content, StoredAdapter
 from megarl.config.lora import ADAPTER_FILE, LoraConfig, served_name
 from megarl.config.model import ModelShape
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess
@@ -75,7 +76,7 @@ class AdaptedEngine:
         return replace(stored, content=content)  # type: ignore[arg-type]
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         folder = await self.host.place_adapter(stored, index)
         yield folder
         await self.host.remove_adapter(folder)
@@ -84,7 +85,7 @@ class AdaptedEngine:
         return AdapterPublisher(
             ranks=LocalRanks(ranks or self),
             fleet=fleet,
-            places=self,
+            place=self.placed_adapter,
             base_folder=self.model,
             tensors=self.tensors,
             num_loaded=3,
@@ -106,7 +107,7 @@ class AdaptedEngine:
         finally:
             (engine,) = fleet.engines
             for name in engine.adapters:
-                await engine.client.unload_adapter(str(name), timeout_s=300)
+                await admin.unload_adapter(engine.client, str(name), timeout_s=300)
             await fleet.close()
 
     def logprobs(self, rollout: Rollout, version: int) -> FloatArray:
@@ -213,7 +214,7 @@ def test_a_broken_folder_is_refused_and_the_version_before_serves_on(adapted: Ad
             (engine,) = fleet.engines
             for folder in (broken, empty):
                 with pytest.raises(EngineError, match="load adapter: status"):
-                    await engine.client.load_adapter(folder.name, folder, timeout_s=300)
+                    await admin.load_adapter(engine.client, folder.name, folder, timeout_s=300)
             group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid="row-2"))
             assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
             await publisher.publish(PolicyVersion(1))

@@ -12,12 +12,14 @@ import pytest
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.roles import EndpointConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
+from megarl.engine.endpoints import endpoints_of
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState
 from megarl.engine.process import EngineProcess
 from megarl.errors import CheckpointError, MachineError, WeightSyncError
-from megarl.serving.file_publisher import FilePublisher, endpoints_of
+from megarl.serving.file_publisher import FilePublisher
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.engine.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
@@ -188,7 +190,7 @@ def test_a_run_trains_with_an_engine_that_it_did_not_start(arithmetic_engine: Ar
     async def serves() -> str:
         client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
         try:
-            return str((await client.model_info())["weight_version"])
+            return str((await admin.model_info(client))["weight_version"])
         finally:
             await client.close()
 

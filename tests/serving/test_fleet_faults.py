@@ -51,7 +51,7 @@ def contents(groups: Sequence[RolloutGroup]) -> list[Content]:
 async def until_dead(engine: Engine, timeout_s: float = 60) -> float:
     """When it was noticed."""
     async with asyncio.timeout(timeout_s):
-        while engine.life.is_reachable:
+        while engine.status.is_reachable:
             await asyncio.sleep(0.01)
     return time.monotonic()
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from megarl import stages
 from megarl.config.roles import InFlight
+from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
@@ -47,7 +48,7 @@ class DiskPublisher:
     async def publish(self, version: PolicyVersion) -> PublishResult:
         (engine,) = self._fleet.engines
         folder = self._folders[version % 2]
-        await engine.client.load_weights_from_disk(folder, version=version, timeout_s=REQUEST_TIMEOUT_S)
+        await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=REQUEST_TIMEOUT_S)
         if self._mode != "in_place":
             await engine.client.flush_cache()
         await self._fleet.committed(version, [engine])

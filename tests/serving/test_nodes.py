@@ -54,7 +54,7 @@ class Watched:
         for index in indices:
             self.scripted.kill(index)
         await until(lambda: not any(engine.is_live for engine in engines))
-        await until(lambda: all(engine.is_live or engine.life.is_over for engine in engines))
+        await until(lambda: all(engine.is_live or engine.status.is_over for engine in engines))
 
 
 def test_a_node_is_taken_out_and_added_as_a_whole() -> None:

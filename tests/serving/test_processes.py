@@ -21,6 +21,7 @@ from megarl.cluster.local_ray import private_ray
 from megarl.config.load import load_recipe
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.roles import PoolConfig, RolloutRoleConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
@@ -94,9 +95,10 @@ PROMPT = tuple(range(3, 12))
 NUM_TOKENS = 6
 
 
-@pytest.fixture
-def two_nodes(real_ray: None, real_engines: None, tmp_path: Path) -> Iterator[list[Place]]:
+@pytest.fixture(scope="module")
+def two_nodes(real_ray: None, real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
     """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
+    tmp_path = tmp_path_factory.mktemp("nodes")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)
@@ -120,7 +122,7 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
 
     async def scenario() -> None:
-        started, (endpoint,) = await start_engines([spec], two_nodes, share=1.0)
+        started, (endpoint,) = await start_engines([spec], two_nodes, gpu_fraction=1.0)
         try:
             assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
             assert await _answer(endpoint) == expected
@@ -156,8 +158,8 @@ async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path
     stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
-            await client.load_adapter("policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
+        async with started.placed_adapter(0, stored, COMMAND_TIMEOUT_S) as placed:
+            await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
         return placed
     finally:
         await client.close()

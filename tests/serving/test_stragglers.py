@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from megarl.config.recipe import StragglerConfig
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.lifecycle import EngineState
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
@@ -59,7 +59,7 @@ def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_never() -
 
             def window() -> None:
                 for engine, seconds in zip(fleet.engines, (1.0, 5.0), strict=True):
-                    fleet.answered(engine, Pace(num_requests=8, num_tokens=100, seconds=seconds))
+                    fleet.answered(engine, Throughput(num_requests=8, num_tokens=100, seconds=seconds))
                 watch.end_window()
 
             window()
@@ -73,7 +73,7 @@ def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_never() -
             assert not supervisor.drain(fleet.engines[0], "is slow")
             await until(lambda: fleet.engines[1].is_live)
             assert seen == ["draining", "dead", "restarting", "stale", "healthy"]
-            assert fleet.engines[1].life.num_restarts == 1
+            assert fleet.engines[1].status.num_restarts == 1
             assert "is slow: a token" in scripted.reasons[0]
 
     asyncio.run(scenario())
@@ -85,8 +85,8 @@ def test_an_engine_with_few_answers_is_compared_when_it_has_more() -> None:
             sink = Straggles()
             watch = EngineWatch(fleet, StragglerConfig(windows=1), Observer([sink]), drain=supervisor.drain)
             for _ in range(2):
-                fleet.answered(fleet.engines[0], Pace(num_requests=8, num_tokens=100, seconds=1.0))
-                fleet.answered(fleet.engines[1], Pace(num_requests=4, num_tokens=50, seconds=5.0))
+                fleet.answered(fleet.engines[0], Throughput(num_requests=8, num_tokens=100, seconds=1.0))
+                fleet.answered(fleet.engines[1], Throughput(num_requests=4, num_tokens=50, seconds=5.0))
                 watch.end_window()
             return [event.text for event in sink.events]
 

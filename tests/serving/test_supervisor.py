@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.dispatch import Pace
+from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
 from megarl.errors import FleetError, MachineError, QuarantineError, WeightSyncError
@@ -276,7 +276,7 @@ def test_an_engine_that_answers_requests_is_not_probed() -> None:
             await until(lambda: len(scripted.asked) >= 2)
             scripted.asked.clear()
             for _ in range(15):
-                fleet.answered(fleet.engines[0], Pace(num_requests=1))
+                fleet.answered(fleet.engines[0], Throughput(num_requests=1))
                 await asyncio.sleep(0.2)
             busy = list(scripted.asked)
             await until(lambda: len(scripted.asked) >= 2)

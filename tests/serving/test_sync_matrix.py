@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.roles import ModelParallelConfig
+from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
@@ -118,7 +119,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def fingerprints_of(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
     """What SGLang's own loading of a folder leaves in the parameters."""
     for engine in fleet.engines:
-        await engine.client.load_weights_from_disk(folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+        await admin.load_weights_from_disk(engine.client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
     return await control.fingerprints()
 
 

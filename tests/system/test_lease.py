@@ -14,7 +14,7 @@ import pytest
 
 from megarl.system import lease as lease_module
 from megarl.system.guard import start_guarded
-from megarl.system.lease import PrivateLease, digest_program, find_kept, record_path
+from megarl.system.lease import PrivateLease, digest_program, find_leased, record_path
 from megarl.system.run_lock import run_lock
 from tests.engine.test_process import group_members, wait_until_gone
 
@@ -50,10 +50,10 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
     run_folder: Path, lease: PrivateLease, guard: subprocess.Popen[bytes]
 ) -> None:
     with run_lock(run_folder):
-        assert find_kept(run_folder) is None
+        assert find_leased(run_folder) is None
         lease.placed({"train": [[0, 1]]})
         lease.take()
-        kept = find_kept(run_folder)
+        kept = find_leased(run_folder)
         assert kept is not None
         assert (kept.program, kept.gpus, kept.address) == ("digest", {"train": [[0, 1]]}, "127.0.0.1:1")
         assert guard.stdin is not None
@@ -64,7 +64,7 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
         kept.guard.end(grace_s=10)
         assert not wait_until_gone(guard.pid, 60)
         assert not lease.of_guard.folder.exists()
-        assert find_kept(run_folder) is None
+        assert find_leased(run_folder) is None
         assert not record_path(run_folder).exists()
 
 
@@ -104,7 +104,7 @@ def test_a_ray_of_another_boot_or_with_a_pid_that_was_given_again_is_gone(
         path = record_path(run_folder)
         record = json.loads(path.read_text())
         path.write_text(json.dumps(record | {"guard": record["guard"] | change}))
-        assert find_kept(run_folder) is None
+        assert find_leased(run_folder) is None
         assert guard.poll() is None
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
     path = record_path(run_folder)
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert find_kept(run_folder) is None
+    assert find_leased(run_folder) is None
 
 
 def test_without_a_duration_nothing_is_kept(run_folder: Path, tmp_path: Path) -> None:

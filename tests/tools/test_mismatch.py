@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig
+from megarl.engine import admin
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
 from megarl.tools.diagnose import Diagnosis, Verdict, compare
@@ -60,8 +61,8 @@ def diagnosed(
     async def run() -> Diagnosis:
         async with served.fleet() as fleet:
             if engine_folder is not None:
-                await fleet.engines[0].client.load_weights_from_disk(
-                    engine_folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+                await admin.load_weights_from_disk(
+                    fleet.engines[0].client, engine_folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
                 )
             return await compare(
                 prompt_of(*range(3, 20)),

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from megarl.tokens import SampleNumbers, assemble
+from megarl.tokens import SampleColumn, assemble
 from megarl.types import FloatArray, TrainBatch
 from tests.processes import template
 from tests.schedule import WATCH
@@ -58,7 +58,7 @@ class Shares(tuple[TrainBatch, ...]):
         return shares
 
 
-def assembled(parts: Iterable[SampleNumbers | None], *, data_parallel: int | None = None) -> tuple[FloatArray, ...]:
+def assembled(parts: Iterable[SampleColumn | None], *, data_parallel: int | None = None) -> tuple[FloatArray, ...]:
     """Return the numbers of all samples from what the ranks returned; one rank per model replica returns some."""
     found = [part for part in parts if part is not None]
     assert data_parallel is None or len(found) == data_parallel, f"{len(found)} ranks answered, not {data_parallel}"

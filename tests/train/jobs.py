@@ -21,7 +21,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.train import cpu, shards
 from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank
@@ -67,7 +67,7 @@ class ScoreOutcome:
 class Outcome:
     """The results of one rank."""
 
-    logprobs: list[SampleNumbers | None]
+    logprobs: list[SampleColumn | None]
     result: UpdateResult
     tensors: dict[str, FloatArray]
 
@@ -118,14 +118,14 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
 
 
-def score(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleNumbers | None:
+def score(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleColumn | None:
     trainer = build(rank, world, port, setup)
     logprobs = trainer.logprobs(batch)
     trainer.close()
     return logprobs
 
 
-def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleNumbers | None:
+def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleColumn | None:
     """Return the answer of a teacher with the setup's model and split."""
     teacher = TeacherRank(spec_of(rank, world, port, setup), num_top=num_top, vocab=setup.shape.vocab)
     teacher.load(setup.folder)
@@ -414,7 +414,7 @@ class CriticSetup:
 class CriticOutcome:
     """The results of one rank."""
 
-    values: SampleNumbers | None
+    values: SampleColumn | None
     result: CriticResult
     tensors: dict[str, FloatArray]
     state: TrainerState
@@ -468,8 +468,8 @@ def train_critic(
 class RewardsOutcome:
     """The results of one rank."""
 
-    before: SampleNumbers | None
-    after: SampleNumbers | None
+    before: SampleColumn | None
+    after: SampleColumn | None
     result: CriticResult
     tensors: dict[str, FloatArray]
 
@@ -494,7 +494,7 @@ def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBa
 
 def refresh(
     rank: int, world: int, port: int, setup: Setup, batch: TrainBatch
-) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
+) -> tuple[SampleColumn | None, SampleColumn | None, SampleColumn | None]:
     """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
     refreshed."""
     trainer = build(rank, world, port, setup)
@@ -509,7 +509,7 @@ def refresh(
 
 def resume_critic(
     rank: int, world: int, port: int, setup: CriticSetup, checkpoint: Path, state: TrainerState, batch: TrainBatch
-) -> SampleNumbers | None:
+) -> SampleColumn | None:
     """Return the values of a batch from a critic that resumed from a checkpoint."""
     critic = build_critic(rank, world, port, setup)
     if setup.lora is not None:
@@ -522,7 +522,7 @@ def resume_critic(
 
 def ask_reference(
     rank: int, world: int, port: int, setup: Setup, folder: Path, batch: TrainBatch
-) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
+) -> tuple[SampleColumn | None, SampleColumn | None, SampleColumn | None]:
     """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
     trainer = build(rank, world, port, setup)
     trainer.load_reference(folder)
@@ -531,7 +531,7 @@ def ask_reference(
     return before, reference, after
 
 
-def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleNumbers | None:
+def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleColumn | None:
     reference = ReferenceRank(spec_of(rank, world, port, setup))
     reference.load(setup.folder)
     logprobs = reference.logprobs(batch)

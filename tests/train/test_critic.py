@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,16 @@ def whole_weights(outcomes: Sequence[jobs.CriticOutcome], model: Model, split: C
     return weights
 
 
+@cache
+def updated_twice(model: Model) -> tuple[SlowCritic, list[tuple[float, float]]]:
+    """Return a slow critic after two updates, with loss and gradient norm of each.
+
+    Only in the second one does the body have a gradient, for the head starts at zero.
+    """
+    slow = SlowCritic(model)
+    return slow, [slow.update(critic_samples(model), clip=0.5) for _ in range(2)]
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "split"),
     [
@@ -130,9 +141,7 @@ def test_equals_a_slow_critic_for_every_split(
 ) -> None:
     model = models.get(family, tied=tied)
     samples = critic_samples(model)
-    slow = SlowCritic(model)
-    # Two updates: only in the second one does the body have a gradient, for the head starts at zero.
-    losses = [slow.update(samples, clip=0.5) for _ in range(2)]
+    slow, losses = updated_twice(model)
     world, actor = SPLITS[split]
     critic = of_split(actor, epochs=2)
 

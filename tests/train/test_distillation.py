@@ -19,7 +19,7 @@ from megarl.config.algorithm import (
 )
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.shares import with_columns
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleColumn
 from megarl.types import TrainSample
 from tests.train import jobs
 from tests.train.cluster import Cluster, Shares, assembled
@@ -97,7 +97,7 @@ def asked(
     *,
     num_top: int,
     is_about_all: bool = False,
-) -> list[SampleNumbers]:
+) -> list[SampleColumn]:
     """Return the answers of a teacher's replicas, about the tokens in the loss or about all."""
     world, actor = split
     question = packed(samples, world=world, actor=actor, is_forward=is_about_all)
@@ -105,7 +105,7 @@ def asked(
     return [numbers for numbers in found if numbers is not None]
 
 
-def with_teacher(shares: Shares, answers: Sequence[SampleNumbers]) -> Shares:
+def with_teacher(shares: Shares, answers: Sequence[SampleColumn]) -> Shares:
     filled = (with_columns(share, {"teacher": answers}) for share in shares)
     return Shares.of(filled, ranks_per_share=shares.ranks_per_share)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -98,11 +99,19 @@ class ForcedReference(Reference):
         return logits, weights, indices
 
 
-def check_follows(model: Model, split: tuple[int, ActorConfig], cluster: Cluster, *, unknown: float) -> None:
+@cache
+def forced_update(
+    model: Model, unknown: float
+) -> tuple[list[TrainSample], ForcedReference, list[Tensor], tuple[float, float, float]]:
+    """Return samples, the reference after an update with them, their log-probabilities before, and its numbers."""
     samples = routed(make_samples(7, vocab=model.shape.vocab), model.shape.num_layers, unknown=unknown)
     reference = ForcedReference(model)
     old = reference.logprobs(samples)
-    loss, _, grad_norm = reference.update(samples, old)
+    return samples, reference, old, reference.update(samples, old)
+
+
+def check_follows(model: Model, split: tuple[int, ActorConfig], cluster: Cluster, *, unknown: float) -> None:
+    samples, reference, old, (loss, _, grad_norm) = forced_update(model, unknown)
     world, actor = split
     asked = packed(samples, world=world, actor=actor, budget=24, is_forward=True, has_routes=True)
     trained = packed(samples, world=world, actor=actor, budget=24, has_routes=True)

@@ -245,7 +245,7 @@ async def _try_group(name: str, places: Sequence[Place], *, device: str, bind: s
     peers: WorkerGroup[_Peer] = WorkerGroup(
         name,
         [
-            remote.options(**place.options(environment, share=1.0)).remote(bind, rank, len(places), backend)
+            remote.options(**place.options(environment, gpu_fraction=1.0)).remote(bind, rank, len(places), backend)
             for rank, place in enumerate(places)
         ],
         timeout_s=_REDUCE_TIMEOUT_S,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
-from megarl.system.lease import JoinedLease, find_kept
+from megarl.system.lease import JoinedLease, find_leased
 from megarl.system.run_lock import run_lock
 from tests.cluster.ray_worker import Worker
 
@@ -18,7 +18,7 @@ with private_ray():
     from ray.util.placement_group import placement_group, placement_group_table
 
     from megarl.cluster.cluster import joined
-    from megarl.cluster.lease_keeper import leased, take_lease
+    from megarl.cluster.lease_actor import leased, take_lease
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +85,14 @@ def test_what_a_driver_left_is_adopted_ended_by_another_program_or_by_the_end_of
             die(third)
             wait_for(lambda: running() == [])
             wait_for(lambda: not ray.util.list_named_actors())
-            assert find_kept(folder) is not None
+            assert find_leased(folder) is not None
             fourth = lease_of(folder, address)
             assert fourth.adopted is not None, "nobody has asked Ray yet"
             with leased(fourth):
                 assert fourth.adopted is None
                 start_some()
             wait_for(lambda: running() == [])
-            assert find_kept(folder) is None
+            assert find_leased(folder) is None
 
 
 def test_runs_in_other_folders_have_other_namespaces(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from megarl.system.lease import JoinedLease
 logger = logging.getLogger(__name__)
 
 _NAME = "lease-"
-"""Precedes a part that no other keeper's name has: Ray frees the name of a dead actor only later."""
+"""Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
 _ANSWER_S = 60.0
 _POLL_S = 0.25
 
 
-class Keeper:
+class LeaseActor:
     """Ends the actors and placement groups of its namespace when nobody has renewed the lease for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
@@ -63,38 +63,38 @@ class Keeper:
 @contextmanager
 def leased(lease: JoinedLease) -> Iterator[None]:
     """Renew the lease of what an earlier driver left, or end that; end everything after the block."""
-    keeper = take_lease(lease)
+    actor = take_lease(lease)
     try:
         yield
     finally:
         if lease.give_back():
-            _end(keeper)
+            _end(actor)
 
 
 def take_lease(lease: JoinedLease) -> ActorHandle:
-    """Return the keeper, which is renewed from now on. What an earlier driver left is adopted or ended."""
-    keeper = _left()
-    if keeper is not None and lease.adopted is None:
+    """Return the lease actor, which is renewed from now on. What an earlier driver left is adopted or ended."""
+    actor = _left()
+    if actor is not None and lease.adopted is None:
         logger.warning("what an earlier driver of this run left on Ray is ended")
-        _end(keeper)
-        keeper = None
-    if keeper is None:
+        _end(actor)
+        actor = None
+    if actor is None:
         lease.adopted = None
         options = {"name": f"{_NAME}{uuid4().hex[:8]}", "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
-        keeper = ray.remote(Keeper).options(**options).remote(lease.seconds)
-    lease.renew_by = partial(_renew, keeper, lease.seconds)
+        actor = ray.remote(LeaseActor).options(**options).remote(lease.seconds)
+    lease.renew_by = partial(_renew, actor, lease.seconds)
     lease.renew()
-    lease.keep_renewing()
-    return keeper
+    lease.start_renewing()
+    return actor
 
 
-def _renew(keeper: ActorHandle, seconds: float) -> None:
+def _renew(actor: ActorHandle, seconds: float) -> None:
     with suppress(Exception):  # Ray cannot be reached now: the next time may succeed
-        keeper.renew.remote(seconds)
+        actor.renew.remote(seconds)
 
 
 def _left() -> ActorHandle | None:
-    """Return the keeper of an earlier driver of this run."""
+    """Return the lease actor of an earlier driver of this run."""
     for name in ray.util.list_named_actors():
         if name.startswith(_NAME):
             with suppress(ValueError):  # it has ended meanwhile
@@ -102,7 +102,7 @@ def _left() -> ActorHandle | None:
     return None
 
 
-def _end(keeper: ActorHandle) -> None:
+def _end(actor: ActorHandle) -> None:
     with suppress(Exception):  # it ended everything by itself, or its node is gone: Ray raises anything then
-        ray.get(keeper.end.remote(), timeout=_ANSWER_S)
-        ray.kill(keeper)
+        ray.get(actor.end.remote(), timeout=_ANSWER_S)
+        ray.kill(actor)

@@ -1,4 +1,4 @@
-"""The driver's end of a rollout worker, with a host that only writes down what it is told."""
+"""The driver's record of a rollout worker, with a host that only writes down the calls it gets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.group_encoding import ContentArrays
 from megarl.engine.fleet import Fleet
 from megarl.errors import QuarantineError
+from megarl.rollout.following import FollowingFleet, WorkerReport
 from megarl.rollout.generator import Sampling
-from megarl.rollout.worker import AnsweredPrompt, FollowingFleet, RolloutTask, WorkerReport
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
@@ -29,11 +30,11 @@ with private_ray():
         DeliveredGroup,
         Delivery,
         FailedAnswer,
-        Orders,
+        PromptChanges,
         WorkerSetup,
         gather_s,
     )
-    from megarl.rollout.workers import GATHER_S, WorkerLink, WorkerLostError
+    from megarl.rollout.workers import GATHER_S, WorkerLostError, WorkerRecord
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=8), seed=1)
 SETUP = WorkerSetup(
@@ -72,13 +73,13 @@ class Host:
         self.dropped: list[tuple[int, ...]] = []
         self.take = SimpleNamespace(remote=self._take)
 
-    def _take(self, orders: Orders) -> None:
-        self.asked += [prompts for _, prompts in orders.asked]
-        self.dropped += [orders.dropped] if orders.dropped else []
+    def _take(self, changes: PromptChanges) -> None:
+        self.asked += [prompts for _, prompts in changes.added]
+        self.dropped += [changes.cancelled] if changes.cancelled else []
 
 
-def link(fleet: Fleet, host: Host) -> WorkerLink:
-    return WorkerLink(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
+def link(fleet: Fleet, host: Host) -> WorkerRecord:
+    return WorkerRecord(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
 
 
 def fleet() -> Fleet:
@@ -134,7 +135,7 @@ def test_prompts_that_wait_go_with_the_next_call_and_only_with_it() -> None:
         worker = link(fleet(), host)
         asked = asyncio.ensure_future(worker.ask(prompt, TASK))
         await asyncio.sleep(0)
-        ((task, prompts),) = worker.orders().asked
+        ((task, prompts),) = worker.changes().added
         assert (task, list(prompts.values())) == (TASK, [prompt])
         await asyncio.sleep(5 * GATHER_S)
         assert host.asked == []
@@ -155,7 +156,7 @@ def test_prompts_wait_for_the_next_report_while_none_is_under_way() -> None:
         asked = [asyncio.ensure_future(worker.ask(prompt, TASK)) for prompt in prompts]
         await asyncio.sleep(5 * GATHER_S)
         assert host.asked == []
-        ((_, told),) = worker.orders().asked
+        ((_, told),) = worker.changes().added
         assert list(told.values()) == prompts
         worker.lose("killed")
         await asyncio.gather(*asked, return_exceptions=True)
@@ -205,7 +206,7 @@ def test_an_adapter_is_held_until_the_worker_uses_another_and_no_request_has_it(
 
         async def tell(name: str, number: int) -> None:
             await drivers.committed(PolicyVersion(number), [engine], adapter=name)
-            view = worker.tell(engine, number=number)
+            view = worker.view_of(engine, number=number)
             assert view is not None
             await following.follow([view])
 

@@ -1,20 +1,26 @@
-"""Groups that outlive the loop that asked for them."""
+"""The source of a loop's groups: groups outlive the loop that asked for them, and prompts without an answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from megarl.errors import FleetError, QuarantineError
-from megarl.rollout.groups import KeptGroups, KeptSource
+from megarl.observe.observer import Observer
+from megarl.rollout.generator import Sampling
+from megarl.rollout.groups import RetainedGroups, SampledGroups
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.run.test_buffer import scored_group
 
+TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
+
 
 class Engines:
-    """Answer when they are told to, with the version that they serve."""
+    """A `RolloutSource` that answers when it may, with the version that it serves."""
 
     def __init__(self) -> None:
         self.version = PolicyVersion(3)
@@ -22,12 +28,17 @@ class Engines:
         self.failures: dict[int, Exception] = {}
         self.may_answer = asyncio.Event()
 
-    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
         self.asked.append(prompt.position)
         await self.may_answer.wait()
         if prompt.position in self.failures:
             raise self.failures[prompt.position]
-        return scored_group(prompt.position, self.version)
+        return AnsweredPrompt(scored=scored_group(prompt.position, self.version), seconds=0.0)
+
+    async def announce(self) -> None: ...
+
+    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+        return []
 
 
 class Asking:
@@ -35,12 +46,24 @@ class Asking:
 
     def __init__(self) -> None:
         self.engines = Engines()
-        self.kept = KeptGroups()
+        self.retained = RetainedGroups()
 
-    async def ask(self, *positions: int) -> list[ScoredGroup | BaseException]:
-        source = KeptSource(self.kept, self.engines, version=lambda: self.engines.version)
+    async def ask(self, *positions: int) -> list[ScoredGroup | BaseException | None]:
+        source = SampledGroups(
+            self.engines, TASK, Observer(()), retained=self.retained, serves=lambda: self.engines.version
+        )
         prompts = [scored_group(position, 0).group.prompt for position in positions]
         return await asyncio.gather(*map(source.scored_group, prompts), return_exceptions=True)
+
+    def take_left(self, folder: Path) -> int:
+        """Begin with what another driver left for version 3."""
+        return self.retained.take_left(
+            folder,
+            PolicyVersion(3),
+            identity="a run",
+            prompt_at=lambda position: scored_group(position, 0).group.prompt,
+            warn=pytest.fail,
+        )
 
     async def lose(self, *positions: int) -> None:
         """Ask in a loop whose ranks are lost before an answer comes."""
@@ -63,7 +86,7 @@ def test_a_step_that_is_taken_again_asks_only_for_what_is_missing() -> None:
     async def scenario(asking: Asking) -> None:
         await asking.lose(7, 8)
         asking.engines.may_answer.set()
-        assert await asking.kept.finish() == 2
+        assert await asking.retained.finish() == 2
         groups = await asking.ask(7, 8, 9)
         assert [group.group.prompt.position for group in groups if isinstance(group, ScoredGroup)] == [7, 8, 9]
         assert asking.engines.asked == [7, 8, 9]
@@ -89,7 +112,7 @@ def test_an_answer_of_two_versions_is_asked_for_again() -> None:
         await asking.lose(7)
         asking.engines.version = PolicyVersion(4)  # an engine that took the next one already
         asking.engines.may_answer.set()
-        assert await asking.kept.finish() == 0
+        assert await asking.retained.finish() == 0
 
     run(scenario)
 
@@ -99,12 +122,12 @@ def test_what_failed_is_asked_for_again_and_what_is_quarantined_is_not() -> None
         asking.engines.failures = {7: FleetError("no engine is left"), 8: QuarantineError("lost two engines")}
         asking.engines.may_answer.set()
         first = await asking.ask(7, 8)
-        assert [type(each) for each in first] == [FleetError, QuarantineError]
-        assert await asking.kept.finish() == 1
+        assert [type(each) for each in first] == [FleetError, type(None)]
+        assert await asking.retained.finish() == 1
         asking.engines.failures.clear()
         answered, quarantined = await asking.ask(7, 8)
         assert isinstance(answered, ScoredGroup)
-        assert isinstance(quarantined, QuarantineError)
+        assert quarantined is None
         assert asking.engines.asked == [7, 8, 7]
 
     run(scenario)
@@ -113,8 +136,8 @@ def test_what_failed_is_asked_for_again_and_what_is_quarantined_is_not() -> None
 def test_cancelled_answers_are_asked_for_again() -> None:
     async def scenario(asking: Asking) -> None:
         await asking.lose(7)
-        await asking.kept.cancel()
-        assert await asking.kept.finish() == 0
+        await asking.retained.cancel()
+        assert await asking.retained.finish() == 0
         asking.engines.may_answer.set()
         (group,) = await asking.ask(7)
         assert isinstance(group, ScoredGroup)
@@ -124,15 +147,15 @@ def test_cancelled_answers_are_asked_for_again() -> None:
 
 def test_between_two_loops_nothing_waits_for_engines_that_wait_for_ranks() -> None:
     async def scenario(asking: Asking) -> None:
-        async with asking.kept.watched(lambda: False):
-            with asking.kept.used():
+        async with asking.retained.watched(lambda: False):
+            with asking.retained.used():
                 await asking.lose(7)
                 await asyncio.sleep(0.7)
                 asking.engines.may_answer.set()
-                assert await asking.kept.finish() == 1
+                assert await asking.retained.finish() == 1
                 asking.engines.may_answer.clear()
                 await asking.lose(7, 8)
-            assert await asking.kept.finish() == 1
+            assert await asking.retained.finish() == 1
             assert asking.engines.asked == [7, 8]
 
     run(scenario)
@@ -140,9 +163,9 @@ def test_between_two_loops_nothing_waits_for_engines_that_wait_for_ranks() -> No
 
 def test_nothing_is_under_way_at_the_end() -> None:
     async def scenario(asking: Asking) -> None:
-        async with asking.kept.watched(lambda: True):
+        async with asking.retained.watched(lambda: True):
             await asking.lose(7)
-        assert await asking.kept.finish() == 0
+        assert await asking.retained.finish() == 0
 
     run(scenario)
 
@@ -151,15 +174,15 @@ def test_a_step_that_is_trained_is_forgotten() -> None:
     async def scenario(asking: Asking) -> None:
         asking.engines.may_answer.set()
         await asking.ask(7, 8)
-        asking.kept.forget()
-        assert asking.kept.answered(PolicyVersion(3)) == ()
+        asking.retained.forget()
+        assert asking.retained.finished(PolicyVersion(3)) == ()
         await asking.ask(7)
         assert asking.engines.asked == [7, 8, 7]
 
     run(scenario)
 
 
-def test_what_was_answered_is_left_to_another_driver() -> None:
+def test_what_was_answered_is_left_to_another_driver(tmp_path: Path) -> None:
     async def scenario(asking: Asking) -> None:
         asking.engines.may_answer.set()
         await asking.ask(8, 7)
@@ -168,18 +191,28 @@ def test_what_was_answered_is_left_to_another_driver() -> None:
         while 9 not in asking.engines.asked:
             await asyncio.sleep(0)
         under_way.cancel()
-        assert asking.kept.answered(PolicyVersion(4)) == ()
-        left = asking.kept.answered(PolicyVersion(3))
+        assert asking.retained.finished(PolicyVersion(4)) == ()
+        left = asking.retained.finished(PolicyVersion(3))
         assert [scored.group.prompt.position for scored in left] == [7, 8]
-        await asking.kept.cancel()
+        await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
+        await asking.retained.cancel()
 
         later = Asking()
-        assert later.kept.is_new
-        later.kept.restore(left, PolicyVersion(3))
-        assert not later.kept.is_new
+        assert later.take_left(tmp_path) == 2
+        assert later.take_left(tmp_path) == 0
         later.engines.may_answer.set()
-        assert await later.kept.finish() == 2
+        assert await later.retained.finish() == 2
         await later.ask(7, 8, 9)
         assert later.engines.asked == [9]
+
+    run(scenario)
+
+
+def test_what_another_driver_left_is_not_taken_once_something_was_asked(tmp_path: Path) -> None:
+    async def scenario(asking: Asking) -> None:
+        asking.engines.may_answer.set()
+        await asking.ask(7)
+        await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
+        assert asking.take_left(tmp_path) == 0
 
     run(scenario)

@@ -5,10 +5,12 @@ import asyncio
 import pytest
 import ray
 
-from megarl.cluster.adoption import Adoption, KeptActors, take_over
+from megarl.cluster.adoption import AdoptableActors
 from megarl.config.roles import RolloutRoleConfig
-from megarl.engine.client import EngineClient, EngineEndpoint, GenerateRequest, PauseMode
+from megarl.engine import admin
+from megarl.engine.client import EngineClient, EngineEndpoint, GenerateRequest
 from megarl.errors import EngineError
+from megarl.serving.adoption import Adoption, take_over
 from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel
 
 
@@ -20,18 +22,18 @@ def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: Served
     async def scenario() -> None:
         client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
         try:
-            await client.pause(PauseMode.IN_PLACE)
+            await admin.pause(client, admin.PauseMode.IN_PLACE)
             left = asyncio.create_task(client.generate(request))
-            await client._control("begin", "/begin_weight_update", {})
+            await client.control("begin", "/begin_weight_update", {})
             with pytest.raises(EngineError, match="already open"):
-                await client._control("begin", "/begin_weight_update", {})
+                await client.control("begin", "/begin_weight_update", {})
 
             version = await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)
 
-            assert version == str((await client.model_info())["weight_version"])
+            assert version == str((await admin.model_info(client))["weight_version"])
             await left
-            await client._control("begin", "/begin_weight_update", {})
-            await client._control("end", "/end_weight_update", {})
+            await client.control("begin", "/begin_weight_update", {})
+            await client.control("end", "/end_weight_update", {})
             await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)  # nothing is left: nothing changes
             await client.generate(request)
         finally:
@@ -41,7 +43,7 @@ def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: Served
 
 
 def _adoption(notes: list[str], *, is_possible: bool = True) -> Adoption:
-    actors = KeptActors(keeps=False)
+    actors = AdoptableActors(outlive_driver=False)
     actors.left = {name: object() for name in ("engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1", "actor-0")}
     return Adoption(actors, RolloutRoleConfig(pool="rollout"), 3, is_possible=is_possible, noted=notes.append)
 
@@ -62,7 +64,7 @@ def test_engines_that_cannot_be_used_are_counted_once_all_were_asked() -> None:
 def test_engines_that_the_operator_had_added_are_ended_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
     monkeypatch.setattr(ray, "kill", ended.append)
-    actors, notes = KeptActors(keeps=False), list[str]()
+    actors, notes = AdoptableActors(outlive_driver=False), list[str]()
     actors.left = {"engine-0-0": "kept", "engine-1-0": "added"}
     adoption = Adoption(actors, RolloutRoleConfig(pool="rollout"), 1, is_possible=False, noted=notes.append)
 

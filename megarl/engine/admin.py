@@ -1,0 +1,125 @@
+"""Calls to an SGLang server beyond those of a plain step: pauses, memory of shared devices, files and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from megarl.engine.client import EngineClient
+from megarl.errors import EngineError
+from megarl.types import JsonValue, PolicyVersion
+
+
+class PauseMode(StrEnum):
+    """The treatment of running requests when an engine is paused."""
+
+    ABORT = "abort"
+    """They end and return their tokens so far."""
+    IN_PLACE = "in_place"
+    """They wait and continue with their KV cache."""
+    RETRACT = "retract"
+    """They wait and continue with a recomputed KV cache."""
+
+
+async def abort_all(client: EngineClient) -> None:
+    """End all requests; each returns its tokens so far."""
+    await client.control("abort all", "/abort_request", {"abort_all": True})
+
+
+async def pause(client: EngineClient, mode: PauseMode) -> None:
+    await client.control("pause", "/pause_generation", {"mode": mode.value})
+
+
+async def resume(client: EngineClient) -> None:
+    """Continue after `pause`."""
+    await client.control("resume", "/continue_generation", {"torch_empty_cache": False})
+
+
+async def sleep(client: EngineClient, *, releases_weights: bool = False) -> None:
+    """Stop computing and, on a GPU, release the memory of the KV cache and, if so asked, of the weights.
+
+    Weights that stay can be published to; those that were released are lost. The engine must be idle: SGLang ends
+    itself when memory is released during a request. Requests that arrive meanwhile wait until `wake`.
+    """
+    if not client.is_asleep:
+        await pause(client, PauseMode.RETRACT)
+        client.is_asleep = True
+    await _release(client, "kv_cache", *(["weights"] if releases_weights else []))
+
+
+async def take_weights(client: EngineClient) -> None:
+    """Take the memory of the weights again, without their values: a publish must follow."""
+    await _take(client, "weights")
+
+
+async def wake(client: EngineClient) -> None:
+    """Compute again. Weights that were released have been published by now."""
+    if not client.is_asleep:
+        return
+    assert "weights" not in client.released, f"{client.endpoint}: take_weights and a publish come before wake"
+    await _take(client, "kv_cache")
+    await resume(client)
+    client.is_asleep = False
+
+
+async def _release(client: EngineClient, *tags: str) -> None:
+    new: list[JsonValue] = [tag for tag in tags if tag not in client.released]
+    if new and client.endpoint.device == "cuda":
+        await client.control("release memory", "/release_memory_occupation", {"tags": new})
+    client.released += [tag for tag in tags if tag not in client.released]
+
+
+async def _take(client: EngineClient, tag: str) -> None:
+    if tag not in client.released:
+        return
+    if client.endpoint.device == "cuda":
+        await client.control("take memory", "/resume_memory_occupation", {"tags": [tag]})
+    client.released.remove(tag)
+
+
+async def num_cached_tokens(client: EngineClient) -> int | None:
+    """Return how many tokens the KV cache holds; None where the engine does not answer that."""
+    with suppress(EngineError):
+        info = await client.get("server info", "/server_info")
+        size = info.get("max_total_num_tokens")
+        return size if isinstance(size, int) else None
+    return None
+
+
+async def model_info(client: EngineClient) -> Mapping[str, JsonValue]:
+    return await client.get("model info", "/model_info")
+
+
+async def load_weights_from_disk(
+    client: EngineClient, folder: Path, *, version: PolicyVersion, timeout_s: float
+) -> None:
+    """Let SGLang load a Hugging Face folder."""
+    body: dict[str, JsonValue] = {
+        "model_path": str(folder),
+        # Without it SGLang takes the format of its start, and an engine may have started with random weights.
+        "load_format": "auto",
+        "weight_version": str(version),
+        "flush_cache": False,
+    }
+    await client.control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
+
+
+async def load_adapter(client: EngineClient, name: str, folder: Path, *, timeout_s: float) -> None:
+    """Let SGLang load a folder of PEFT under a new name, beside running requests."""
+    body: dict[str, JsonValue] = {"lora_name": name, "lora_path": str(folder), "pinned": False}
+    await client.control("load adapter", "/load_lora_adapter", body, timeout_s=timeout_s)
+
+
+async def unload_adapter(client: EngineClient, name: str, *, timeout_s: float) -> None:
+    """Forget an adapter. SGLang waits for its requests, and holds back all loads meanwhile."""
+    await client.control("unload adapter", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+
+
+async def unload_all_adapters(client: EngineClient, *, timeout_s: float) -> None:
+    models = (await client.get("list adapters", "/v1/models", timeout_s=timeout_s)).get("data")
+    cards = [card for card in models if isinstance(card, dict)] if isinstance(models, list) else []
+    for card in cards:
+        if card.get("parent"):
+            await unload_adapter(client, str(card["id"]), timeout_s=timeout_s)

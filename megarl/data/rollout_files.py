@@ -187,7 +187,7 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
     """Remove the oldest files until the rest has at most `max_bytes`; the newest one stays.
 
-    Files that a killed process did not finish are removed as well: nobody may be writing.
+    Files that a killed process did not finish are removed as well: only one process writes at a time.
     """
     for partial in (run_folder / ROLLOUTS_FOLDER).glob(f"*{_PARTIAL}"):
         partial.unlink(missing_ok=True)

@@ -27,8 +27,8 @@ HEAVY = ("whole_run", "real_engines", "real_ray", "real_ranks")
 """The fixtures that make a test heavy, those of the longest tests first."""
 _SHARED = {"qwen2_tp1": "engines", "qwen3_tp2": "engines", "real_ray": "ray"}
 """Fixtures whose tests are one group, and its name."""
-_HEAVY_PROGRAMS = ("megarl.engine.", "/raylet/raylet", "/gcs/gcs_server")
-"""Words of command lines that start an engine or a Ray."""
+_HEAVY_PROGRAMS = ("megarl.engine.cpu", "megarl.engine.server", "/raylet", "/gcs_server")
+"""Ends of words in command lines that start an engine or a Ray."""
 _RUN_AGAIN = "run again"
 """The outcome of a test whose process was lost."""
 
@@ -101,9 +101,8 @@ class Watch:
 
     def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
         if event == "subprocess.Popen" and self._light is not None:
-            words = arguments[1]
-            line = " ".join(map(str, words)) if isinstance(words, list | tuple) else str(words)
-            program = next((program for program in _HEAVY_PROGRAMS if program in line), None)
+            words = arguments[1] if isinstance(arguments[1], list | tuple) else ()
+            program = next((str(word) for word in words if str(word).endswith(_HEAVY_PROGRAMS)), None)
             if program is not None:
                 self.refuse(program)
 

@@ -76,4 +76,4 @@ def test_a_test_is_heavy_by_its_fixtures_and_a_light_one_starts_no_engine(schedu
     assert scheduled.runpytest_subprocess(*words, "-m", "heavy").parseoutcomes() == {"passed": 1, "deselected": 1}
     done = scheduled.runpytest_subprocess(*words, "-m", "not heavy")
     assert done.parseoutcomes() == {"failed": 1, "deselected": 1}
-    assert "test_by_itself starts megarl.engine.; one of the fixtures " in done.stdout.str()
+    assert "test_by_itself starts megarl.engine.cpu; one of the fixtures " in done.stdout.str()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from megarl.config.native.options import JSON, NativeField, NativeLibrary, sorted_choices, write_library
-from megarl.rollout.cpu_kernels import declare_torchvision_ops
 
 _TYPE_NAMES: Mapping[str, str] = {
     "int": "int",
@@ -28,7 +27,6 @@ _NOT_OPTIONS = ("help", "config")
 
 
 def sglang_fields() -> NativeLibrary:
-    declare_torchvision_ops()
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

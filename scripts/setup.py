@@ -207,8 +207,8 @@ class Build(Enum):
     """A set of packages, with the gigabytes that it takes on disk."""
 
     CPU = 3
-    CUDA = 8
-    GPU = 15
+    CUDA = 6
+    GPU = 8
 
 
 def choose_build(uv: Uv) -> tuple[Build, tuple[str, ...]]:

@@ -1,10 +1,9 @@
-# Nothing has to be installed by hand besides Python >= 3.11 and make: each target runs the set-up that it needs.
+# Nothing has to be installed by hand besides Python 3.11 or 3.12 and make: each target runs the set-up that it needs.
 
 PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/pip install --quiet --no-deps
 INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 # Processes that share the tests: as many as there are cores, if each has 6 GB of memory.
@@ -16,22 +15,16 @@ WORKERS ?= 2
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) ## build .venv from requirements.txt; does nothing when it is up to date
+setup: $(INSTALLED) ## build .venv for this machine; does nothing when it is up to date
 
-# Where pip finds no CPU build of the pinned torch, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
-$(INSTALLED): requirements.txt pyproject.toml
-	@echo "building $(VENV): $$(grep -c == requirements.txt) packages, 3 GB, a few minutes"
-	@$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -r requirements.txt
-	$(PIP_INSTALL) --no-build-isolation -e .
-	touch $@
+$(INSTALLED): requirements-hashes.txt requirements-cuda-hashes.txt pyproject.toml scripts/setup.py
+	@$(PYTHON) scripts/setup.py
+	@touch $@
 
 # Of every file that PyPI has of a version: wheels of all platforms and Pythons. Transformer Engine is compiled, with its own
 # dependencies.
-HASHES := build/uv/bin/uv pip compile --quiet --no-config --no-deps --generate-hashes --no-header --no-annotate
-hashes: ## write requirements-hashes.txt and requirements-cuda-hashes.txt after a version was changed
-	$(PYTHON) -m venv build/uv
-	build/uv/bin/pip install --quiet uv==0.13.7
+HASHES := $(BIN)/uv pip compile --quiet --no-config --no-deps --generate-hashes --no-header --no-annotate
+hashes: setup ## write requirements-hashes.txt and requirements-cuda-hashes.txt after a version was changed
 	$(HASHES) --universal --python-version 3.11.5 requirements.txt --output-file requirements-hashes.txt
 	grep -v '^transformer-engine' requirements-cuda.txt | $(HASHES) --python-version 3.12 \
 		--python-platform x86_64-manylinux_2_39 - --output-file requirements-cuda-hashes.txt

@@ -125,7 +125,7 @@ def _published(server: Server, lora: LoraConfig, folder: Path) -> Iterator[_Benc
     publisher = AdapterPublisher(
         ranks=parts,
         fleet=server.fleet,
-        places=parts,
+        place=parts.placed_adapter,
         base_folder=folder,
         tensors=tensors,
         num_loaded=_NUM_LOADED,
@@ -187,7 +187,7 @@ class _Parts(RankGroup[ActorCalls]):
         return stored
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         times = [time.perf_counter()]
         async with asyncio.timeout(timeout_s):
             folder = await self._host.place_adapter.remote(stored, index)
@@ -218,7 +218,7 @@ def _publish_figure(bench: _Bench, *, ours_s: float, full_s: float, full_bytes: 
 async def _measure_bare_load(bench: _Bench, *, ours_s: float) -> Figure:
     """Time SGLang alone: it loads and unloads an adapter that lies in its node's memory already."""
     client, stored = bench.server.client, bench.parts.store_adapter(0, Path("base"))
-    async with bench.parts.placed_adapter(0, stored, timeout_s=_TIMEOUT_S) as folder:
+    async with bench.parts.placed_adapter(0, stored, _TIMEOUT_S) as folder:
 
         async def load_and_unload() -> None:
             await admin.load_adapter(client, "bare", folder, timeout_s=_TIMEOUT_S)

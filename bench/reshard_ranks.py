@@ -21,7 +21,6 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.engine.commands import Rendezvous
-from megarl.engine.cpu_kernels import declare_torchvision_ops
 from megarl.errors import WeightSyncError
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
@@ -114,7 +113,6 @@ class BenchRank:
         """Join, as rank 0, the process group in which SGLang's ranks receive broadcasts."""
         if self._rank:
             return
-        declare_torchvision_ops()
         from sglang.srt.utils.common import init_custom_process_group
 
         self._everything = {

@@ -94,6 +94,10 @@ class Phases(Protocol):
         """Let trainers compute without a change of weights: engines keep theirs."""
         ...
 
+    def publishing(self) -> AbstractAsyncContextManager[None]:
+        """Let engines have memory for the weights that are sent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:

@@ -214,9 +214,12 @@ def counted(numbers: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
 class PackedRows:
     """The S sequences of a micro-batch as rows of samples, of which some have several."""
 
-    firsts: npt.NDArray[np.int32]  # [S], place among the sample's tokens of the first one that the row predicts
-    episode_starts: npt.NDArray[np.int32]  # [E + 1], ends with N: where the rows of a sample, or the padding, begin
-    num_loss_tokens: npt.NDArray[np.int64]  # [E], of all rows of the sample, in whatever micro-batch they are
+    firsts: npt.NDArray[np.int32]
+    """[S], place among the sample's tokens of the first one that the row predicts."""
+    episode_starts: npt.NDArray[np.int32]
+    """[E + 1], ends with N: where the rows of a sample, or the padding, begin."""
+    num_loss_tokens: npt.NDArray[np.int64]
+    """[E], of all rows of the sample, in whatever micro-batch they are."""
 
 
 ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", "advantages", "returns", "teacher"]
@@ -225,12 +228,16 @@ ColumnName: TypeAlias = Literal["old_logprobs", "reference_logprobs", "values", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleColumn:
-    """Numbers of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
+    """A column of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
 
-    sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
-    starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each row begin
-    numbers: npt.NDArray[np.float32]  # [sum of T], or [sum of T, K] where each token has several
-    firsts: npt.NDArray[np.int32] | None = None  # [S], as in `PackedRows`; None where every row is a whole sample
+    sample_ids: npt.NDArray[np.int32]
+    """[S], indices into the step's samples."""
+    starts: npt.NDArray[np.int64]
+    """[S + 1], where the numbers of each row begin."""
+    numbers: npt.NDArray[np.float32]
+    """[sum of T], or [sum of T, K] where each token has several."""
+    firsts: npt.NDArray[np.int32] | None = None
+    """[S], as in `PackedRows`; None where every row is a whole sample."""
 
     def only(self, sample_ids: Iterable[int]) -> SampleColumn:
         """Return the rows of these samples."""
@@ -245,7 +252,7 @@ class SampleColumn:
 
 
 def sample_column(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleColumn:
-    """Return the numbers of whole samples, given by their indices."""
+    """Return the column of whole samples, by their indices."""
     return SampleColumn(
         sample_ids=np.fromiter(arrays, np.int32, len(arrays)),
         starts=np.cumsum([0, *map(len, arrays.values())], dtype=np.int64),
@@ -257,27 +264,31 @@ def sample_column(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleColumn
 class RolloutSums:
     """Numbers of B rollouts of a step, made where the numbers of their tokens are."""
 
-    counts: npt.NDArray[np.float64]  # [B], tokens that the policy chose
-    kl: npt.NDArray[np.float64] | None  # [B], sum of the estimates of KL at these tokens; None without a penalty
-    ratios: npt.NDArray[np.float64] | None = None  # [B], their log-probability less the reference's, to compare pairs
-    advantages: npt.NDArray[np.float64] | None = None  # [B], their size; None where all tokens have the same
+    counts: npt.NDArray[np.float64]
+    """[B], tokens that the policy chose."""
+    kl: npt.NDArray[np.float64] | None
+    """[B], sum of the estimates of KL at these tokens; None without a penalty."""
+    ratios: npt.NDArray[np.float64] | None = None
+    """[B], their log-probability less the reference's, to compare pairs."""
+    advantages: npt.NDArray[np.float64] | None = None
+    """[B], their size; None where all tokens have the same."""
 
 
 def by_sample(parts: Iterable[SampleColumn]) -> dict[int, npt.NDArray[np.float32]]:
     """Return the numbers of each sample; tokens of rows that are in none of the parts have 0."""
-    found: dict[int, list[tuple[int, npt.NDArray[np.float32]]]] = {}
+    by_id: dict[int, list[tuple[int, npt.NDArray[np.float32]]]] = {}
     for part in parts:
         firsts = np.zeros(len(part.sample_ids), np.int32) if part.firsts is None else part.firsts
         arrays = np.split(part.numbers, part.starts[1:-1]) if len(part.sample_ids) else []
         for sample_id, first, array in zip(part.sample_ids.tolist(), firsts.tolist(), arrays, strict=True):
-            found.setdefault(sample_id, []).append((first, array))
-    return {sample_id: _joined(rows) for sample_id, rows in found.items()}
+            by_id.setdefault(sample_id, []).append((first, array))
+    return {sample_id: _joined(rows) for sample_id, rows in by_id.items()}
 
 
 def assemble(parts: Iterable[SampleColumn]) -> tuple[npt.NDArray[np.float32], ...]:
     """Return one array per sample of a step from the parts of all data-parallel ranks."""
-    found = by_sample(parts)
-    return tuple(found[sample_id] for sample_id in range(len(found)))
+    by_id = by_sample(parts)
+    return tuple(by_id[sample_id] for sample_id in range(len(by_id)))
 
 
 def _joined(rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
@@ -326,7 +337,7 @@ class RouteShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """The experts that a request asks for: of the tokens from `first` on, but for the last of the response."""
+    """Requests the experts of the tokens from `first` on, but for the last of the response."""
 
     shape: RouteShape
     first: int
@@ -337,7 +348,7 @@ class RouteRequest:
     def after(
         cls, shape: RouteShape | None, num_routed: int, so_far: RouteArray | None, *, num_sent: int
     ) -> RouteRequest | None:
-        """Return the question that leaves out known routes: of `num_routed` tokens, and of a response so far."""
+        """Return the request that leaves out known routes: of `num_routed` tokens, and of a response so far."""
         first = num_routed + (0 if so_far is None else len(so_far))
         return None if shape is None else cls(shape=shape, first=first, num_sent=num_sent)
 
@@ -346,10 +357,11 @@ class RouteRequest:
 
         The reply has `num_tokens`; without content all experts are unknown. A ValueError names the fault.
         """
-        num_routes, num_wanted = (max(self.num_sent + each - 1 - self.first, 0) for each in (num_tokens, num_kept))
+        num_routes = max(self.num_sent + num_tokens - 1 - self.first, 0)
+        num_kept_routes = max(self.num_sent + num_kept - 1 - self.first, 0)
         if content is None:
-            return self.shape.unknown(num_wanted)
-        return self.shape.read(content, num_routes)[:num_wanted]
+            return self.shape.unknown(num_kept_routes)
+        return self.shape.read(content, num_routes)[:num_kept_routes]
 
 
 def join_routes(parts: Iterable[tuple[int, RouteArray]], num_tokens: int) -> RouteArray | None:

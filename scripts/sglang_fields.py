@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from megarl.config.native.options import JSON, NativeField, NativeLibrary
-from megarl.engine.cpu_kernels import declare_torchvision_ops
 from scripts.native_fields import sorted_choices, write_library
 
 _TYPE_NAMES: Mapping[str, str] = {
@@ -29,7 +28,6 @@ _NOT_OPTIONS = ("help", "config")
 
 
 def sglang_fields() -> NativeLibrary:
-    declare_torchvision_ops()
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

@@ -11,15 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from megarl.config.model import ModelShape, read_model_shape
-from megarl.engine.cpu_kernels import declare_torchvision_ops
-
-declare_torchvision_ops()
-
-from peft import LoraConfig as PeftConfig  # noqa: E402 - imports transformers
-from peft import PeftModel, get_peft_model  # noqa: E402
-from transformers import (  # noqa: E402 - transformers imports torchvision, which needs its operators declared
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -35,6 +29,8 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from megarl.config.model import ModelShape, read_model_shape
 
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -223,7 +223,7 @@ class MirroredRun:
     def _url(self) -> str:
         return mirror_url(self.mirror, self.run_folder.name)
 
-    def fetch_newest(self, *, damaged: Collection[Path] = (), told: Callable[[str], None]) -> Fetched:
+    def fetch_newest(self, *, damaged: Collection[Path] = (), notify: Callable[[str], None]) -> Fetched:
         """Fetch the mirror's newest checkpoint if the local disk has none of its step or later that is complete.
 
         A checkpoint that is damaged in the mirror is passed over. A mirror that does not answer is noted where the
@@ -244,7 +244,7 @@ class MirroredRun:
             if found is None or (local is not None and local >= found.step):
                 return Fetched(notes=tuple(notes))
             step = found.step
-            transfer = _fetch(url, self.mirror, parent, found, told)
+            transfer = _fetch(url, self.mirror, parent, found, notify)
             if not transfer.problem:
                 return Fetched(notes=tuple(notes), replaced=frozenset({checkpoint_folder(parent, step)}))
             if transfer.code != CheckpointError.exit_code:
@@ -306,7 +306,7 @@ def _ask(url: str, mirror: MirrorConfig, folder: str, without: Collection[int]) 
     return (steps[0] if steps and not transfer.problem else None), transfer.problem
 
 
-def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, told: Callable[[str], None]) -> Transfer:
+def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, notify: Callable[[str], None]) -> Transfer:
     what, total = f"step {manifest.step} from {url}", f"{manifest.num_bytes / 1e9:.3f} GB"
     began = last = time.monotonic()
 
@@ -314,12 +314,12 @@ def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, tol
         nonlocal last
         if words[0] == MOVED and time.monotonic() - last >= _TELL_EVERY_S:
             last = time.monotonic()
-            told(f"fetching {what}: {int(words[1]) / 1e9:.3f} of {total}")
+            notify(f"fetching {what}: {int(words[1]) / 1e9:.3f} of {total}")
 
-    told(f"fetching {what}: {total}")
+    notify(f"fetching {what}: {total}")
     words = ("fetch", url, str(parent), "--step", str(manifest.step))
     transfer = Transfer(words=words, stall_s=mirror.stall_s, on_line=tell)
     transfer.run()
     if not transfer.problem:
-        told(f"fetched {what}: {total} in {time.monotonic() - began:.0f} s; every digest is right")
+        notify(f"fetched {what}: {total} in {time.monotonic() - began:.0f} s; every digest is right")
     return transfer

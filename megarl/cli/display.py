@@ -1,4 +1,4 @@
-"""The display of a run: a live view on a terminal, plain lines elsewhere; and the progress bar of long reads."""
+"""The display of a run: live on a terminal or in a notebook, plain lines elsewhere; a progress bar of long reads."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ from megarl.system.secret import masked
 
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30
+_MAX_LINES = 12
+"""Lines that stay visible above the progress."""
 
 
 class _LastingConsole(Console):
@@ -317,10 +319,6 @@ def count_bytes(console: Console, text: str, *, total_bytes: int | None = None) 
     is_shown = console.is_terminal and not console.is_dumb_terminal
     with Bars(*columns, console=console, transient=True, disable=not is_shown) as bars:
         yield ByteCounter(bars, text, total_bytes=total_bytes)
-
-
-_MAX_LINES = 12
-"""Lines that stay visible above the progress."""
 
 
 class Output(Protocol):

@@ -140,12 +140,9 @@ class LoadCheck:
 def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> torch.Tensor:
     """Return the log-probabilities of every token at every place of a fixed prompt, or the outputs of another head."""
     import torch
-
-    from megarl.engine.cpu_kernels import declare_torchvision_ops
-    from megarl.weights.executors.tensors import torch_dtype
-
-    declare_torchvision_ops()  # transformers needs them when it is imported
     import transformers
+
+    from megarl.weights.executors.tensors import torch_dtype
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -128,7 +128,10 @@ def kubernetes(
         max_failures=max_failures,
     )
     text = yaml.safe_dump(checked.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
-    run, model, data, grace_s = checked.run, checked.model, checked.data, checked.checkpoint.grace_s
+    run = checked.run
+    model = checked.model
+    data = checked.data
+    grace_s = checked.checkpoint.grace_s
     rendered = render(job, text, run=run, model=model, data=data, pools=checked.pools, grace_s=grace_s)
     if out is None:
         print(rendered, end="")

@@ -93,16 +93,16 @@ def as_json(answer: PlanAnswer) -> dict[str, object]:
 
 def tables(answer: PlanAnswer) -> Group:
     plan = answer.plan
-    parts: list[RenderableType] = [_title(answer), "", _placementmake_table(plan.placement), ""]
+    parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), ""]
     for where in dict.fromkeys(ledger.where for ledger in plan.sizes.ledgers):
-        parts += [_memorymake_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
+        parts += [_memory_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
     parts += [*fit_lines(answer), ""]
     if plan.sizes.hosts:
-        parts += [_hostmake_table(plan), ""]
+        parts += [_host_table(plan), ""]
     if plan.reshard is not None:
-        parts += [_reshardmake_table(plan), ""]
+        parts += [_reshard_table(plan), ""]
     if plan.sizes.timing is not None:
-        parts += [_timemake_table(plan.sizes.timing), *_time_notes(answer)]
+        parts += [_time_table(plan.sizes.timing), *_time_notes(answer)]
     parts += _padding_notes(answer)
     parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.shapes.policy)]
     return Group(*parts)
@@ -124,7 +124,7 @@ def make_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _placementmake_table(placement: Placement) -> Table:
+def _placement_table(placement: Placement) -> Table:
     """Return a line per node with the ranks of each role and the parts of the model that they hold."""
     roles = list(placement.models)
     table = make_table(
@@ -173,7 +173,7 @@ def _coordinates(ranks: Sequence[RankPlace], axes: Sequence[str]) -> str:
     return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)}" if ranks else ""
 
 
-def _memorymake_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
+def _memory_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
     """Return the table of one kind of GPU, with a column per phase."""
     title = f"Memory of the fullest GPU, GiB: {where}"
     table = make_table(title, "", *(ledger.phase for ledger in ledgers))
@@ -190,7 +190,7 @@ def _memorymake_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
     return table
 
 
-def _hostmake_table(plan: RunPlan) -> Table:
+def _host_table(plan: RunPlan) -> Table:
     hosts = plan.sizes.hosts
     table = make_table("Host memory of the fullest node, GiB", "", *(host.where for host in hosts))
     names = list(dict.fromkeys(item.name for host in hosts for item in host.items))
@@ -226,7 +226,7 @@ def _proposal_lines(proposal: Proposal) -> list[str]:
     return [line] if len(line) <= WIDTH else [f"  fits with these: {outcome}", *(f"    {change}" for change in changes)]
 
 
-def _reshardmake_table(plan: RunPlan) -> Table:
+def _reshard_table(plan: RunPlan) -> Table:
     reshard = plan.reshard
     assert reshard is not None
     table = make_table("Publishing one version", "", "GB", "seconds")
@@ -253,7 +253,7 @@ def _reshardmake_table(plan: RunPlan) -> Table:
     return table
 
 
-def _timemake_table(timing: Timing) -> Table:
+def _time_table(timing: Timing) -> Table:
     table = make_table("Time of a step", "phase", "seconds", "share")
     for phase in timing.phases:
         share = f"{phase.seconds / timing.step_s:.0%}" if phase.is_waited_for else "in parallel"
@@ -276,7 +276,9 @@ def _padding_notes(answer: PlanAnswer) -> list[str]:
 
 def _time_notes(answer: PlanAnswer) -> list[str]:
     plan = answer.plan
-    timing, gpu, workload = plan.sizes.timing, plan.gpu, plan.workload
+    timing = plan.sizes.timing
+    gpu = plan.gpu
+    workload = plan.workload
     assert timing is not None
     notes = [
         f"assumes a mean prompt of {workload.mean_prompt_tokens:,} and a mean response of "

@@ -62,7 +62,7 @@ def train(
                 allows_data_change=allows_data_change,
                 overrides_fit=overrides_fit,
                 tasks_file=tasks_file,
-                told=lambda text: console.print(f"warning: {text}"),
+                notify=lambda text: console.print(f"warning: {text}"),
             )
     except FinishedError as error:
         console.print(str(error))

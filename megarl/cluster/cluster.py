@@ -232,9 +232,9 @@ def refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, r
     there = _described(devices, kind)
     for name, pool in pools.items():
         if sum(count >= pool.gpus_per_node for count in devices) < pool.nodes:
-            wanted = name_nodes(pool.nodes, pool.gpus_per_node, kind)
+            needed = name_nodes(pool.nodes, pool.gpus_per_node, kind)
             raise MachineError(
-                f"pools.{name}: needs {wanted}, and the Ray cluster has {there}; add such nodes, or set "
+                f"pools.{name}: needs {needed}, and the Ray cluster has {there}; add such nodes, or set "
                 f"pools.{name}.nodes and gpus_per_node to what a node has"
             )
     total = sum(pool.gpus for pool in pools.values())

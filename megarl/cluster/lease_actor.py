@@ -25,7 +25,7 @@ _POLL_S = 0.25
 
 
 class LeaseActor:
-    """Ends the actors and placement groups of its namespace when nobody has renewed the lease for `seconds`."""
+    """Ends the actors and placement groups of its namespace when no driver has renewed the lease for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -33,7 +33,8 @@ class LeaseActor:
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def renew(self, seconds: float) -> None:
-        self._seconds, self._renewed = seconds, time.monotonic()
+        self._seconds = seconds
+        self._renewed = time.monotonic()
 
     def end(self) -> None:
         """End everything but this actor."""

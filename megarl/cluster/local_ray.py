@@ -46,9 +46,9 @@ _POLL_S = 0.1
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "nodes"
-_FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that nobody foresees
+_FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that cannot be foreseen
 _STARTED = b"Ray runtime started"
-"""In the output of `ray start`."""
+"""A line in the output of `ray start`."""
 
 
 class LocalRay:

@@ -1,6 +1,6 @@
 """Nodes that a run loses: Ray moves their devices of a pool to other nodes, and the run waits for that.
 
-Nodes of the Ray cluster that no one uses are spare. Devices of a pool also move there from a node that is excluded.
+Nodes of the Ray cluster that no job uses are spare. Devices of a pool also move there from a node that is excluded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.observe.observer import Observer
 _POLL_S = 1.0
 _FOLLOW_S = 2.0
 _PLACE_S = 10.0
-_NODE_SHARE = 0.001
+_NODE_FRACTION = 0.001
 """A bundle that asks for this much of the resource that Ray gives a node under its address is placed there."""
 
 
@@ -152,8 +152,12 @@ def move_to_spare(pool: Pool, bundle: NodeBundle) -> bool:
             continue  # another job was faster
         if bundle.is_bound and bundle.is_lost:
             remove_placement_group(bundle.group)
-        bundle.group, bundle.index, bundle.gpus, bundle.node = there.group, 0, there.gpus, key
-        bundle.is_bound, bundle.is_lost = True, False
+        bundle.group = there.group
+        bundle.index = 0
+        bundle.gpus = there.gpus
+        bundle.node = key
+        bundle.is_bound = True
+        bundle.is_lost = False
         return True
     return False
 
@@ -168,7 +172,7 @@ def leave_for_spares(pool: Pool, bundles: list[NodeBundle]) -> None:
 
 def reserve_on(address: str, *, resource: str, size: int) -> NodeBundle | None:
     """Reserve devices of one node; return None if they are not free."""
-    group = placement_group([{resource: float(size), f"node:{address}": _NODE_SHARE}])
+    group = placement_group([{resource: float(size), f"node:{address}": _NODE_FRACTION}])
     bundle = NodeBundle(group, 0, resource=resource, size=size)
     is_placed = False
     try:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 _POLL_S = 0.02
 _PLACING_S = 30.0
-"""For Ray to start a task on the node of the process."""
+"""Time for Ray to start a task on the node of the process."""
 _STATES = {
     "R": "it is running native code and does not release the interpreter",
     "S": "it is waiting in native code and does not release the interpreter",

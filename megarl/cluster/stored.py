@@ -153,25 +153,25 @@ def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredRespon
     """Return the share with its cut sources; `located` says of each response who cut it and where it is now."""
     places: dict[int, int] = {}
     sources: list[ContentSource] = []
-    found = []
+    located_now = []
     for (old_source, old_index), (_, index, cut) in zip(share.places, located, strict=True):
         source: ContentSource = share.sources[old_source] if cut is None else cut[number]
         if id(source) not in places:
             places[id(source)] = len(sources)
             sources.append(source)
-        found.append((places[id(source)], old_index if cut is None else index))
-    return replace(share, sources=tuple(sources), places=tuple(found))
+        located_now.append((places[id(source)], old_index if cut is None else index))
+    return replace(share, sources=tuple(sources), places=tuple(located_now))
 
 
-async def write_stored(path: Path, kept: Sequence[FiledRollout], hosts: Sequence[ActorHandle]) -> None:
+async def write_stored(path: Path, rollouts: Sequence[FiledRollout], hosts: Sequence[ActorHandle]) -> None:
     """Have these workers write a file: each makes the rows of its own responses, and one of them writes all rows."""
-    answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
+    answers = [each for each in rollouts if isinstance(each, EvaluatedRollout)]
     if answers:
         await _write_answers(path, answers, hosts)
         return
     live = {host._actor_id: host for host in hosts}
     tables, writer = [], hosts[0]
-    for owner, of_owner in groupby((each for each in kept if isinstance(each, SampledRollout)), _owner):
+    for owner, of_owner in groupby((each for each in rollouts if isinstance(each, SampledRollout)), _owner):
         host, rows = live.get(owner, writer), list(of_owner)
         batches = (rows[first : first + MAX_TABLE_ROWS] for first in range(0, len(rows), MAX_TABLE_ROWS))
         tables += [host.tabulate.remote(batch) for batch in batches]
@@ -182,10 +182,10 @@ async def _write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts:
     """Have these workers write an evaluation, with one call to each: an evaluation may have thousands of prompts."""
     places = {host._actor_id: place for place, host in enumerate(hosts)}
     order = [places.get(_owner(answer), 0) for answer in answers]
-    shares: list[list[EvaluatedRollout]] = [[] for _ in hosts]
+    parts: list[list[EvaluatedRollout]] = [[] for _ in hosts]
     for place, answer in zip(order, answers, strict=True):
-        shares[place].append(answer)
-    lines = [host.tell.remote(share) for host, share in zip(hosts, shares, strict=True)]
+        parts[place].append(answer)
+    lines = [host.lines_of.remote(part) for host, part in zip(hosts, parts, strict=True)]
     await hosts[0].write_lines.remote(path, lines, order)
 
 

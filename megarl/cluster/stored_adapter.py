@@ -6,7 +6,7 @@ Ray moves an object once to each node that reads it. An engine loads the folder,
 of the engine and not its end.
 
 A process holds a lock on every folder that it has placed. The system takes the locks of a killed process away: the next
-engine that starts on the node removes the folders that nobody holds.
+engine that starts on the node removes the folders that no process has locked.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with a random name is made i
 _SPARE = 2
 _PREFIX = "megarl_adapter_"
 _LEFT_S = 5.0
-"""For a process to lock a folder that it has just made."""
+"""Time for a process to lock a folder that it has just made."""
 _READ_S = 60.0
 """Seconds after which every TP rank has read an adapter."""
 _MAX_READ = 2
-"""Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
+"""Folders of adapters stay for so long; publishes in quick succession remove older ones earlier."""
 DIGESTING_THREADS = 4
 _locks: dict[Path, int] = {}
 """Descriptors of the folders that this process has placed."""
@@ -161,7 +161,7 @@ class ReadAdapters:
 def make_room(folder: Path) -> None:
     """Let the next adapter, which is as large as that of the folder, find its pages in the node's memory: they take as
     long to get as to write."""
-    with suppress(OSError):  # there is no room, which the next adapter is told, or the folder is removed already
+    with suppress(OSError):  # no room, as the next adapter will report, or the folder is removed already
         num_bytes = (folder / ADAPTER_FILE).stat().st_size
         if num_bytes in _rooms or folder.parent != _MEMORY or _scratch_folder(num_bytes) != _MEMORY:
             return
@@ -182,7 +182,7 @@ def remove_adapter(folder: Path) -> None:
 
 
 def remove_left_adapters(*, after_s: float = _LEFT_S) -> None:
-    """Remove the folders of killed processes: those that nobody has locked and nothing was written to for a while."""
+    """Remove the folders of killed processes: those without a lock that nothing was written to for a while."""
     for path in (path for place in (_MEMORY, Path(gettempdir())) for path in place.glob(f"{_PREFIX}*")):
         with suppress(OSError):  # another user's, in use, or just removed
             status = path.stat()
@@ -212,7 +212,7 @@ def _lock(folder: Path, kind: int) -> int:
 
 
 def _new_folder(place: Path) -> Path:
-    """Make a folder that nobody else reads, and lock it."""
+    """Make a folder that only this user reads, and lock it."""
     folder = Path(mkdtemp(prefix=_PREFIX, dir=place))
     _locks[folder] = _lock(folder, fcntl.LOCK_SH)
     return folder

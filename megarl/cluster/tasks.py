@@ -32,7 +32,7 @@ async def beside(work: Callable[[], Coroutine[None, None, None]]) -> AsyncIterat
 
 
 def logged_task(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Start a task that nobody awaits while it works; an error that ends it is logged at once."""
+    """Start a task that is not awaited while it works; an error that ends it is logged at once."""
     task = asyncio.create_task(work)
     task.add_done_callback(_log_failure)
     return task

@@ -94,17 +94,19 @@ class WorkerGroup(Generic[Worker]):
         method: str,
         started: Sequence[ray.ObjectRef],
         *,
+        ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
         waits_for_all: bool = False,
     ) -> list[Result]:
-        """Return the results of calls that were started on ranks 0, 1, ...; `method` names them in errors."""
+        """Return the results of calls that were started on all ranks, or on `ranks`; `method` names them in errors."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        ranks = range(len(started)) if ranks is None else ranks
         tasks: list[asyncio.Future[Result]] = [
-            asyncio.ensure_future(self._await(rank, method, each)) for rank, each in enumerate(started)
+            asyncio.ensure_future(self._await(rank, method, each)) for rank, each in zip(ranks, started, strict=True)
         ]
         try:
             failures = await _failures(tasks, waits_for_all=waits_for_all, timeout_s=timeout_s)
-            late = [rank for rank, task in enumerate(tasks) if not task.done()]
+            late = [rank for rank, task in zip(ranks, tasks, strict=True) if not task.done()]
             if not failures and late:
                 raise await self._explain(method, late, timeout_s)
         finally:

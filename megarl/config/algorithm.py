@@ -287,7 +287,7 @@ class AdaptiveKlConfig(Section):
     """Raises the coefficient while the KL is above `target` and lowers it while it is below, by at most 20 %."""
 
     target: PositiveFloat
-    """The KL of a token to keep to, as the mean of the sequences' means."""
+    """Target KL per token: the mean over sequences of their means."""
     horizon: PositiveFloat = 10_000
     """Sequences over which a change takes full effect."""
 

@@ -1,4 +1,6 @@
-"""Models and data sets by their name on the Hugging Face hub: found in its local cache, or downloaded into it."""
+"""Models and data sets by name: those of the Hugging Face hub, found in its local cache or downloaded into it, and the
+shapes of public models, which can be planned without a folder.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ _FILES: dict[RepoKind, tuple[str, ...]] = {
     "model": ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"),
     "dataset": ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.arrow"),
 }
+_LLAMA3_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf|-v0\.1)+$")
 
 
 class HubError(Exception):
@@ -103,9 +107,6 @@ def with_local_models(recipe: Recipe, *, downloads: bool) -> tuple[Recipe, list[
     }
     model = recipe.model.model_copy(update={"path": local(recipe.model.path, "model.path")})
     return recipe.model_copy(update={"model": model, "roles": roles.model_copy(update=changed)}), problems
-
-
-_LLAMA3_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: int = 152064) -> ModelShape:
@@ -224,8 +225,6 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
         experts=Experts(num=8, per_token=2, is_normalized=True),
     ),
 }
-
-_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf|-v0\.1)+$")
 
 
 def public_model_name(path: Path) -> str | None:

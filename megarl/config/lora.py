@@ -53,7 +53,7 @@ class LoraConfig(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random values of the first matrix; the second is zero, so that the policy starts as the base."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that an update leaves out; for algorithms that train on given answers only."""
+    """Fraction of the adapters' inputs that an update leaves out; only for algorithms that train on answers of data."""
     path: Path | None = None
     """A folder of PEFT with an adapter of this base to start from; null starts from `init`."""
 

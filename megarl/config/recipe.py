@@ -1,4 +1,4 @@
-"""The schema of a recipe: one typed tree, one default per key, unknown keys refused.
+"""The schema of a recipe: one typed tree, one default per key, unknown keys refused, sections in the order of a recipe.
 
 A function takes the sections it needs rather than the whole recipe. Nothing here opens a file: see `checks`.
 """
@@ -18,80 +18,6 @@ from megarl.config.model import ModelShape
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
 from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
-
-
-class StragglerConfig(Section):
-    """When a rank or an engine counts as slow: beside the median of its kind, window after window."""
-
-    ratio: Annotated[float, Field(gt=1)] = 2
-    """Its time over the median's: of a token in an engine, of a fixed product of matrices on a rank."""
-    window_s: PositiveFloat = 60
-    """How long times are collected before they are compared."""
-    windows: PositiveInt = 5
-    """Slow windows in a row after which it is named in a warning."""
-    drains_engines: bool = True
-    """Whether a slow engine is then drained and restarted: its requests keep their tokens and go on elsewhere."""
-
-
-class ClusterConfig(Section):
-    """The machines under the pools."""
-
-    gpu: GpuName | None = None
-    """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
-    what Ray reports, and h100 where there is no Ray to ask."""
-    allows_no_token: bool = False
-    """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
-    node_timeout_s: PositiveFloat = 600
-    """How long a run that lost a node waits for another one before it ends."""
-    lease_s: NonNegativeFloat = 90
-    """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
-    them, once it has a checkpoint. 0 ends them with the driver."""
-    max_node_faults: PositiveInt = 4
-    """Accidents of the engines or ranks of one node within an hour after which they move to a spare node, if there is
-    one; engines are taken out in any case if other nodes have some."""
-    stragglers: StragglerConfig = StragglerConfig()
-
-
-class KeepBestConfig(Section):
-    metric: str = "accuracy"
-    """The evaluation's metric to compare."""
-    mode: Literal["max", "min"] = "max"
-    """Whether larger or smaller is better."""
-
-
-class MirrorConfig(Section):
-    """A copy of the checkpoints in an object store or on another disk, made in the background after each save. A run
-    whose disk is lost resumes from it."""
-
-    url: Annotated[str, Field(min_length=1)]
-    """`s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; checkpoints are below it, in a folder with the
-    run's name. Needs the extra `megarl[s3]` or `megarl[gs]`; keys and endpoint come from the store's own settings,
-    such as AWS_ENDPOINT_URL."""
-    stall_s: PositiveFloat = 300
-    """A transfer in which nothing moves for so long is ended, and tried again later."""
-    finish_s: NonNegativeFloat = 600
-    """How long a run that is done waits for its last checkpoint to be copied, by a store that takes it."""
-
-
-class CheckpointConfig(Section):
-    """Checkpoints are in `<run>/checkpoints/step_N`; `model` in one is a Hugging Face folder. A stopped run resumes
-    from the newest."""
-
-    save_every_steps: PositiveInt | None = 50
-    """Steps between two saves, which run in the background; null saves only at the end, at a new best, and when the run
-    is asked to stop (SIGTERM)."""
-    save_at_end: bool = True
-    """Save the last step; a run whose last step cannot be saved ends with exit code 4."""
-    keep_last: PositiveInt = 2
-    """How many checkpoints to keep; older ones are removed once a new one is complete."""
-    keep_best: KeepBestConfig | None = None
-    """Save every step whose evaluation beats all before it, and keep that one in addition to the last ones."""
-    contents: Literal["everything", "weights"] = "everything"
-    """A run can resume only from `everything`: weights, optimizer and the state of the run."""
-    grace_s: PositiveFloat = 120
-    """Time to save after SIGTERM or SIGUSR1; past it, or after a second SIGTERM, the run ends at once."""
-    mirror: MirrorConfig | None = None
-    """A second place for the checkpoints; null has none."""
 
 
 class RunConfig(Section):
@@ -182,6 +108,38 @@ class DataConfig(Section):
     """The treatment of a prompt above max_prompt_tokens: the run is refused, or goes on without it."""
     is_shuffled: bool = True
     """Prompts come in an order that `run.seed` determines, another one in each epoch."""
+
+
+class StragglerConfig(Section):
+    """When a rank or an engine counts as slow: beside the median of its kind, window after window."""
+
+    ratio: Annotated[float, Field(gt=1)] = 2
+    """Its time over the median's: of a token in an engine, of a fixed product of matrices on a rank."""
+    window_s: PositiveFloat = 60
+    """How long times are collected before they are compared."""
+    windows: PositiveInt = 5
+    """Slow windows in a row after which it is named in a warning."""
+    drains_engines: bool = True
+    """Whether a slow engine is then drained and restarted: its requests keep their tokens and go on elsewhere."""
+
+
+class ClusterConfig(Section):
+    """The machines under the pools."""
+
+    gpu: GpuName | None = None
+    """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
+    what Ray reports, and h100 where there is no Ray to ask."""
+    allows_no_token: bool = False
+    """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
+    node_timeout_s: PositiveFloat = 600
+    """How long a run that lost a node waits for another one before it ends."""
+    lease_s: NonNegativeFloat = 90
+    """How long the processes of a run outlive its driver if that is killed: the next `megarl train` of the run adopts
+    them, once it has a checkpoint. 0 ends them with the driver."""
+    max_node_faults: PositiveInt = 4
+    """Accidents of the engines or ranks of one node within an hour after which they move to a spare node, if there is
+    one; engines are taken out in any case if other nodes have some."""
+    stragglers: StragglerConfig = StragglerConfig()
 
 
 class SamplingConfig(Section):
@@ -276,6 +234,48 @@ class EvaluationConfig(Section):
         if step == 0:
             return self.runs_before_training
         return is_last or (self.every_steps is not None and step % self.every_steps == 0)
+
+
+class KeepBestConfig(Section):
+    metric: str = "accuracy"
+    """The evaluation's metric to compare."""
+    mode: Literal["max", "min"] = "max"
+    """Whether larger or smaller is better."""
+
+
+class MirrorConfig(Section):
+    """A copy of the checkpoints in an object store or on another disk, made in the background after each save. A run
+    whose disk is lost resumes from it."""
+
+    url: Annotated[str, Field(min_length=1)]
+    """`s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; checkpoints are below it, in a folder with the
+    run's name. Needs the extra `megarl[s3]` or `megarl[gs]`; keys and endpoint come from the store's own settings,
+    such as AWS_ENDPOINT_URL."""
+    stall_s: PositiveFloat = 300
+    """A transfer in which nothing moves for so long is ended, and tried again later."""
+    finish_s: NonNegativeFloat = 600
+    """How long a run that is done waits for its last checkpoint to be copied, by a store that takes it."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints are in `<run>/checkpoints/step_N`; `model` in one is a Hugging Face folder. A stopped run resumes
+    from the newest."""
+
+    save_every_steps: PositiveInt | None = 50
+    """Steps between two saves, which run in the background; null saves only at the end, at a new best, and when the run
+    is asked to stop (SIGTERM)."""
+    save_at_end: bool = True
+    """Save the last step; a run whose last step cannot be saved ends with exit code 4."""
+    keep_last: PositiveInt = 2
+    """How many checkpoints to keep; older ones are removed once a new one is complete."""
+    keep_best: KeepBestConfig | None = None
+    """Save every step whose evaluation beats all before it, and keep that one in addition to the last ones."""
+    contents: Literal["everything", "weights"] = "everything"
+    """A run can resume only from `everything`: weights, optimizer and the state of the run."""
+    grace_s: PositiveFloat = 120
+    """Time to save after SIGTERM or SIGUSR1; past it, or after a second SIGTERM, the run ends at once."""
+    mirror: MirrorConfig | None = None
+    """A second place for the checkpoints; null has none."""
 
 
 class RolloutSamplesConfig(Section):

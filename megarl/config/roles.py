@@ -200,7 +200,7 @@ class EngineRoleConfig(Section):
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
     expert: PositiveInt = 1
-    """Sets that the experts of a mixture are divided into, of `tensor` / `expert` GPUs each."""
+    """Expert-parallel size: the experts of a mixture are divided into so many sets of `tensor` / `expert` GPUs."""
     max_running_requests: PositiveInt = 128
     """Requests that an engine computes at the same time; further ones wait."""
     max_cached_tokens: PositiveInt | None = None

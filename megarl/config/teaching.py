@@ -1,4 +1,4 @@
-"""The scores that teachers compute for a rollout, and which teacher a prompt has."""
+"""The scores that teachers on engines compute for each rollout, and the choice of a prompt's teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """The question that teachers are asked about every rollout."""
+    """The scores that teachers compute for every rollout."""
 
     num_top: int
     """K, the likeliest tokens at each place."""
@@ -23,12 +23,12 @@ class Teaching:
 
     @property
     def width(self) -> int:
-        """Numbers of a token: its log-probability, those of the K likeliest tokens, and their ids."""
+        """Columns per token: its log-probability, those of the K likeliest tokens, and their ids."""
         return 1 + 2 * self.num_top
 
 
 def teaching_of(algorithm: AlgorithmConfig, roles: RolesConfig, vocab: int) -> Teaching | None:
-    """Return the question of a recipe; None if it has no teacher on engines. `vocab` is that of the policy."""
+    """Return the scores that a recipe needs; None without a teacher on engines. `vocab` is that of the policy."""
     distillation = algorithm.distillation
     sources = tuple((role, each.sources) for role, each in roles.teachers.items() if each.kind == "engines")
     if distillation is None or not sources:

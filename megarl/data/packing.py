@@ -37,7 +37,7 @@ class SequenceCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How the samples of a step are divided."""
+    """The division of a step's samples into mini-batches, ranks and micro-batches."""
 
     data_parallel: int
     tokens_per_micro_batch: int

@@ -39,15 +39,25 @@ from megarl.types import (
 )
 
 ROLLOUTS_FOLDER = "rollouts"
-
-_STEP_FILE = re.compile(r"step_(\d{6,})\.(parquet|jsonl)")
+EVALUATIONS_FOLDER = "evaluations"
 MAX_TABLE_ROWS = 64
 """Rows that are read to show one rollout."""
+
+_STEP_FILE = re.compile(r"step_(\d{6,})\.(parquet|jsonl)")
 _PARTIAL = ".tmp"
 _LINE_CHARS = 160
 _MAX_TOKENS_PER_CHAR = 4
 _CUT_CHAR = "\N{REPLACEMENT CHARACTER}"
 """Ends the text of tokens that end within a character."""
+_LISTED = (
+    *("prompt_uid", "data_source", "index", "score", "is_masked", "num_tokens", "finish_reason", "largest_gap"),
+    *("first_version", "last_version", "ending", "line"),
+)
+"""Columns of a list of rollouts."""
+_TIMED = ("prompt_uid", "index", "score", "ending", "began", "turns")
+"""Columns of the times of episodes."""
+_SPAN = {"start": pa.int32(), "end": pa.int32(), "kind": pa.string()}
+_TURN = pa.struct({**_SPAN, "reward": pa.float64(), "seconds": pa.float64(), "versions": pa.list_(pa.int32())})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +96,14 @@ def _list_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
-def write_rollouts(path: Path, kept: Sequence[FiledRollout], *, decode: Callable[[TokenArray], str]) -> None:
+def write_rollouts(path: Path, rollouts: Sequence[FiledRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
-    answers = [each for each in kept if isinstance(each, EvaluatedRollout)]
+    answers = [each for each in rollouts if isinstance(each, EvaluatedRollout)]
     if answers:
         write_generations(path, (answer.line(decode) for answer in answers))
         return
-    rollouts = [each for each in kept if isinstance(each, SampledRollout)]
-    batches = (rollouts[first : first + MAX_TABLE_ROWS] for first in range(0, len(rollouts), MAX_TABLE_ROWS))
+    samples = [each for each in rollouts if isinstance(each, SampledRollout)]
+    batches = (samples[first : first + MAX_TABLE_ROWS] for first in range(0, len(samples), MAX_TABLE_ROWS))
     singles: dict[int, str] = {}
     write_tables(path, (make_table(batch, decode, singles) for batch in batches))
 
@@ -159,10 +169,6 @@ def make_table(
     )
 
 
-_SPAN = {"start": pa.int32(), "end": pa.int32(), "kind": pa.string()}
-_TURN = pa.struct({**_SPAN, "reward": pa.float64(), "seconds": pa.float64(), "versions": pa.list_(pa.int32())})
-
-
 def _turns(episode: Episode) -> list[dict[str, Any]]:
     return [asdict(turn) for turn in episode.turns]
 
@@ -181,7 +187,7 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
     """Remove the oldest files until the rest has at most `max_bytes`; the newest one stays.
 
-    Files that a killed process did not finish are removed as well: nobody may be writing.
+    Files that a killed process did not finish are removed as well: only one process writes at a time.
     """
     for partial in (run_folder / ROLLOUTS_FOLDER).glob(f"*{_PARTIAL}"):
         partial.unlink(missing_ok=True)
@@ -194,12 +200,6 @@ def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
         path.unlink()
 
 
-_LISTED = (
-    *("prompt_uid", "data_source", "index", "score", "is_masked", "num_tokens", "finish_reason", "largest_gap"),
-    *("first_version", "last_version", "ending", "line"),
-)
-
-
 def read_list(path: Path) -> list[dict[str, Any]]:
     """Return the columns of `_LISTED` for every rollout of a file, in its order."""
     try:
@@ -207,9 +207,6 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     return rows
-
-
-_TIMED = ("prompt_uid", "index", "score", "ending", "began", "turns")
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
@@ -292,9 +289,6 @@ def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str], singles:
 def _line(text: str) -> str:
     """Return the beginning of the text, on one line."""
     return " ".join(text[: 2 * _LINE_CHARS].split())[:_LINE_CHARS]
-
-
-EVALUATIONS_FOLDER = "evaluations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

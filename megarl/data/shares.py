@@ -6,7 +6,7 @@ fills the micro-batches. Deterministic: equal samples give equal batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -39,6 +39,8 @@ UNUSED_IN_FORWARD = tuple(column.packed_as for column in COLUMNS if column.packe
 """Columns that a model does not need for a forward pass."""
 UNUSED_FOR_LOSS_TOKENS = tuple(name for name in UNUSED_IN_FORWARD if name != "loss_mask")
 """Columns that a model does not need for a forward pass whose results are of tokens in the loss only."""
+_REMOTE = ("old_logprobs", "reference_logprobs", "values")
+"""Columns that ranks have computed: an update gets them from there, not with the samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,49 @@ class Share:
         return TrainBatch(mini_batches=tuple(mini_batches), temperature=self.temperature)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPacking:
+    """Makes the shares of one model's data-parallel ranks, for an update and for a forward pass alike.
+
+    Both pack the same, so that a rank computes columns of the samples that it learns from.
+    """
+
+    packing: Packing
+    temperature: float
+    has_versions: bool = False
+    has_routes: bool = False
+    """The model follows the engine's choice of experts."""
+    teacher_width: int = 0
+
+    def for_update(self, samples: Sequence[TrainSample]) -> Iterator[Share]:
+        return make_shares(
+            samples,
+            self.packing,
+            temperature=self.temperature,
+            has_versions=self.has_versions,
+            has_routes=self.has_routes,
+            teacher_width=self.teacher_width,
+            without=_REMOTE,
+        )
+
+    def for_forward(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        among: Sequence[int] | None = None,
+        without: Collection[str] = UNUSED_IN_FORWARD,
+    ) -> Iterator[Share]:
+        """Yield shares for a forward pass of all samples, or of those whose indices are in `among`."""
+        return make_shares(
+            samples,
+            self.packing,
+            temperature=self.temperature,
+            has_routes=self.has_routes,
+            without=without,
+            among=among,
+        )
+
+
 def make_shares(
     samples: Sequence[TrainSample],
     packing: Packing,
@@ -171,10 +216,7 @@ def make_shares(
     ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
     plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
-    # All samples of a step have the same columns.
-    given = [column.name for column in OF_SAMPLE if getattr(samples[0], column.name) is not None]
-    names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
-    columns = {name: attrgetter(name if name in given else f"rollout.{name}") for name in names}
+    columns = _sent_columns(samples[0], has_versions=has_versions, without=without)
     singles = [column.packed_as for column in OF_CONTENT if column.packed_as and column.is_single]
     widths = {name: 0 for name in singles if name not in without}
     if teacher_width:
@@ -215,6 +257,15 @@ def make_shares(
         )
 
 
+def _sent_columns(
+    sample: TrainSample, *, has_versions: bool, without: Collection[str]
+) -> dict[str, Callable[[TrainSample], npt.NDArray[Any]]]:
+    """Return how to read each column that goes with the samples; all samples of a step have the same as this one."""
+    of_sample = [column.name for column in OF_SAMPLE if getattr(sample, column.name) is not None]
+    names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *of_sample) if name not in without]
+    return {name: attrgetter(name if name in of_sample else f"rollout.{name}") for name in names}
+
+
 class _RowOf(NamedTuple):
     """The tokens of a sample that are one sequence."""
 
@@ -231,8 +282,8 @@ def _joined_prompts(rows: list[_RowOf], samples: list[TrainSample]) -> tuple[Tok
     ends = accumulate(map(len, prompts.values()))
     bounds = {key: (end - len(prompts[key]), end) for key, end in zip(prompts, ends, strict=True)}
     pairs = zip(rows, samples, strict=True)
-    found = [bounds[id(sample.prompt_ids)] if row.continues_prompt else (0, 0) for row, sample in pairs]
-    return np.concatenate([np.zeros(0, np.int32), *prompts.values()]), found
+    of_rows = [bounds[id(sample.prompt_ids)] if row.continues_prompt else (0, 0) for row, sample in pairs]
+    return np.concatenate([np.zeros(0, np.int32), *prompts.values()]), of_rows
 
 
 def _counts(num_chosen: Sequence[int], sample_ids: Collection[int]) -> tuple[int, int]:
@@ -262,7 +313,7 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
 
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleColumn:
-    """Return the numbers of the response tokens of a share's samples. `columns`: [N] per mini-batch and micro-batch."""
+    """Return the column of the response tokens of a share's samples. `columns`: [N] per mini-batch and micro-batch."""
     rows = [
         (sample_id, first, of_tokens[start:end])
         for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True)
@@ -373,8 +424,8 @@ def _micro_batch(
         sample_ids.append(sample.sample_id)
     if starts[-1] < num_tokens:
         # The same token at every position would be sent to the same few experts of a mixture.
-        known = row.token_ids[: starts[-1]] if members else next((each.prompt_ids for each in samples.values()), [0])
-        row.token_ids[starts[-1] :] = np.resize(known, num_tokens - starts[-1])
+        filler = row.token_ids[: starts[-1]] if members else next((each.prompt_ids for each in samples.values()), [0])
+        row.token_ids[starts[-1] :] = np.resize(filler, num_tokens - starts[-1])
         for ends in (starts, response_starts, response_ends):
             ends.append(num_tokens)
         last_ids.append(0)

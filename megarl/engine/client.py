@@ -81,7 +81,7 @@ class EngineEndpoint:
         return f"{self.scheme}://{self.host}:{self.port}"
 
     def host_of(self, tp_rank: int) -> str:
-        """Return the address of the node that a TP rank is on; nodes have equal shares of the ranks, in order."""
+        """Return the address of the node that a TP rank is on; nodes have equal numbers of ranks, in order."""
         return self.node_hosts[tp_rank * len(self.node_hosts) // self.tensor] if self.node_hosts else self.host
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class EngineClient:
         except EngineError as error:
             logger.info("late request cannot be cut: %s", error)
 
-    async def ask(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
+    async def post(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
         """Return the reply to a request that is answered at once, without tokens that could be cut."""
         key, timeout_s = self.endpoint.keys.api, self.request_timeout_s
         return (await self._call(operation, path, body, key=key, timeout_s=timeout_s)).content
@@ -395,7 +395,7 @@ class EngineHttp:
 def _open_session() -> aiohttp.ClientSession:
     """Return a session without a limit of requests.
 
-    Connections are kept for the next turn of an episode: to open one costs a fifth of a turn.
+    Connections stay open for the next turn of an episode: to open one costs a fifth of a turn.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),

@@ -6,7 +6,6 @@ on a machine with a GPU. SGLang's workers are forked, with the stand-ins in plac
 
 from __future__ import annotations
 
-import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
@@ -16,21 +15,22 @@ from typing import Protocol
 import torch
 
 from megarl.engine.cpu_kernels import (
+    StandIn,
     add_gated,
     add_product_in_blocks,
     addmm_in_blocks,
     assign_req_to_token_pool,
-    declare_torchvision_ops,
     mm_in_blocks,
     murmur_hash32,
     own_experts,
+    provide_torchvision,
 )
 from megarl.engine.server import run
 
 
 def _install() -> None:
     """Install everything that SGLang lacks on a CPU, once per process."""
-    declare_torchvision_ops()
+    provide_torchvision()
     sys.modules["sgl_kernel"] = _kernel_module()
     torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", murmur_hash32)
@@ -42,27 +42,9 @@ def _install() -> None:
     _fork_workers()
 
 
-class _KernelModule(types.ModuleType):
-    """Replaces the compiled `sgl_kernel`: importing a name succeeds, calling it fails."""
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def missing(*_arguments: object, **_options: object) -> object:
-            raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
-
-        return missing
-
-
 def _kernel_module() -> types.ModuleType:
-    module = _KernelModule("sgl_kernel")
-    module.__dict__.update(
-        __path__=[],
-        __spec__=importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True),
-        __version__="0.0.0+cpu",
-        assign_req_to_token_pool_cpu=assign_req_to_token_pool,
-    )
+    module = StandIn("sgl_kernel", version="0.0.0+cpu")
+    module.__dict__["assign_req_to_token_pool_cpu"] = assign_req_to_token_pool
     return module
 
 

@@ -1,6 +1,13 @@
-"""Stand-ins in torch for SGLang's compiled kernels, and for torchvision's. `cpu` installs them."""
+"""Stand-ins in torch for SGLang's compiled kernels, and for torchvision. `cpu` installs them."""
 
 from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -105,14 +112,59 @@ def add_gated(
     output += torch.sigmoid(F.linear(tokens, gate[None])) * shared
 
 
-def declare_torchvision_ops() -> None:
-    """Make `import torchvision` succeed beside a CPU build of torch. Does nothing the second time, or beside CUDA.
+class StandIn(types.ModuleType):
+    """Replaces a package that is not installed: importing a name succeeds, calling it fails."""
 
-    The torchvision of PyPI is a CUDA build: its compiled half does not load beside a CPU build of torch, and its
-    import, which SGLang and every model class of transformers need, fails while it describes `nms` and `qnms`. The two
-    are only declared: no text model calls them.
+    def __init__(self, name: str, *, version: str) -> None:
+        super().__init__(name)
+        self.__version__ = version
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_arguments: object, **_options: object) -> object:
+            raise NotImplementedError(f"{self.__name__}.{name} has no stand-in on a CPU")
+
+        return missing
+
+
+class _InterpolationMode(Enum):
+    """torchvision's, of which transformers builds a table when it is imported."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+def provide_torchvision() -> None:
+    """Let SGLang import torchvision where it is not installed; call it before transformers is imported.
+
+    No build of torchvision on PyPI fits a CPU build of torch. transformers works without one, but SGLang's server
+    imports it, and through transformers' image processors again. Only models of images call it.
     """
-    if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
+    if find_spec("torchvision") is not None:
         return
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    modules = {
+        name: StandIn(name, version="0.28.0")
+        for name in (
+            "torchvision",
+            "torchvision.io",
+            "torchvision.transforms",
+            "torchvision.transforms.functional",
+            "torchvision.transforms.v2",
+            "torchvision.transforms.v2.functional",
+        )
+    }
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], leaf, module)
+        module.__dict__["InterpolationMode"] = _InterpolationMode
+    sys.modules.update(modules)

@@ -61,8 +61,8 @@ async def _check_frozen(role: str, model: Path, endpoint: EngineEndpoint) -> Non
         await client.close()
     is_classifier = read_model_shape(model).has_value_head
     if bool(info.get("is_generation")) is is_classifier:
-        wanted = "a sequence classifier" if is_classifier else "a language model"
-        raise EngineError(f"{endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})")
+        expected = "a sequence classifier" if is_classifier else "a language model"
+        raise EngineError(f"{endpoint} serves {info.get('model_path')}, which is not {expected} (roles.{role})")
 
 
 def _read_key(path: Path | None) -> str:

@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def reason(self) -> str:
-        """Why it is not live; empty if it is."""
+        """The reason that it is not live; empty if it is."""
         return self.status.reason
 
     @property

@@ -76,7 +76,7 @@ class EngineStatus:
     since: float
     """When it entered the state."""
     reason: str = ""
-    """Why it is not healthy."""
+    """The reason that it is not healthy."""
     last_answer: float
     num_restarts: int = 0
     """Restarts begun, out of the budget."""

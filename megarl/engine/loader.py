@@ -88,7 +88,9 @@ class _Member:
         return Reply()
 
     def _join(self, command: Join, message: CommandMessage, model: torch.nn.Module) -> None:
-        earlier, self._group, self._receiver = self._group, None, None
+        earlier = self._group
+        self._group = None
+        self._receiver = None
         if earlier is not None:
             earlier.close()
         transfer, rendezvous = command.transfer, command.rendezvous

@@ -1,4 +1,4 @@
-"""One SGLang server as a child of this process: its command line, log, readiness and end.
+"""One SGLang server as a child of this process: its command line, log, readiness and end, and its deadlines.
 
 Knows the server's options, not its requests. The engine has its own process group and dies with its parent. It reads
 its keys from a file, which is removed once the engine is ready; its log never shows them. An engine of several nodes is
@@ -45,7 +45,18 @@ _POLL_S = 0.25
 _LOG_TIMEOUT_S = 5.0
 _NUM_TAIL_LINES = 400
 _MOST_MEMORY = 0.95
-"""Share of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
+"""Fraction of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
+_PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
+_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
+_NUM_LAST_LINES = 60
+"""The server survived an exception before these."""
+_BASE_S = 600.0
+"""Imports, compiled kernels and captured graphs at a start; the queue and the prompt of a request."""
+_START_S_PER_GB = 1.0
+_TOKEN_S = 0.05
+_TOKEN_S_PER_GB = 0.004
+"""Per GB of weights on one GPU, which every step of decoding reads: 250 GB/s, a tenth of what GPUs reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +91,7 @@ class EngineSpec:
     shares_devices: bool = False
     """Whether the engine shares its pool and must be able to release memory."""
     cached_tokens: int | None = None  # size of the KV cache if the recipe has none; None: what is left
-    num_nodes: int = 1  # with equal shares of the TP ranks
+    num_nodes: int = 1  # with equal numbers of TP ranks
     node: int = 0  # that of this process, among those of the engine
     rendezvous: str | None = None  # address and port on the first node where the processes of several nodes meet
     adapters: EngineAdapters | None = None  # served beside its base; None: it serves the weights that are published
@@ -193,7 +204,7 @@ class EngineProcess:
                     raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
                 await asyncio.sleep(_POLL_S)
             if self.spec.node == 0 and self.spec.is_classifier:
-                await client.ask("ready", "/classify", {"rid": "ready", "input_ids": [0]})
+                await client.post("ready", "/classify", {"rid": "ready", "input_ids": [0]})
             elif self.spec.node == 0:
                 # The first tokens may wait for kernels to be compiled; that is part of the start.
                 await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
@@ -210,7 +221,7 @@ class EngineProcess:
         self._forget_secrets()
         if self._process is None:
             return
-        # At once: it has nothing to save, and SGLang checks only every 5 s whether it was told to end.
+        # At once: it has nothing to save, and SGLang checks only every 5 s whether it should end.
         stop_guarded(self._process, grace_s=0)
         remove(self._segments)
         self._log_writer.join(timeout=_LOG_TIMEOUT_S)
@@ -298,7 +309,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     scale = json.dumps({"logit_scale": 1 / spec.temperature})
     flags += ["--json-model-override-args", scale] if spec.temperature != 1 else []
     if spec.shares_devices and spec.device == "cuda":
-        # Frozen models give up their weights as well, and nobody publishes these.
+        # Frozen models give up their weights as well, and no publish restores these.
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
@@ -358,13 +369,6 @@ def _native_words(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
-_PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
-_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
-_NUM_LAST_LINES = 60
-"""The server survived an exception before these."""
-
-
 def last_message(lines: Iterable[str]) -> str:
     """Return the line of a log that gives the reason: the last exception, else the last meaningful line."""
     meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
@@ -400,14 +404,6 @@ def _is_worker_of(group: int, pid: int) -> bool:
 
 def _is_worker(process: ProcessStat, group: int) -> bool:
     return process.group == group and process.state not in "ZX" and process.name.startswith("sglang::")
-
-
-_BASE_S = 600.0
-"""Imports, compiled kernels and captured graphs at a start; the queue and the prompt of a request."""
-_START_S_PER_GB = 1.0
-_TOKEN_S = 0.05
-_TOKEN_S_PER_GB = 0.004
-"""Per GB of weights on one GPU, which every step of decoding reads: 250 GB/s, a tenth of what GPUs reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

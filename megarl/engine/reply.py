@@ -49,7 +49,7 @@ class Expectation:
     base_version: PolicyVersion | None = None
     """The version that the reply names where it is that of the base under an adapter, whose version is `version`."""
     in_flight: InFlight | None = None
-    """How the engine is paused for a publish; None if it is never paused during a request."""
+    """The treatment of requests when the engine is paused for a publish; None if it is never paused during one."""
     echo: tuple[int, ...] | None = None
     """The tokens that were sent, where the reply has to have those that the engine saw."""
     routes: RouteRequest | None = None

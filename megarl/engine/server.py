@@ -9,7 +9,7 @@ machine that trains for each rank of an engine. (On a GPU the workers are spawne
 
 Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
 interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
-`/server_info` would tell the admin key to holders of the API key: both are masked in all replies to GET.
+`/server_info` would show the admin key to holders of the API key: both are masked in all replies to GET.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if ONE_CARD.read():
     update_environment(own_host())
 
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-"""Called in each turn of the loop of a paused scheduler."""
+"""Called in each iteration of the loop of a paused scheduler."""
 _PAUSED_POLL_S = 0.005
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info"
 
@@ -98,14 +98,15 @@ def _add_flat_input(
     add: Callable[..., None], manager: object, meta_info: dict[str, object], state: _State, top_logprobs_num: int
 ) -> None:
     """Write the log-probabilities of given tokens as arrays, and leave the likeliest tokens to SGLang."""
-    given, state.input_token_logprobs_val = state.input_token_logprobs_val, []
+    logprobs = state.input_token_logprobs_val
+    state.input_token_logprobs_val = []
     try:
         add(manager, meta_info, state, top_logprobs_num, None, False)
     finally:
-        state.input_token_logprobs_val = given
+        state.input_token_logprobs_val = logprobs
     if meta_info["finish_reason"] is not None:
         meta_info["input_token_logprobs"] = {
-            "logprobs": _encode(np.array(given, dtype="<f4")),  # None becomes a NaN
+            "logprobs": _encode(np.array(logprobs, dtype="<f4")),  # None becomes a NaN
             "token_ids": _encode(np.array(state.input_token_logprobs_idx, dtype="<i4")),
         }
 

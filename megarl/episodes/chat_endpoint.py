@@ -2,6 +2,9 @@
 
 Sampling is the recipe's; a request only sets messages, tools and a limit of tokens. A request whose messages continue
 those of the last one continues its tokens; another one begins a row.
+
+`ChatAgents` runs a user's agent in worker processes that talk to the server; `FunctionAgents` calls a user's function
+in this process.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 _MAX_REQUEST_BYTES = 64 << 20
 _KNOWN = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "n", "user"}
 _Body: TypeAlias = Mapping[str, JsonValue]
+_UserFunction: TypeAlias = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
 
 
 @dataclass(slots=True)
@@ -263,9 +267,6 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
 
 
-_USER_FUNCTION = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
-
-
 def agent_task(config: ChatEnvironmentConfig) -> EnvironmentTask:
     """Return what a worker process of an agent runs."""
     return EnvironmentTask(
@@ -316,7 +317,7 @@ class ChatAgents:
         await self._endpoint.close()
 
 
-def load_function(config: FunctionEnvironmentConfig) -> _USER_FUNCTION:
+def load_function(config: FunctionEnvironmentConfig) -> _UserFunction:
     """Return the user's function; a ConfigError if it cannot be one."""
     function = load_code(config.code, key="environment.code")
     try:
@@ -327,7 +328,7 @@ def load_function(config: FunctionEnvironmentConfig) -> _USER_FUNCTION:
     if not inspect.iscoroutinefunction(function):
         message = f"{config.code} must be an async function: it awaits the model"
         raise ConfigError("recipe", (Problem(key="environment.code", message=message),))
-    return cast("_USER_FUNCTION", function)
+    return cast("_UserFunction", function)
 
 
 class FunctionAgents:

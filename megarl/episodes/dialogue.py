@@ -4,6 +4,8 @@ Sampled tokens are never rendered again. The tokens that follow a response, up t
 difference that the template makes when observations are added to a short synthetic chat. A rehearsal proves once per
 kind of turn that this difference is the one that it makes in long chats too, and that it leaves the history as it was;
 where that does not hold, such as in templates that drop old thoughts, there is no suffix and a new row begins.
+
+`read_calls` is the other direction: the calls of tools in the text that a model wrote, by the format of its family.
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ _THOUGHT = f"<think>\nI count them.\n{_THOUGHT_END}\n\n"
 _CUT = "\n[cut here: {num_cut} of {num_tokens} tokens are not shown]"
 _CHARACTERS_PER_TOKEN = 64
 """Longer texts are cut by characters first: to count the tokens of a flood takes longer than the flood is worth."""
+WrittenFormat: TypeAlias = Literal["hermes", "llama"]
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
+_TAGGED = re.compile(re.escape(_BEGIN) + r"\s*(.*?)\s*" + re.escape(_END), re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_LOOKS_LIKE_A_CALL = re.compile(r'^\{\s*"(name|type|function|parameters|arguments)"\s*:')
+_MAX_CALL_CHARACTERS = 1_000_000
+"""A longer call is not read: parsing deeply nested text takes time and stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,16 +254,6 @@ def _observed(role: str, number: int) -> ChatMessage:
     if role == "tool":
         return {"role": role, "name": "count", "tool_call_id": "call_0", "content": text}
     return {"role": role, "content": text}
-
-
-WrittenFormat: TypeAlias = Literal["hermes", "llama"]
-
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_TAGGED = re.compile(re.escape(_BEGIN) + r"\s*(.*?)\s*" + re.escape(_END), re.DOTALL)
-_PYTHON_TAG = "<|python_tag|>"
-_LOOKS_LIKE_A_CALL = re.compile(r'^\{\s*"(name|type|function|parameters|arguments)"\s*:')
-_MAX_CALL_CHARACTERS = 1_000_000
-"""A longer call is not read: parsing deeply nested text takes time and stack."""
 
 
 def read_calls(text: str, call_format: WrittenFormat) -> list[Call] | Malformed:

@@ -48,7 +48,7 @@ MAX_LOST_IN_A_ROW = 256
 
 
 class _LostError(Exception):
-    """An attempt that nobody is to blame for."""
+    """A failure of the infrastructure; the episode is retried."""
 
     def __init__(self, ending: Ending, reason: str) -> None:
         super().__init__(ending, reason)
@@ -272,7 +272,9 @@ class Tools:
         await self._environments.close()
 
     async def _turns(self, environment: Environment, session: Session, messages: list[ChatMessage]) -> Ending:
-        config, dialogue, num_calls = self._config, self._dialogue, 0
+        config = self._config
+        dialogue = self._dialogue
+        num_calls = 0
         for turn in range(1, config.max_turns + 1):
             sampled = await session.sample()
             messages.append({"role": "assistant", "content": sampled.text})

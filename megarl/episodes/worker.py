@@ -1,7 +1,8 @@
 """The process of an episode's environment: `python -m megarl.episodes.worker SOCKET TASK`.
 
 It sets its limits, imports the classes, reports their tools, then opens one instance of each per episode and answers
-calls. Whatever the user's code does, the answer is an observation, a score or an error.
+calls. Whatever the user's code does, the answer is an observation, a score or an error. Every public method of a class
+is a tool: `tool_methods` makes its schema from the signature, and checks the model's arguments by it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from megarl.types import JsonValue
 MAX_RESULT_CHARACTERS = 1 << 20
 """A tool's result is cut here, far above what a model is shown: a flood must not fill the channel."""
 _ROW = ("uid", "data_source", "ground_truth", "extra_info", "prompt", "messages")
+RESERVED = ("score", "close")
+"""Methods that are not tools."""
+_NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class LoadedClass(TypedDict):
@@ -96,7 +100,7 @@ class _Classes:
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
             if getattr(error, "is_machine_fault", False):
                 return {"lost": f"{name}: {error}"}
-            return _failed(f"{name} {_told(error, path)}")
+            return _failed(f"{name} {_error_text(error, path)}")
 
     def score(self, transcript: Transcript, runner: asyncio.Runner) -> dict[str, object]:
         if not self._task["has_user_class"]:
@@ -270,7 +274,7 @@ def _failed(text: str) -> dict[str, object]:
     return asdict(Observation(text=f"error: {text}", is_error=True))
 
 
-def _told(error: BaseException, path: Path) -> str:
+def _error_text(error: BaseException, path: Path) -> str:
     """Return the error as the model reads it, without files of the machine."""
     return describe(error, path, memory_key="environment.memory_gib").rpartition(" (")[0]
 
@@ -283,11 +287,6 @@ def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
         ending=str(values["ending"]),
         token_ids=tuple(map(tuple, cast("dict[str, list[list[int]]]", values)["token_ids"])),
     )
-
-
-RESERVED = ("score", "close")
-"""Methods that are not tools."""
-_PLAIN = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class BadArgumentsError(Exception):
@@ -330,7 +329,7 @@ def _method(cls: type, name: str, function: Callable[..., object]) -> ToolMethod
         raise UserError("path", f"{where} has a type that cannot be read: {error}") from None
     fields: dict[str, object] = {}
     for parameter in [*inspect.signature(function).parameters.values()][1:]:
-        if parameter.kind not in _PLAIN:
+        if parameter.kind not in _NAMED_PARAMETERS:
             raise UserError("path", f"{where} takes {parameter}; a model gives arguments by name: list them")
         if parameter.name not in hints:
             raise UserError(

@@ -308,7 +308,7 @@ class EventTail:
 
     @property
     def damage(self) -> str:
-        """How many lines were skipped and why; empty if all are events."""
+        """The number of skipped lines and the reason; empty if all are events."""
         if not self._num_damaged:
             return ""
         return f"{self._path}: {self._num_damaged} damaged lines are left out; the first is {self._first_damage}"

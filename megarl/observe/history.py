@@ -107,7 +107,7 @@ ROLES: Mapping[Phase, tuple[Role, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleShare:
-    """How much of a step each role had nothing to do, from the end of the step before to its own."""
+    """The idle part of each role's step, from the end of the step before to its own end."""
 
     step: int
     began: datetime

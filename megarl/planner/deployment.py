@@ -1,6 +1,7 @@
 """The roles of a run on their GPUs: the shape of each model, its split, and the places of its ranks and of the engines.
 
-Ranks and engines fill a pool in the order in which the runtime fills it.
+Ranks and engines fill a pool in the order in which a run fills it. `StepWorkload` is the second input of all estimates:
+the lengths of the prompts and responses of a step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from megarl.planner.memory import (
 )
 from megarl.tokens import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
+
+_NUM_SAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,9 +392,6 @@ def _entry(name: str) -> str:
 
 def _error(key: str, message: str) -> ConfigError:
     return ConfigError("megarl plan", (Problem(key=key, message=message),))
-
-
-_NUM_SAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Whether a recipe fits its GPUs, and which changes of one or two settings make it fit, cheapest first.
+"""Plans a recipe: memory and time of its run, whether it fits its GPUs, and which changes make it fit, cheapest first.
 
-The cheapest change needs the fewest GPUs, and among equal ones the shortest step.
+The cheapest change of one or two settings needs the fewest GPUs, and among equal ones the shortest step.
 """
 
 from __future__ import annotations

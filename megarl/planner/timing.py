@@ -1,4 +1,7 @@
-"""Time of a step: arithmetic, memory and links at the rates that runs reach, and fixed times between phases."""
+"""Time of a step: training, publishing and switching at the rates that runs reach, and rollouts by simulation.
+
+`estimate` adds up the phases of a step; `RolloutTime` simulates the decoding of its responses on the engines.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ from megarl.planner.hardware import (
 from megarl.planner.ledger import offload_of
 from megarl.planner.memory import EngineMemory
 from megarl.planner.training_time import TrainingTime, num_multiplied
+
+_MAX_SIMULATED = 2048
+"""Requests; further ones run while the engine is full."""
 
 
 class PhaseName(StrEnum):
@@ -79,6 +85,10 @@ class Timing:
 
     def seconds(self, name: PhaseName) -> float:
         return sum(phase.seconds for phase in self.phases if phase.name is name)
+
+
+_Work: TypeAlias = dict[PhaseName, tuple[str, float]]
+"""The role that does the work, and its seconds."""
 
 
 def estimate(
@@ -160,10 +170,6 @@ def _switch(deployment: Deployment) -> Iterator[PhaseTime]:
     yield PhaseTime(name=PhaseName.SWITCH, seconds=seconds, is_waited_for=True)
 
 
-_Work: TypeAlias = dict[PhaseName, tuple[str, float]]
-"""The role that does the work, and its seconds."""
-
-
 def _work(
     deployment: Deployment, models: Mapping[str, TrainingTime], train: TrainConfig, kl: KlConfig | None
 ) -> tuple[_Work, _Work]:
@@ -229,10 +235,6 @@ def _mini_batches(train: TrainConfig, critic: CriticConfig | None) -> int:
     return train.prompts_per_step // (own or train.prompts_per_update or train.prompts_per_step)
 
 
-_MAX_SIMULATED = 2048
-"""Requests; further ones run while the engine is full."""
-
-
 class RolloutTime:
     """Time of generating all sequences of a step."""
 
@@ -275,7 +277,11 @@ class RolloutTime:
         prompt = self._workload.mean_prompt_tokens
         # By the step at which a request ends, with the step at which it began.
         running: list[tuple[int, int]] = []
-        step, total_began, seconds, full_s, num_full = 0, 0, 0.0, 0.0, 0
+        step = 0
+        total_began = 0
+        seconds = 0.0
+        full_s = 0.0
+        num_full = 0
         while True:
             while len(running) < self.num_running and (length := next(waiting, None)) is not None:
                 heapq.heappush(running, (step + length, step))

@@ -31,14 +31,14 @@ def store_adapter(
     with ThreadPoolExecutor(DIGESTING_THREADS) as threads:
         digests = threads.map(partial(digest_of, header, flat), header.entries)
         content = put(flat)
-        found = {entry.name: digest for entry, digest in zip(header.entries, digests, strict=True)}
+        by_name = {entry.name: digest for entry, digest in zip(header.entries, digests, strict=True)}
     return StoredAdapter(
         token=uuid4().hex,
         version=version,
         content=content,
         config=json.dumps(fields),
         tensors=specs,
-        digests=found,
+        digests=by_name,
     )
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 Rank = TypeVar("Rank", bound=ModelCalls)
 
 _TIMEOUT_S = 60.0
-"""For ranks to end the calls that the earlier driver began."""
+"""Time for ranks to end the calls that the earlier driver began."""
 
 
 async def adopt_ranks(ranks: RankGroup[Rank], fill: Callable[[Rank], bool], *, is_shared: bool) -> bool:

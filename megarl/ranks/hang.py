@@ -86,7 +86,7 @@ class RankStacks:
 
 
 def capture(*homes: str) -> RankStacks:
-    """Return the stacks of all threads but those that answer the driver. `homes` are the modules of the rank's host."""
+    """Return the stacks of all threads that run no call of `_OWN_CALLS`. `homes` are the modules of the rank's host."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = (
         _stack(names.get(ident) or f"thread {ident}", frame, homes) for ident, frame in sys._current_frames().items()
@@ -165,11 +165,11 @@ class Silence:
     """Why, as the end of a sentence."""
 
 
-Answer: TypeAlias = RankStacks | Silence
+StacksOrSilence: TypeAlias = RankStacks | Silence
 
 
-async def ask_stacks(worker: ActorHandle, process: RemoteProcess | None) -> Answer:
-    """Ask a rank for its stacks; `process` is None before its process has started."""
+async def fetch_stacks(worker: ActorHandle, process: RemoteProcess | None) -> StacksOrSilence:
+    """Return the stacks of a rank; `process` is None before its process has started."""
     try:
         async with asyncio.timeout(_STACKS_S):
             stacks: RankStacks = await worker.stacks.remote()
@@ -204,32 +204,32 @@ class HangReport:
         return "; ".join(parts)
 
 
-def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> HangReport:
+def explain_hang(ranks: Sequence[StacksOrSilence], *, method: str, late: Sequence[int]) -> HangReport:
     """Divide the late ranks into those that wait for others and those that the others wait for."""
     missing: dict[int, str] = {}
     waiting: dict[int, Wait] = {}
     for rank in late:
-        answer = answers[rank]
-        if isinstance(answer, Silence):
-            missing[rank] = answer.reason
+        stacks = ranks[rank]
+        if isinstance(stacks, Silence):
+            missing[rank] = stacks.reason
             continue
-        wait = answer.wait_in(method)
+        wait = stacks.wait_in(method)
         if wait is not None:
             waiting[rank] = wait
             continue
-        thread = answer.running(method)
+        thread = stacks.running(method)
         missing[rank] = f"it is in {thread.place}" if thread else f"it has not begun with {method}"
-    silent = frozenset(rank for rank in late if isinstance(answers[rank], Silence))
+    silent = frozenset(rank for rank in late if isinstance(ranks[rank], Silence))
     return HangReport(missing=missing, waiting=waiting, silent=silent)
 
 
-def write_report(folder: Path, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:
+def write_report(folder: Path, role: str, method: str, headline: str, ranks: Sequence[StacksOrSilence]) -> str:
     """Write the stacks of all ranks; return where they are, or why they could not be written."""
     now = datetime.now(UTC)
     path = folder / f"hang_{now:%Y%m%dT%H%M%S}_{role}_{method}.txt"
     lines = [headline, f"written {now:%Y-%m-%d %H:%M:%S} UTC", ""]
-    for rank, answer in enumerate(answers):
-        lines += [f"==== {role} rank {rank} ====", *_describe(answer, method), ""]
+    for rank, stacks in enumerate(ranks):
+        lines += [f"==== {role} rank {rank} ====", *_describe(stacks, method), ""]
     try:
         path.write_text("\n".join(lines))
     except OSError as error:
@@ -237,12 +237,12 @@ def write_report(folder: Path, role: str, method: str, headline: str, answers: S
     return f"all stacks are in {path}"
 
 
-def _describe(answer: Answer, method: str) -> list[str]:
-    if isinstance(answer, Silence):
-        return [f"no answer: {answer.reason}"]
+def _describe(stacks: StacksOrSilence, method: str) -> list[str]:
+    if isinstance(stacks, Silence):
+        return [f"no answer: {stacks.reason}"]
     lines = []
     # The method's own thread comes first.
-    for thread in sorted(answer.threads, key=lambda thread: (thread.method != method, not thread.method)):
+    for thread in sorted(stacks.threads, key=lambda thread: (thread.method != method, not thread.method)):
         state = f"waits in {thread.wait}" if thread.wait else f"is in {thread.place}"
         lines += [f"-- thread {thread.name}{f' ({thread.method})' if thread.method else ''} {state}"]
         lines += "".join(thread.lines).splitlines()

@@ -1,8 +1,8 @@
-"""How the samples of a step are packed for the ranks of each model."""
+"""The packing of each model of a recipe: how the samples of a step are divided among its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config.model import ModelShape, read_model_shape
@@ -10,56 +10,9 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.teaching import teaching_of
 from megarl.data.packing import Packing, SequenceCost
-from megarl.data.shares import UNUSED_IN_FORWARD, Share, make_shares
+from megarl.data.shares import ModelPacking
 from megarl.planner.training_time import forward_flops
 from megarl.ranks.start import critic_shape
-from megarl.types import TrainSample
-
-_REMOTE = ("old_logprobs", "reference_logprobs", "values")
-"""Columns that ranks have computed: an update gets them from there, not with the samples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPacking:
-    """Makes the shares of one model's data-parallel ranks, for an update and for a forward pass alike.
-
-    Both pack the same, so that a rank computes columns of the samples that it learns from.
-    """
-
-    packing: Packing
-    temperature: float
-    has_versions: bool = False
-    has_routes: bool = False
-    """The model follows the engine's choice of experts."""
-    teacher_width: int = 0
-
-    def for_update(self, samples: Sequence[TrainSample]) -> Iterator[Share]:
-        return make_shares(
-            samples,
-            self.packing,
-            temperature=self.temperature,
-            has_versions=self.has_versions,
-            has_routes=self.has_routes,
-            teacher_width=self.teacher_width,
-            without=_REMOTE,
-        )
-
-    def for_forward(
-        self,
-        samples: Sequence[TrainSample],
-        *,
-        among: Sequence[int] | None = None,
-        without: Collection[str] = UNUSED_IN_FORWARD,
-    ) -> Iterator[Share]:
-        """Yield shares for a forward pass of all samples, or of those whose indices are in `among`."""
-        return make_shares(
-            samples,
-            self.packing,
-            temperature=self.temperature,
-            has_routes=self.has_routes,
-            without=without,
-            among=among,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ from megarl.weights.layouts.transfer_spec import TransferSpec
 
 
 class PublishingActor(ActorRank):
+    """An actor rank in a transfer group with engine ranks; `ActorRank` knows neither engines nor Ray."""
+
     def __init__(
         self, spec: RankSpec, *, algorithm: AlgorithmConfig, train: TrainConfig, total_steps: int, bind: str | None
     ) -> None:
@@ -36,10 +38,14 @@ class PublishingActor(ActorRank):
 
     def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         """Form a transfer group with the engine ranks, which join at the same time."""
-        earlier, self._group, self._sender, self._fp8 = self._group, None, None, None
+        earlier = self._group
+        self._group = None
+        self._sender = None
+        self._fp8 = None
         if earlier is not None:
             earlier.close()
-        plan, tensors = transfer.plan(), self.tensors()
+        plan = transfer.plan()
+        tensors = self.tensors()
         if transfer.fp8_keep is not None:
             self._fp8 = Fp8Tensors(plan, self._spec.rank, self._holding, tensors)
             tensors = self._fp8.tensors
@@ -82,11 +88,9 @@ class PublishingActor(ActorRank):
         super().release()
 
     def _refuse_other(self, version: int) -> None:
-        held = self.version()
-        if held != version:
-            raise WeightSyncError(
-                f"actor rank {self._spec.rank} holds version {held}: it cannot send version {version}"
-            )
+        own = self.version()
+        if own != version:
+            raise WeightSyncError(f"actor rank {self._spec.rank} holds version {own}: it cannot send version {version}")
 
     def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None:
         """Put this version of the adapter into the object store; return it on rank 0, None elsewhere."""

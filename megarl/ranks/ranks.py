@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -24,7 +24,7 @@ from megarl.data.shares import Share, with_columns
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ModelCalls
-from megarl.ranks.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
+from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_stacks, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.network import interface_of
 from megarl.tokens import ColumnName, SampleColumn
@@ -38,20 +38,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 BESIDE_TRAINING = "beside_training"
-"""Concurrency group of calls that a rank answers in a second thread while it trains."""
+"""Concurrency group of calls that run in a second thread of a rank while it trains."""
 ALWAYS = "always"
-"""Concurrency group of calls that a rank answers even while it hangs."""
+"""Concurrency group of calls that return even while a rank hangs."""
 
 START_TIMEOUT_S = 300.0
 """Deadline for a process to start, and for its weights where `train.operation_timeout_s` is shorter: disks are slow."""
 _KILL_S = 30.0
-"""For the system to take a process apart: one with much memory on a device needs a while."""
-
-
-class SpecOf(Protocol):
-    """A RankSpec that lacks only the rank's place among the others."""
-
-    def __call__(self, *, rank: int, world: int, master_address: str, master_port: int) -> RankSpec: ...
+"""Time for the system to take a process apart: one with much memory on a device needs a while."""
 
 
 class RankHost(ColumnHost):
@@ -141,7 +135,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         """Locked while the ranks compute: models of one pool compute one after the other."""
         self._report_folder = report_folder
         self.processes: list[RemoteProcess] = []
-        """Those of the ranks, in order; empty until they have started."""
+        """The processes of the ranks, in order; empty until they have started."""
 
     async def compute(
         self,
@@ -180,9 +174,9 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     ) -> list[Result]:
         async with self.device_lock:
             # In a thread: planning a step takes seconds. A share is stored once, and only its ranks read it.
-            made = await asyncio.to_thread(lambda: list(shares))
+            uncut = await asyncio.to_thread(lambda: list(shares))
             nodes = {process.node for process in self.processes}
-            cut = await cut_at_source(made, nodes, timeout_s=self.timeout_s)
+            cut = await cut_at_source(uncut, nodes, timeout_s=self.timeout_s)
             stored = await asyncio.to_thread(lambda: [_store(share, columns) for share in cut])
             data_parallel = len(self) // self._split.model_parallel
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
@@ -208,16 +202,14 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         ]
         return await self.gather(method.__name__, started, waits_for_all=True)
 
-    async def start(self, build: Callable[[RankSpec], ModelCalls], spec_of: SpecOf) -> None:
-        """Build every rank in its process; comes first."""
+    async def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
+        """Build every rank in its process; comes first. `spec` is that of rank 0, without the rendezvous."""
         started = [worker.process.remote() for worker in self.workers]
         self.processes = await self.gather("process", started, timeout_s=START_TIMEOUT_S)
         addresses: list[tuple[str, int]]
         addresses = await self.gather("find_address", [self.workers[0].find_address.remote()])
         address, port = addresses[0]
-        specs = [
-            spec_of(rank=rank, world=len(self), master_address=address, master_port=port) for rank in range(len(self))
-        ]
+        specs = [replace(spec, rank=rank, master_address=address, master_port=port) for rank in range(len(self))]
         starting = [worker.start.remote(build, spec) for worker, spec in zip(self.workers, specs, strict=True)]
         await self.gather("start", starting, timeout_s=max(self.timeout_s, START_TIMEOUT_S))
 
@@ -258,10 +250,10 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> WorkerLateError:
         processes: Sequence[RemoteProcess | None] = self.processes or [None] * len(self)
-        answers = await asyncio.gather(*map(ask_stacks, self.workers, processes))
-        report = explain_hang(answers, method=method, late=late)
+        stacks = await asyncio.gather(*map(fetch_stacks, self.workers, processes))
+        report = explain_hang(stacks, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
-        where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, answers)
+        where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, stacks)
         return WorkerLateError(f"{headline}; {where}", self.role, report.at_fault)
 
 

@@ -35,7 +35,7 @@ async def assign_credit(
         )
         for rank, ids in samples.items()
     ]
-    parts: list[Float64Array] = await ranks.gather(ColumnHost.compute_credit.__name__, started)
+    parts: list[Float64Array] = await ranks.gather(ColumnHost.compute_credit.__name__, started, ranks=list(tasks))
     order = {sample_id: index for index, sample_id in enumerate(task.sample_ids)}
     indices = [[order[sample_id] for sample_id in of_rank.sample_ids] for of_rank in tasks.values()]
     back = np.argsort(np.concatenate(indices))  # the parts end to end are in the order of the ranks
@@ -48,7 +48,7 @@ async def assign_credit(
         for rank, of_rank in zip(tasks, indices, strict=True)
     ]
     normalised: list[tuple[dict[ColumnName, RemotePart], Float64Array]]
-    normalised = await ranks.gather(ColumnHost.normalise_credit.__name__, started)
+    normalised = await ranks.gather(ColumnHost.normalise_credit.__name__, started, ranks=list(tasks))
     by_rank = {rank: credit for rank, (credit, _) in zip(tasks, normalised, strict=True)}
     credit = {
         name: ranks.remote_column({rank: of_rank[name] for rank, of_rank in by_rank.items()})

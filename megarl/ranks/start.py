@@ -231,8 +231,11 @@ class _Starter:
                 self.stack.push_async_callback(adopted.end)
                 return adopted
             await adopted.end()
-        spec_of = partial(
-            RankSpec,
+        spec = RankSpec(
+            rank=0,
+            world=len(places.places),
+            master_address="",
+            master_port=0,
             device=recipe.run.device,
             split=split,
             shape=shape,
@@ -251,7 +254,7 @@ class _Starter:
         ]
         group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])
         self.stack.push_async_callback(group.end)
-        await group.start(build, spec_of)
+        await group.start(build, spec)
         return group
 
 

@@ -65,7 +65,7 @@ class ModelsTrainer:
         self._warmup_steps = warmup_steps
         self._refresh_every_steps = refresh_every_steps
         self._columns: Mapping[ColumnName, RemoteColumn] = {}
-        """Those of the step under way."""
+        """Columns of the step under way, which ranks have computed."""
 
     @classmethod
     def of(

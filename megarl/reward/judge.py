@@ -148,7 +148,7 @@ class ChatJudge(_HttpBackend):
         }
 
     def _answer(self, reply: object) -> Answer:
-        """Return the score of the answer, with the tokens that it cost; one that nobody asked for is asked again."""
+        """Return the score and the tokens it cost; a reply outside the schema is requested again."""
         try:
             completion = _Completion.model_validate(reply)
         except ValidationError:

@@ -153,7 +153,7 @@ async def classify(client: EngineClient, token_ids: Sequence[int]) -> float:
     """Return the classifier's output after the last token; an EngineError if the reply is not this answer."""
     rid = uuid4().hex
     body: Mapping[str, JsonValue] = {"rid": rid, "input_ids": list(token_ids)}
-    reply = _decode(client, await client.ask("classify", "/classify", body), _Classified)
+    reply = _decode(client, await client.post("classify", "/classify", body), _Classified)
     _check(client, reply.meta_info, rid, token_ids)
     if len(reply.embedding) != 1 or not math.isfinite(reply.embedding[0]):
         raise EngineError(f"{client.endpoint}: classify: {reply.embedding[:4]} is not one finite number")
@@ -170,7 +170,7 @@ async def label_logprobs(client: EngineClient, token_ids: Sequence[int], labels:
         "return_logprob": True,
         "token_ids_logprob": list(labels),
     }
-    reply = _decode(client, await client.ask("judge", "/generate", body), _Labelled)
+    reply = _decode(client, await client.post("judge", "/generate", body), _Labelled)
     _check(client, reply.meta_info, rid, token_ids)
     found = {label: logprob for logprob, label, _ in reply.meta_info.output_token_ids_logprobs[:1][0]}
     if any(label not in found or not math.isfinite(found[label]) for label in labels):
@@ -184,7 +184,7 @@ async def generate(
     """Return the tokens of a reply, and whether its limit ended it."""
     rid = uuid4().hex
     body: Mapping[str, JsonValue] = {"rid": rid, "input_ids": list(token_ids), "sampling_params": dict(sampling)}
-    reply = _decode(client, await client.ask("judge", "/generate", body), _Generated)
+    reply = _decode(client, await client.post("judge", "/generate", body), _Generated)
     _check(client, reply.meta_info, rid, token_ids)
     end = reply.meta_info.finish_reason or {}
     if end.get("type") not in ("stop", "length"):

@@ -1,6 +1,6 @@
-"""The process of a rollout worker, and what it leaves of groups: numbers for the driver, arrays in Ray's object store.
+"""The process of a rollout worker: delivers records of groups to the driver, and their arrays to Ray's object store.
 
-The driver has references to the arrays, and the numbers that a step is decided by. Both are handed over many groups at
+The driver has references to the arrays, and the columns that a step is decided by. Both are handed over many groups at
 a time: a call costs the driver a millisecond.
 """
 
@@ -50,8 +50,8 @@ _GATHER_S = 0.5
 """Least time that an answer waits for others, unless `_FEW_OPEN` are under way."""
 _DRIVER_CALL_S = 0.02
 """Least time between calls of all workers together: a call costs the driver a millisecond."""
-_GATHER_SHARE = 0.04
-"""Share of the time that an answer took for which it may wait: long ones can, a step of them takes minutes."""
+_GATHER_FRACTION = 0.04
+"""Fraction of the time that an answer took for which it may wait: long ones can, a step of them takes minutes."""
 _FEW_OPEN = 2
 """With this many answers under way for each that is done, or fewer, the engines may soon lack prompts."""
 _MAX_BYTES = 1 << 27
@@ -138,11 +138,13 @@ class FailedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """Prompts that a worker has to answer, by task and number, and numbers that nobody waits for any more."""
+class PromptChanges:
+    """What changed among the open prompts of a worker."""
 
-    asked: tuple[tuple[RolloutTask, Mapping[int, Prompt]], ...]
-    dropped: tuple[int, ...]
+    added: tuple[tuple[RolloutTask, Mapping[int, Prompt]], ...]
+    """New prompts, by task and number."""
+    cancelled: tuple[int, ...]
+    """Numbers of prompts whose groups are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,8 @@ class WorkerSetup:
     """Engines that it uses; others are lent to it."""
     model_folder: Path
     shape: ModelShape
-    reward: RewardConfig | None  # None: the driver scores
+    reward: RewardConfig | None
+    """None: the driver scores."""
     num_on_node: int
     """Workers of the node: they divide its reward processes."""
     num_workers: int
@@ -202,7 +205,9 @@ class RolloutHost:
             template="chat" if episodes is None else episodes.template,
             tools=() if episodes is None else episodes.tools,
         )
-        self._decode, self._singles = tokenizer.decode, dict[int, str]()
+        self._decode = tokenizer.decode
+        self._singles: dict[int, str] = {}
+        """The text of every token alone that a file needed."""
         self._following = FollowingFleet(
             endpoints,
             connect=partial(EngineClient, request_timeout_s=setup.request_timeout_s),
@@ -234,13 +239,13 @@ class RolloutHost:
         )
         gc.freeze()  # objects from the start stay for good: they are no garbage to look for
 
-    async def take(self, orders: Orders) -> None:
+    async def take(self, changes: PromptChanges) -> None:
         """Begin to answer prompts; the answers are in the next reports, by the same numbers."""
-        for task, prompts in orders.asked:
+        for task, prompts in changes.added:
             for number, prompt in prompts.items():
                 self._open[number] = answering = asyncio.create_task(self._worker.answer(prompt, task))
                 answering.add_done_callback(partial(self._end, number))
-        for number in orders.dropped:
+        for number in changes.cancelled:
             if number in self._open:
                 self._open[number].cancel()
 
@@ -248,10 +253,12 @@ class RolloutHost:
         await self._following.follow(views)
 
     @ray.method(num_returns=2)
-    async def report(self, orders: Orders, views: Sequence[EngineView]) -> tuple[Delivery, ContentArrays | None]:
+    async def report(
+        self, changes: PromptChanges, views: Sequence[EngineView]
+    ) -> tuple[Delivery, ContentArrays | None]:
         """Return what happened since the last report: one heartbeat for all engines of the worker."""
         await self._following.follow(views)
-        await self.take(orders)
+        await self.take(changes)
         if self._probing is None:
             probe = self._following.probe(every_s=_PROBE_EVERY_S, timeout_s=self._silence_timeout_s)
             self._probing = asyncio.create_task(probe)
@@ -284,11 +291,11 @@ class RolloutHost:
         """Write a file of the rows that the workers made."""
         await asyncio.to_thread(write_tables, path, map(ray.get, tables))
 
-    async def tell(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
+    async def lines_of(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
         """Return the lines of an evaluation's answers for a file; most of them are stored here."""
-        return await asyncio.to_thread(self._tell, answers)
+        return await asyncio.to_thread(self._lines_of, answers)
 
-    def _tell(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
+    def _lines_of(self, answers: Sequence[EvaluatedRollout]) -> list[bytes]:
         fetch([answer.content.locate()[0] for answer in answers])
         return [answer.line(self._decode) for answer in answers]
 
@@ -338,7 +345,7 @@ def gather_s(seconds: float, *, num_done: int, num_open: int, least_s: float) ->
     """Return how long an answer that took these seconds waits for others; 0 where engines may soon lack prompts."""
     if num_open <= _FEW_OPEN * num_done:
         return 0.0
-    return max(least_s, min(_GATHER_SHARE * seconds, REPORT_EVERY_S))
+    return max(least_s, min(_GATHER_FRACTION * seconds, REPORT_EVERY_S))
 
 
 def _open_pool(task: ScoringTask, *, setup: WorkerSetup) -> WorkerPool:

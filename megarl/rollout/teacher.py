@@ -105,7 +105,7 @@ async def token_scores(
         "return_flat_raw_top_logprobs_b64": True,
     }
     try:
-        meta = msgspec.json.decode(await client.ask("teacher", "/generate", body), type=_Scored).meta_info
+        meta = msgspec.json.decode(await client.post("teacher", "/generate", body), type=_Scored).meta_info
         if meta.id != rid or meta.prompt_tokens != len(token_ids):
             raise ValueError("it is to another request")
         logprobs = _logprobs(meta, token_ids[first:])

@@ -30,12 +30,14 @@ from megarl.engine.lifecycle import EngineStatus
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineView, WorkerReport, apply_report
-from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, Orders, RolloutHost, WorkerSetup
+from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, PromptChanges, RolloutHost, WorkerSetup
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
+GATHER_S = 0.01
+"""Time that a prompt waits for others before it is sent."""
 _START_TIMEOUT_S = 300.0
 _GRACE_S = 5.0
 """Added to the silence timeout: after a pause of the driver itself the answer may be there already."""
@@ -50,6 +52,10 @@ _OVERFULL = 2
 """Groups that a worker holds, as a multiple of those that its engines compute at once: long ones end late."""
 
 
+class WorkerLostError(Exception):
+    """A rollout worker ended or does not answer."""
+
+
 class RolloutWorkers:
     """All rollout workers of a run, inside `running`. Each prompt goes to the one with the fewest groups."""
 
@@ -60,7 +66,7 @@ class RolloutWorkers:
         self._observer = observer
         self._silence_timeout_s = setups[0].silence_timeout_s
         self._workers = [self._link(setup) for setup in setups]
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         num_slots = max(setup.max_outstanding * len(setup.own) for setup in setups)
         self._dispatcher = Dispatcher(
             self._workers, max_outstanding=-(-_OVERFULL * num_slots // rollouts_per_prompt) + 1
@@ -68,7 +74,7 @@ class RolloutWorkers:
         self._num_views = 0
         self._num_requests: dict[int, dict[int, int]] = {}
         """Requests at each engine, by worker."""
-        self._telling: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._reasons: dict[int, str] = {}
         """Why a worker was lost last."""
         fleet.listen(self._note_change)
@@ -79,10 +85,10 @@ class RolloutWorkers:
         return WorkerRecord(setup=setup, engines=tuple(engines[index] for index in (*setup.own, *lent)))
 
     def _welcome(self, engines: Sequence[Engine]) -> None:
-        self._keepers.append(logged_task(self._start_beside(engines)))
+        self._supervisors.append(logged_task(self._start_beside(engines)))
 
     async def _start_beside(self, engines: Sequence[Engine]) -> None:
-        """Start and keep a worker on the node of engines that were added."""
+        """Start a worker on the node of engines that were added, and supervise it."""
         nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in await asyncio.to_thread(live_nodes)}
         number, setup = len(self._workers), self._workers[0].setup
         setup = replace(
@@ -97,21 +103,21 @@ class RolloutWorkers:
         worker = self._link(setup)
         self._workers.append(worker)
         self._dispatcher.add(worker)
-        await self._keep(worker)
+        await self._supervise(worker)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        self._supervisors = [asyncio.create_task(self._supervise(worker)) for worker in self._workers]
         self._fleet.join_listeners.append(self._welcome)
-        known = {index for worker in self._workers for index in worker.setup.own}
-        if added := [engine for engine in self._fleet.engines if engine.index not in known]:
+        served = {index for worker in self._workers for index in worker.setup.own}
+        if added := [engine for engine in self._fleet.engines if engine.index not in served]:
             self._welcome(added)
         try:
             yield
         finally:
-            for keeper in self._keepers:
-                keeper.cancel()
-            await asyncio.gather(*self._keepers, return_exceptions=True)
+            for supervisor in self._supervisors:
+                supervisor.cancel()
+            await asyncio.gather(*self._supervisors, return_exceptions=True)
             for worker in self._workers:
                 if worker.host is not None:
                     ray.kill(worker.host, no_restart=True)
@@ -158,14 +164,14 @@ class RolloutWorkers:
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
-    async def write(self, path: Path, kept: Sequence[FiledRollout]) -> None:
+    async def write(self, path: Path, rollouts: Sequence[FiledRollout]) -> None:
         """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
         reason = ""
         for _ in range(_MAX_LOST):
             while not (hosts := [each.host for each in self._workers if each.host is not None and each.has_answered]):
                 await asyncio.sleep(_POLL_S)
             try:
-                return await write_stored(path, kept, hosts)
+                return await write_stored(path, rollouts, hosts)
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 reason = exit_detail(cause)
@@ -175,14 +181,14 @@ class RolloutWorkers:
         raise WorkerError(f"rollout workers were lost: {reason}")
 
     async def announce(self) -> None:
-        """Tell every worker what changed in the fleet; return when all know. One that does not answer is replaced."""
-        told = []
+        """Send every worker what changed in the fleet; return when all have it. A silent worker is replaced."""
+        sent = []
         for worker in self._workers:
             if worker.host is not None:
                 worker.forget()
-                told.append(worker.host.follow.remote(self._views(worker)))
-        if told:
-            await asyncio.wait([asyncio.ensure_future(_ended(each)) for each in told], timeout=self._silence_timeout_s)
+                sent.append(worker.host.follow.remote(self._views(worker)))
+        if sent:
+            await asyncio.wait([asyncio.ensure_future(_ended(each)) for each in sent], timeout=self._silence_timeout_s)
 
     async def _acquire(self, avoided: set[int]) -> WorkerRecord:
         while True:
@@ -204,16 +210,16 @@ class RolloutWorkers:
         views = []
         for engine in worker.engines:
             self._num_views += 1
-            if (view := worker.tell(engine, number=self._num_views)) is not None:
+            if (view := worker.view_of(engine, number=self._num_views)) is not None:
                 views.append(view)
         return views
 
     def _note_change(self, _engine: Engine, _before: EngineStatus) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().create_task(self._tell())
+        if self._announcing is None:
+            self._announcing = asyncio.get_running_loop().create_task(self._announce_changes())
 
-    async def _tell(self) -> None:
-        self._telling = None
+    async def _announce_changes(self) -> None:
+        self._announcing = None
         for worker in self._workers:
             if worker.host is not None and (views := self._views(worker)):
                 worker.host.follow.remote(views)
@@ -221,20 +227,20 @@ class RolloutWorkers:
         self._dispatcher.serve()
 
     def _judge(self, worker: WorkerRecord) -> None:
-        """Decide whether the worker gets prompts: it answers, and has a live engine unless nobody has."""
+        """Decide whether the worker gets prompts: it answers, and has a live engine unless none has."""
         has_engine = any(engine.is_live for engine in worker.own)
         is_live = worker.has_answered and (has_engine or not any(engine.is_live for engine in self._fleet.engines))
         if is_live != worker.is_live:
             worker.is_live = is_live
             self._dispatcher.changed(worker)
 
-    async def _keep(self, worker: WorkerRecord) -> None:
+    async def _supervise(self, worker: WorkerRecord) -> None:
         """Start the worker, again whenever it is lost."""
         num_failures = 0
         while num_failures < _MAX_FAILURES:
             try:
                 await self._serve(worker)
-            except Exception as error:  # noqa: BLE001 - a few losses end the run, whatever the cause; nobody else hears of it
+            except Exception as error:  # noqa: BLE001 - a few losses end the run, whatever the cause; it is reported here alone
                 num_failures = 1 if worker.own[0].is_watched else num_failures + 1
                 reason = str(error) if isinstance(error, WorkerLostError) else repr(error)
                 self._reasons[worker.index] = reason
@@ -265,8 +271,8 @@ class RolloutWorkers:
         worker.process = process
         while True:
             worker.is_reporting = True
-            asked, arrays = host.report.remote(worker.orders(), self._views(worker))
-            delivery = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
+            reporting, arrays = host.report.remote(worker.changes(), self._views(worker))
+            delivery = await _answer_of(reporting, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
             assert isinstance(delivery, Delivery), delivery
             worker.is_reporting = False  # before answers make room for prompts, which go with the next call
             worker.take(delivery, arrays)
@@ -282,7 +288,7 @@ class RolloutWorkers:
             self._observer.judge_answered(*judge)
         await apply_report(report, self._fleet, self._observer)
         if report.complaints:
-            worker.forget()  # it may think less of an engine than the fleet: it is told again
+            worker.forget()  # it may think less of an engine than the fleet: it gets all views again
         self._num_requests[worker.index] = report.num_requests
         worker.watch(is_watching=True)
         worker.note_adapters(report)
@@ -292,7 +298,8 @@ class RolloutWorkers:
 
     async def _end(self, worker: WorkerRecord) -> None:
         """End the process, frozen or not."""
-        host, process, worker.host, worker.process = worker.host, worker.process, None, None
+        host, worker.host = worker.host, None
+        process, worker.process = worker.process, None
         self._num_requests.pop(worker.index, None)
         if host is not None:
             ray.kill(host, no_restart=True)
@@ -330,17 +337,9 @@ async def _ended(reference: ray.ObjectRef) -> object:
         return error
 
 
-GATHER_S = 0.01
-"""Time that a prompt waits for others before it is sent."""
-
-
-class WorkerLostError(Exception):
-    """A rollout worker ended or does not answer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """A prompt that a worker has to answer."""
+class _OpenPrompt:
+    """A prompt whose group a worker has to return."""
 
     prompt: Prompt
     task: RolloutTask
@@ -365,14 +364,14 @@ class WorkerRecord:
     """A report is under way: until it is there, prompts need a call of their own."""
     num_seen: int = -1
     """The fleet's count of changes when views were last sent."""
-    known: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    sent_views: dict[int, tuple[object, ...]] = field(default_factory=dict)
     _adapters: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     """The adapters of each engine that it may use or will learn of, with the numbers of their views."""
-    _num_asked: int = 0
-    _questions: dict[int, _Question] = field(default_factory=dict)
+    _num_prompts: int = 0
+    _open: dict[int, _OpenPrompt] = field(default_factory=dict)
     _unsent: list[int] = field(default_factory=list)
-    _dropped: list[int] = field(default_factory=list)
-    """Questions that nobody waits for, still to be told."""
+    _cancelled: list[int] = field(default_factory=list)
+    """Numbers of cancelled prompts not yet sent to the worker."""
     _sending: asyncio.TimerHandle | None = None
 
     @property
@@ -385,16 +384,16 @@ class WorkerRecord:
 
     async def ask(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
         """Return the worker's answer; raise WorkerLostError if it is lost before."""
-        self._num_asked += 1
-        number, loop = self._num_asked, asyncio.get_running_loop()
-        self._questions[number] = question = _Question(prompt=prompt, task=task, answer=loop.create_future())
+        self._num_prompts += 1
+        number, loop = self._num_prompts, asyncio.get_running_loop()
+        self._open[number] = opened = _OpenPrompt(prompt=prompt, task=task, answer=loop.create_future())
         self._unsent.append(number)
         self._send_soon()
         try:
-            return await question.answer
+            return await opened.answer
         finally:
-            if self._questions.pop(number, None) is not None:
-                self._dropped.append(number)
+            if self._open.pop(number, None) is not None:
+                self._cancelled.append(number)
                 self._send_soon()
 
     def _send_soon(self) -> None:
@@ -402,61 +401,62 @@ class WorkerRecord:
             self._sending = asyncio.get_running_loop().call_later(GATHER_S, self._send)
 
     def _send(self) -> None:
-        orders = self.orders()
-        if self.host is not None and (orders.asked or orders.dropped):
-            self.host.take.remote(orders)
+        changes = self.changes()
+        if self.host is not None and (changes.added or changes.cancelled):
+            self.host.take.remote(changes)
 
-    def orders(self) -> Orders:
-        """Return all that waits to be told to the worker."""
+    def changes(self) -> PromptChanges:
+        """Return all changes that were not yet sent to the worker."""
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
         unsent, self._unsent = self._unsent, []
-        dropped, self._dropped = self._dropped, []
+        cancelled, self._cancelled = self._cancelled, []
         prompts: dict[RolloutTask, dict[int, Prompt]] = defaultdict(dict)
         for number in unsent:
-            if (question := self._questions.get(number)) is not None:
-                prompts[question.task][number] = question.prompt
-        return Orders(asked=tuple(prompts.items()), dropped=tuple(dropped))
+            if (opened := self._open.get(number)) is not None:
+                prompts[opened.task][number] = opened.prompt
+        return PromptChanges(added=tuple(prompts.items()), cancelled=tuple(cancelled))
 
     def take(self, delivery: Delivery, arrays: ray.ObjectRef) -> None:
         """Hand the answers of a delivery to those who wait for them."""
         stored, first = StoredResponses(arrays, delivery.node, self.host), 0
         for number, answer in delivery.answers:
-            question = self._questions.pop(number, None)
-            is_awaited = question is not None and not question.answer.done()
+            opened = self._open.pop(number, None)
+            if opened is not None and opened.answer.done():
+                opened = None  # cancelled meanwhile
             if isinstance(answer, FailedAnswer):
-                if question is not None and is_awaited:
-                    question.answer.set_exception(answer.error or RuntimeError(answer.detail))
+                if opened is not None:
+                    opened.answer.set_exception(answer.error or RuntimeError(answer.detail))
                 continue
-            if question is not None and is_awaited:
-                question.answer.set_result(answer.answered(question.prompt, stored, first))
+            if opened is not None:
+                opened.answer.set_result(answer.answered(opened.prompt, stored, first))
             first += answer.num_responses
 
     def lose(self, reason: str) -> None:
-        """End all that was asked: the worker is lost."""
-        questions, self._questions = self._questions, {}
-        for question in questions.values():
-            if not question.answer.done():
-                question.answer.set_exception(WorkerLostError(reason))
+        """Fail all open prompts: the worker is lost."""
+        lost, self._open = self._open, {}
+        for each in lost.values():
+            if not each.answer.done():
+                each.answer.set_exception(WorkerLostError(reason))
         self._adapters.clear()
         for engine in self.engines:
             engine.adapters_elsewhere.pop(self.index, None)
 
-    def tell(self, engine: Engine, *, number: int) -> EngineView | None:
-        """Return a view of the engine with this number; None if the worker knows it all."""
+    def view_of(self, engine: Engine, *, number: int) -> EngineView | None:
+        """Return a view of the engine with this number; None if the worker has all of it."""
         view = EngineView.of(engine, number=number)
-        if self.known.get(engine.index) == view.key:
+        if self.sent_views.get(engine.index) == view.key:
             return None
-        self.known[engine.index] = view.key
+        self.sent_views[engine.index] = view.key
         if view.adapter is not None:
             self._adapters[engine.index].append((number, view.adapter))
             self._note_adapters(engine)
         return view
 
     def forget(self) -> None:
-        """Count on nothing that it was told before."""
-        self.known.clear()
+        """Send all views again: the worker may have none of those sent before."""
+        self.sent_views.clear()
         self.num_seen = -1
 
     def watch(self, *, is_watching: bool) -> None:
@@ -468,10 +468,10 @@ class WorkerRecord:
         """Forget the adapters that the worker uses no more: they can be unloaded."""
         for engine in self.engines:
             if engine.index in report.adapters:
-                newest, held = report.adapters[engine.index]
+                newest, in_use = report.adapters[engine.index]
                 # Views that were on their way when it reported are not known to it yet.
-                told = [each for each in self._adapters[engine.index] if each[0] >= newest]
-                self._adapters[engine.index] = [*((newest - 1, name) for name in held), *told]
+                under_way = [each for each in self._adapters[engine.index] if each[0] >= newest]
+                self._adapters[engine.index] = [*((newest - 1, name) for name in in_use), *under_way]
                 self._note_adapters(engine)
 
     def _note_adapters(self, engine: Engine) -> None:

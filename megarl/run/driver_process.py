@@ -30,7 +30,7 @@ _MAX_RESTARTS = 3
 
 
 def drive_again(
-    drive: Callable[[Choice], None], run_folder: Path, resume: Choice, *, auto: Choice, told: Callable[[str], None]
+    drive: Callable[[Choice], None], run_folder: Path, resume: Choice, *, auto: Choice, notify: Callable[[str], None]
 ) -> None:
     """Call `drive` in a forked process, and again if that is killed and has left what the next one can adopt.
 
@@ -51,7 +51,7 @@ def drive_again(
             _end_like(status)
         if newest is not None:
             resume = auto
-        told(f"the driver was killed ({signal.Signals(-status).name}); another one takes over what it left")
+        notify(f"the driver was killed ({signal.Signals(-status).name}); another one takes over what it left")
 
 
 def _run_forked(drive: Callable[[], None]) -> tuple[int, Sequence[int]]:

@@ -43,10 +43,10 @@ def sentence(run_folder: Path) -> str:
     log = run_folder / "ray.log"
     # The log of a cluster that was joined is not in the run's folder.
     ray_log = f" (its log is {log})" if log.exists() else ""
-    kept = find_leased(run_folder)
+    lease = find_leased(run_folder)
     left = "nothing it started is left"
-    if kept is not None:
-        left = f"what it started waits {kept.seconds:g} s for the next driver (cluster.lease_s)"
+    if lease is not None:
+        left = f"what it started waits {lease.seconds:g} s for the next driver (cluster.lease_s)"
     return (
         f"megarl: the driver was killed, or a process of Ray{ray_log} was, which ends the driver; "
         f"{left}; run the same command to {remedy}"

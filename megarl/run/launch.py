@@ -45,13 +45,13 @@ def train(
     allows_data_change: bool = False,
     overrides_fit: bool = False,
     tasks_file: Path | None = None,
-    told: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> None:
     """Run a recipe to its end; everything it started has ended when this returns or raises.
 
     A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
-    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With `told`, the driver is a
-    forked process, and another one takes over if it is killed; `told` gets a sentence then.
+    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With `notify`, the driver is a
+    forked process, and another one takes over if it is killed; `notify` gets a sentence then.
     """
     if recipe.run.device != "cpu" and recipe.cluster.gpu is not None and not overrides_fit:
         check_fit(recipe, gpu_of(recipe.cluster))
@@ -73,13 +73,13 @@ def train(
         tasks_file=tasks_file,
     )
     with exit_notice(recipe.run_folder):
-        if told is None or not recipe.cluster.lease_s:
+        if notify is None or not recipe.cluster.lease_s:
             driver.drive(resume)
             return
         with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
             import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
 
-            drive_again(driver.drive, recipe.run_folder, resume, auto="auto", told=told)
+            drive_again(driver.drive, recipe.run_folder, resume, auto="auto", notify=notify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class _Driver:
         """Take the steps of the run that are left."""
         recipe, inputs = self.recipe, self.inputs
         with run_lock(recipe.run_folder):
-            told = _tell_on(self.display)
-            decision, tools = choose(recipe, resume, told=told), inputs.tools_digest
+            notify = _notify_on(self.display)
+            decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
             allows = self.allows_data_change
             check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows)
             notes = [*decision.notes]
@@ -117,7 +117,7 @@ class _Driver:
                     observer.warned(note)
 
                 def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
-                    earlier = choose(recipe, resume, damaged=damaged, told=told).point
+                    earlier = choose(recipe, resume, damaged=damaged, notify=notify).point
                     return earlier and check(earlier, warn=observer.warned)
 
                 from megarl.run.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment
@@ -144,7 +144,7 @@ class _Driver:
         return lease, ray_environment(self.address, cluster)
 
 
-def _tell_on(display: Sink) -> Callable[[str], None]:
+def _notify_on(display: Sink) -> Callable[[str], None]:
     """Return what shows a line before the run has an observer: fetching a checkpoint takes long."""
     return lambda text: display.record(Record(sequence=0, time=datetime.now(UTC), event=Noted(text=text)))
 

@@ -6,45 +6,38 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
-from megarl.config.algorithm import AlgorithmConfig, AlgorithmNeeds
+from megarl.checkpoint.tensor_files import check_weights
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.kernels import check_packages
 from megarl.config.load import CheckedRecipe
-from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
-from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys
 from megarl.engine.endpoints import check_running
 from megarl.episodes.build import rehearse
-from megarl.errors import CheckpointError, ConfigError, DataError, MachineError, MegarlError, Problem
+from megarl.errors import ConfigError, DataError, MachineError, MegarlError, Problem
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
-from megarl.reward.build import build_scorer
+from megarl.reward.trial import try_reward
 from megarl.run.inputs import Inputs, read_inputs, read_shape
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
-from megarl.tokens import Content
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
-from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
+from megarl.types import Prompt
 
 _GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Present where an NVIDIA driver is loaded; the last one under WSL."""
-_MAX_TRIED = 64
-"""Data sources whose reward is tried before a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +192,7 @@ def _check_inputs(recipe: Recipe, *, wrong: Collection[str], keeps_rows: bool) -
     if needs.has_engines and not {"data", "reward"} & wrong:
         with noting(errors):
             prompts = _first_prompts(recipe.data) if inputs is None else (*inputs.train.prompts, *inputs.eval)
-            asyncio.run(_try_reward(recipe.reward, needs, tuple(prompts)))
+            asyncio.run(try_reward(recipe.reward, needs, tuple(prompts)))
     return Findings(inputs=inputs, errors=tuple(errors))
 
 
@@ -232,24 +225,6 @@ def _first_prompts(data: DataConfig) -> Iterator[Prompt]:
             )
 
 
-def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-    except FileNotFoundError:
-        named = set(folder.glob(f"*{TENSOR_SUFFIX}"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
-    found = {entry.name: entry.shape for path in sorted(named) for entry in read_header(path).entries}
-    for name, spec in canonical_tensors(shape).items():
-        if name not in found and name != VALUE_HEAD:
-            raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
-        if name in found and found[name] != spec.shape:
-            shapes = f"{list(found[name])}, config.json says {list(spec.shape)}"
-            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}; do these files belong together?")
-
-
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
     check_files(data.train, data, as_demonstrations=algorithm.needs.rows != "prompts")
@@ -273,37 +248,3 @@ def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
     if observe.metrics_port:
         host = LOOPBACK if network.bind is None else address_in(network.bind)
         MetricsEndpoint(CollectorRegistry(), port=observe.metrics_port, host=host).close()
-
-
-async def _try_reward(config: RewardConfig, needs: AlgorithmNeeds, prompts: Sequence[Prompt]) -> None:
-    """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
-    if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
-        return  # its engines do not run yet
-    firsts: dict[str, Prompt] = {}
-    for prompt in prompts:
-        firsts.setdefault(prompt.data_source, prompt)
-    scorer = build_scorer(config)
-    try:
-        for prompt in islice(firsts.values(), _MAX_TRIED):
-            scored = await scorer.score(_answered(prompt))
-            for key, name in needs.components:
-                if not scored.scores[0].is_masked and name not in scored.scores[0].components:
-                    known = ", ".join(scored.scores[0].components) or "none"
-                    raise DataError(
-                        f"{key}: the reward of prompt {prompt.uid} has no component {name}; it has {known}: return it "
-                        "from the reward function or change the recipe"
-                    )
-    finally:
-        scorer.close()
-
-
-def _answered(prompt: Prompt) -> RolloutGroup:
-    """Return a group with one response: the ground truth."""
-    nothing = np.zeros(1, dtype=np.int32)
-    rollout = Rollout(
-        content=Content(token_ids=nothing, logprobs=nothing.astype(np.float32), text=prompt.ground_truth),
-        versions=nothing,
-        loss_mask=nothing.astype(np.bool_),
-        finish_reason=FinishReason.STOP,
-    )
-    return RolloutGroup(prompt=prompt, rollouts=(rollout,))

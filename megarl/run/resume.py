@@ -29,11 +29,11 @@ def choose(
     choice: ResumeChoice,
     *,
     damaged: Collection[Path] = (),
-    told: Callable[[str], None] = lambda _text: None,
+    notify: Callable[[str], None] = lambda _text: None,
 ) -> Decision:
     """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify.
 
-    A newer one of `checkpoint.mirror` is fetched first; `told` gets lines about it.
+    A newer one of `checkpoint.mirror` is fetched first; `notify` gets lines about it.
     """
     dumped, num_steps = recipe.model_dump(mode="json"), recipe.run.total_steps
     match choice:
@@ -44,7 +44,7 @@ def choose(
             mirror, fetched = recipe.checkpoint.mirror, Fetched()
             if mirror is not None:
                 run = MirroredRun(mirror=mirror, run_folder=recipe.run_folder, recipe=dumped, num_steps=num_steps)
-                fetched = run.fetch_newest(damaged=damaged, told=told)
+                fetched = run.fetch_newest(damaged=damaged, notify=notify)
             damaged = set(damaged) - fetched.replaced
             decision = decide(parent, recipe=dumped, num_steps=num_steps, damaged=damaged)
             return replace(decision, notes=(*fetched.notes, *decision.notes))

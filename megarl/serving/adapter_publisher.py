@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.model import ModelShape
@@ -38,24 +38,19 @@ logger = logging.getLogger(__name__)
 Compare: TypeAlias = Callable[[Sequence[Engine], PolicyVersion, str], Awaitable[Mapping[int, str]]]
 """Probes engines with the adapter of this name; returns a reason for each, by index, that differs from the trainer."""
 
+PlaceAdapter: TypeAlias = Callable[[int, StoredAdapter, float], AbstractAsyncContextManager[Path]]
+"""Writes an adapter to the nodes of the engine of an index, within a time; yields the folder. See `Engines`."""
+
 _POLL_S = 0.05
 _MAX_UNEXPLAINED = 2
 """Failures after which every engine still answers."""
-
-
-class AdapterPlaces(Protocol):
-    """The nodes of the engines."""
-
-    def placed_adapter(
-        self, index: int, stored: StoredAdapter, /, *, timeout_s: float
-    ) -> AbstractAsyncContextManager[Path]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAdapters:
     """The adapters of a run, as its engines serve them."""
 
-    places: Engines
+    place: PlaceAdapter
     base_folder: Path
     tensors: Mapping[str, TensorSpec]
     limits: EngineAdapters
@@ -66,7 +61,7 @@ class ServedAdapters:
         if model.lora is None or spec.adapters is None:
             return None
         tensors = served_tensors(canonical_tensors(shape), LoraShape.of(model.lora), dtype=spec.dtype)
-        return cls(places=engines, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
+        return cls(place=engines.placed_adapter, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
 
 
 class AdapterPublisher:
@@ -75,7 +70,7 @@ class AdapterPublisher:
         *,
         ranks: RankGroup[ActorCalls],
         fleet: Fleet,
-        places: AdapterPlaces,
+        place: PlaceAdapter,
         base_folder: Path,
         tensors: Mapping[str, TensorSpec],
         num_loaded: int,
@@ -85,7 +80,7 @@ class AdapterPublisher:
         """`tensors` is what an adapter consists of; an engine has at most `num_loaded` versions at a time."""
         self._ranks = ranks
         self._fleet = fleet
-        self._places = places
+        self._place = place
         self._base_folder = base_folder
         self._tensors = tensors
         self._num_loaded = num_loaded
@@ -199,7 +194,7 @@ class AdapterPublisher:
         """Return None if the engine has the adapter now, else the reason."""
         try:
             await self._make_room(engine)
-            async with self._places.placed_adapter(engine.index, stored, timeout_s=self._timeout_s) as folder:
+            async with self._place(engine.index, stored, self._timeout_s) as folder:
                 # Recorded first: a load that was cut off may have succeeded.
                 engine.adapters[name] += 0
                 await admin.load_adapter(engine.client, name, folder, timeout_s=self._timeout_s)

@@ -41,13 +41,15 @@ class Adoption:
         self._num_left = len({number for number in numbers.values() if number < num_engines})
         self._outcomes: list[bool] = []
 
-    async def take_over(self, index: int, ask: Callable[[], Awaitable[EngineEndpoint]]) -> EngineEndpoint | None:
-        """Bring the engine at the endpoint that `ask` returns into a known state; return None if it cannot be used."""
+    async def take_over(
+        self, index: int, find_endpoint: Callable[[], Awaitable[EngineEndpoint]]
+    ) -> EngineEndpoint | None:
+        """Bring the engine at an endpoint into a known state; return None if it cannot be used."""
         endpoint = None
         try:
             if not self._is_possible:
                 raise EngineError(f"engine {index}: it may have given up memory to trainers of its GPUs")
-            endpoint = await ask()
+            endpoint = await find_endpoint()
             version = await take_over(endpoint, timeout_s=self.timeout_s)
             logger.info("adopted engine=%d version=%s address=%s:%d", index, version, endpoint.host, endpoint.port)
         except EngineError as error:

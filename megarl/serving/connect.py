@@ -48,7 +48,7 @@ class Roles:
 
 
 class NoPublisher:
-    """For runs without engines."""
+    """The publisher of a run without engines: it does nothing."""
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
@@ -122,7 +122,7 @@ def _transport(
         return AdapterPublisher(
             ranks=ranks,
             fleet=serving.fleet,
-            places=serving.adapters.places,
+            place=serving.adapters.place,
             base_folder=serving.adapters.base_folder,
             tensors=serving.adapters.tensors,
             num_loaded=serving.adapters.limits.num_loaded,

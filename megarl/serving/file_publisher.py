@@ -26,8 +26,6 @@ from megarl.types import JsonValue, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_FOLDER = "published"
-"""Name of the folder in the run's folder."""
 _PREFIX = "version_"
 
 
@@ -109,7 +107,7 @@ async def _problem(engine: Engine, architectures: Sequence[JsonValue]) -> str | 
     return None
 
 
-def _prune(folder: Path, kept: Path) -> None:
+def _prune(folder: Path, newest: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*"):
-        if path != kept:
+        if path != newest:
             shutil.rmtree(path, ignore_errors=True)

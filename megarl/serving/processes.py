@@ -87,7 +87,9 @@ class EngineHost:
     async def stop(self) -> None:
         """Stop the engine."""
         await self._adapters.remove()
-        engine, self._engine, self._is_ready = self._engine, None, False
+        engine = self._engine
+        self._engine = None
+        self._is_ready = False
         if engine is not None:
             await asyncio.to_thread(engine.stop)
 
@@ -109,7 +111,7 @@ class Engines:
         self._places = [on_nodes(of_engine) for of_engine in places]
         self._gpu_fraction = gpu_fraction
         self._hosts: dict[tuple[int, int], ActorHandle] = {}
-        """By engine and node."""
+        """Actors by engine and node."""
         self._started_on: dict[tuple[int, int], str] = {}
         """Ray's id of the node on which each host was started."""
 
@@ -180,17 +182,17 @@ class Engines:
         if not any(left.values()):
             return None
 
-        async def ask() -> EngineEndpoint:
-            asked = [self._call(index, node, EngineHost.serving, timeout_s=adoption.timeout_s) for node in nodes]
-            return _one_endpoint(await asyncio.gather(*asked))
+        async def find_endpoint() -> EngineEndpoint:
+            endpoints = [self._call(index, node, EngineHost.serving, timeout_s=adoption.timeout_s) for node in nodes]
+            return _one_endpoint(await asyncio.gather(*endpoints))
 
-        endpoint = await adoption.take_over(index, ask)
+        endpoint = await adoption.take_over(index, find_endpoint)
         if endpoint is None:
             await self.end(index)
         return endpoint
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         """Yield the folder of an adapter, which has the same path on every node of the engine, and remove it then."""
         nodes = range(len(self._places[index]))
         places = [

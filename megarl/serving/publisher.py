@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar
 
 from megarl.config.roles import InFlight
 from megarl.engine.commands import Rendezvous
-from megarl.engine.control import ignore_outcome
+from megarl.engine.control import EngineControl, ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.errors import WeightSyncError, WorkerError
@@ -30,9 +30,7 @@ from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.serving.canary import Canary
 from megarl.serving.pauses import paused
-from megarl.serving.phases import SeparatePhases
-from megarl.serving.shared_phases import SharedPhases
-from megarl.stages import Publisher
+from megarl.stages import Phases, Publisher
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import Link
@@ -60,7 +58,7 @@ class EnginePublisher:
     transport: Publisher
     """Moves the bytes; returns when the engines serve the version."""
     fleet: Fleet
-    phases: SeparatePhases | SharedPhases
+    phases: Phases
     in_flight: InFlight | None = None
     """The treatment of requests that run during a publish; None where none does."""
     announce: Callable[[], Awaitable[None]] | None = None
@@ -86,20 +84,6 @@ class EnginePublisher:
         return result
 
 
-class ReceivingEngines(Protocol):
-    """The engines, as a publish needs them; see `EngineControl`."""
-
-    def among(self, engines: Sequence[Engine], /) -> Self: ...
-
-    async def check_layout(self, transfer: TransferSpec, /) -> None: ...
-
-    async def join(self, transfer: TransferSpec, /, *, plan_hash: str, rendezvous: Rendezvous) -> None: ...
-
-    async def receive(self, version: PolicyVersion, /) -> Mapping[int, Mapping[str, int]]: ...
-
-    async def confirm(self, version: PolicyVersion, /, *, is_catching_up: bool) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
     """The transfer group of the trainer ranks and the engines of a roster."""
@@ -108,7 +92,7 @@ class _Link:
     """The clients of the roster; a restarted engine has a new one."""
     store: StoreServer
     """The rendezvous of this group alone: that the group was abandoned is recorded here."""
-    control: ReceivingEngines
+    control: EngineControl
     plan: Plan
 
 
@@ -120,7 +104,7 @@ class TransferPublisher:
         *,
         ranks: RankGroup[ActorCalls],
         fleet: Fleet,
-        control: ReceivingEngines,
+        control: EngineControl,
         transfer: Callable[[], TransferSpec],
         timeout_s: float,
         host: str,

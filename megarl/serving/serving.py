@@ -26,13 +26,15 @@ from megarl.serving.adapter_publisher import ServedAdapters
 from megarl.serving.adoption import Adoption
 from megarl.serving.engine_specs import rollout_engine
 from megarl.serving.engine_transfer import located, near_trainers, transfer_spec
-from megarl.serving.file_publisher import PUBLISH_FOLDER
 from megarl.serving.phases import SeparatePhases
 from megarl.serving.processes import start_engines
 from megarl.serving.shared_phases import SharedPhases
 from megarl.serving.supervisor import Supervisor, observe_fleet
 from megarl.serving.watch import watched_engines
 from megarl.weights.layouts.transfer_spec import TransferSpec
+
+_PUBLISH_FOLDER = "published"
+"""Name of the folder in the run's folder from which external engines load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ async def start_serving(
             config=config,
             fleet=_open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s),
             model_folder=recipe.model.path.absolute(),
-            publish_folder=(config.publish_folder or recipe.run_folder / PUBLISH_FOLDER).absolute(),
+            publish_folder=(config.publish_folder or recipe.run_folder / _PUBLISH_FOLDER).absolute(),
         )
     return await _start_managed(
         recipe, config, shape, deadlines, pools, stack, observer=observer, publish_timeout_s=publish_timeout_s

@@ -7,7 +7,7 @@ scheduler's SIGTERM go to whole process groups: in a session of its own the chil
 its children in order.
 
 With a lease (`system.lease`) the command outlives its parent for a while: the guard ends it, and removes the folder of
-the lease, when nobody has renewed the lease for its duration.
+the lease, when no driver has renewed the lease for its duration.
 
 Shared memory has a name in /dev/shm that outlives a killed process. Ending a session here also removes the names that
 its processes have open.
@@ -37,16 +37,14 @@ SIGNAL_EXIT = 128
 _KILL_TIMEOUT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
 _LEASE = "--lease"
 _LEASE_POLL_S = 0.25
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardLease:
-    """How long a command outlives its parent."""
+    """The time by which a command outlives its parent."""
 
     folder: Path
     """Removed at the end. Drivers renew the lease by touching `file` in it."""
@@ -58,7 +56,7 @@ class GuardLease:
         return self.folder / "lease"
 
     def wait_expired(self) -> None:
-        """Return when nobody has renewed the lease for its duration, by this process's own clock."""
+        """Return when no driver has renewed the lease for its duration, by this process's own clock."""
         renewed, deadline = self._renewed(), time.monotonic() + self.seconds
         while renewed is not None and time.monotonic() < deadline:
             time.sleep(_LEASE_POLL_S)

@@ -1,10 +1,10 @@
 """The lease of a run: what it started on Ray outlives a driver that dies, for the next driver of the run.
 
 A driver that ends in order ends everything itself. One that is killed leaves its private Ray to the guard
-(`system.guard`), or what it started on a Ray that it joined to an actor there (`cluster.lease_actor`): either
-ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock,
-reads the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe,
-code, packages, environment), of another boot of the machine or of a Ray that is gone is not used.
+(`system.guard`), or what it started on a Ray that it joined to an actor there (`cluster.lease_actor`): either ends it
+when no driver has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock, reads
+the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe, code,
+packages, environment), of another boot of the machine or of a Ray that is gone is not used.
 
 The record is written when a driver that dies could be followed by another: once the run has a checkpoint.
 """
@@ -90,7 +90,7 @@ class LeasedRay:
     guard: LeasedGuard | None
     """None for a Ray that was joined; what was left there may have ended already."""
     seconds: float
-    """How long it outlives its driver."""
+    """Time by which it outlives its driver."""
     program: str
     """`digest_program` of what everything was started for."""
     gpus: PoolGpus
@@ -149,7 +149,7 @@ class Lease(ABC):
         self._leased = LeasedRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
 
     def placed(self, gpus: PoolGpus) -> None:
-        """Note the GPUs of the pools: while actors hold them, Ray tells nobody else their numbers."""
+        """Note the GPUs of the pools: while actors hold them, Ray tells no other process their numbers."""
         assert self._leased is not None, "started comes first"
         self._leased = replace(self._leased, gpus=gpus)
 

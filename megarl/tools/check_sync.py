@@ -43,6 +43,13 @@ _STD = 0.05
 _SEED = 1
 _OTHER_SEED = 2
 _LOAD_TIMEOUT_S = 600
+PADDING = "padding"
+"""The class of the elements that are outside all boxes of a holding."""
+_Bits: TypeAlias = npt.NDArray[np.signedinteger[npt.NBitBase]]
+"""The elements as integers: numpy cuts boxes many times faster than torch, and has no bfloat16."""
+_SOURCE_PADDING = float("nan")
+"""Shows in the target where padding is moved by mistake."""
+_TARGET_PADDING = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +220,6 @@ def _rope(shape: ModelShape) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": shape.rope_theta, **scaling}
 
 
-PADDING = "padding"
-"""The class of the elements that are outside all boxes of a holding."""
-
-
 def tensor_class(name: str) -> str:
     """Return the kind of weight that a canonical tensor is."""
     for part, kind in (
@@ -333,14 +336,6 @@ def _values(
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
-
-
-_Bits: TypeAlias = npt.NDArray[np.signedinteger[npt.NBitBase]]
-"""The elements as integers: numpy cuts boxes many times faster than torch, and has no bfloat16."""
-
-_SOURCE_PADDING = float("nan")
-"""Shows in the target where padding is moved by mistake."""
-_TARGET_PADDING = 0.0
 
 
 def rehearse(plan: Plan, model: Mapping[str, torch.Tensor]) -> list[ClassVerdict]:

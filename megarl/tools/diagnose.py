@@ -1,6 +1,7 @@
-"""Start one trainer and one engine of a recipe with the same weights, and compare them on one prompt.
+"""Start one trainer and one engine of a recipe with the same weights, compare them on one prompt, and reach a verdict.
 
-Import this module inside `ray_environment`.
+`compare` records both at every hook point of the forward pass; `diagnose` finds the first point where they differ and
+the tensors to blame. Import this module inside `ray_environment`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ from megarl.weights.recordings import DigestedModel, Recording, differing_tensor
 _FOLDER = "diagnose"
 """Inside the folder of the run."""
 _MAX_CPU_PROCESSES = 8
+NUM_SAMPLED_TOKENS = 8
+"""Enough to see the engine decode; it reads the prompt in one pass."""
+RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
+"""Scores a batch on every rank; each rank writes its recording into the folder. Returns the records in rank order."""
 
 
 def diagnose_recipe(
@@ -95,7 +100,9 @@ def _num_devices(device: str, ray_address: str | None) -> int:
 async def _diagnose(
     small: SmallRecipe, shape: ModelShape, tokenizer: Tokenizer, prompt: Prompt, ray_address: str | None
 ) -> Diagnosis:
-    recipe, rollout, sampling = small.recipe, small.recipe.roles.rollout, small.recipe.sampling
+    recipe = small.recipe
+    rollout = recipe.roles.rollout
+    sampling = recipe.sampling
     assert rollout is not None, "a diagnosis without an engine"
     async with started_roles(recipe, shape, ray_address=ray_address) as roles:
         serving = roles.serving
@@ -138,14 +145,6 @@ def _prompt_of_row(prompts: Sequence[Prompt], row: int) -> Prompt:
     if row >= len(prompts):
         raise DataError(f"--row {row}: data.train has {len(prompts)} prompts, counted from 0; choose a smaller number")
     return prompts[row]
-
-
-NUM_SAMPLED_TOKENS = 8
-"""Enough to see the engine decode; it reads the prompt in one pass."""
-
-
-RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
-"""Scores a batch on every rank; each rank writes its recording into the folder. Returns the records in rank order."""
 
 
 async def compare(

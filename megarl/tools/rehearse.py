@@ -51,7 +51,7 @@ Found = TypeVar("Found")
 _SILENCE_S = 600.0
 """Longest time without an event of the run."""
 _LONGEST_WAIT_S = 1800.0
-"""For one thing, while the run goes on."""
+"""Timeout of one wait while the run goes on."""
 _UNTIL_ASKED = 100_000
 """Steps of a run that goes on while engines start, and is then asked to leave."""
 _POLL_S = 0.2

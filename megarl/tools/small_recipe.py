@@ -54,7 +54,7 @@ _REHEARSED_STEPS = 6
 class SmallRecipe:
     recipe: Recipe
     notes: tuple[str, ...]
-    """How it differs from the given recipe."""
+    """The differences from the original recipe."""
 
 
 def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
@@ -174,9 +174,11 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     )
     notes = [*_pool_changes(recipe.pools, pools), *_role_changes(roles, small_roles)]
     if roles.rollout is not None and small_roles.rollout is not None:
-        engines, tensor = small.num_engines, small_roles.rollout.tensor
+        engines = small.num_engines
+        tensor = small_roles.rollout.tensor
         notes.append(f"engines: {recipe.num_engines} of TP{roles.rollout.tensor} -> {engines} of TP{tensor}")
-        rollouts, own = small.sampling.rollouts_per_prompt, recipe.sampling.rollouts_per_prompt
+        rollouts = small.sampling.rollouts_per_prompt
+        own = recipe.sampling.rollouts_per_prompt
         limit = small.sampling.max_response_tokens
         notes.append(f"rollouts: {own} per prompt -> {rollouts}, of at most {limit} tokens")
     notes.append(f"a step: {recipe.train.prompts_per_step} prompts -> {small.train.prompts_per_step}")
@@ -194,7 +196,9 @@ def _refuse_adapters(model: ModelConfig) -> None:
 
 
 def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
-    critic, reference, rollout = roles.critic, roles.reference, roles.rollout
+    critic = roles.critic
+    reference = roles.reference
+    rollout = roles.rollout
     trained: dict[str, object] = {"megatron_optimizer": {}, "megatron_ddp": {}}
     even: dict[str, object] = {"first_stage_layers": None, "last_stage_layers": None}
     same = even | {"path": None}
@@ -217,11 +221,14 @@ def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
 
 def _small_pool(name: str, pool: PoolConfig, roles: RolesConfig, small: RolesConfig, max_nodes: int) -> PoolConfig:
     """Return the smallest pool of at most two devices a node, or more where the roles need them."""
-    nodes, per_node = min(max_nodes, pool.nodes), min(_MAX_PARTS, pool.gpus_per_node)
+    nodes = min(max_nodes, pool.nodes)
+    per_node = min(_MAX_PARTS, pool.gpus_per_node)
     splits = [split for role, split in small.megatron_roles.items() if small.used_pools[role] == name]
     tensor = small.rollout.tensor if small.rollout is not None and small.rollout.pool == name else 1
     if roles.rollout is not None and roles.rollout.pool == name and roles.rollout.tensor > pool.gpus_per_node:
-        nodes, per_node = max(nodes, tensor), 1  # an engine over several whole nodes
+        # An engine over several whole nodes.
+        nodes = max(nodes, tensor)
+        per_node = 1
     while any(nodes * per_node % _ranks_needed(split) for split in splits) or nodes * per_node % tensor:
         per_node += 1
     return PoolConfig(nodes=nodes, gpus_per_node=per_node)
@@ -323,7 +330,8 @@ def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig
     assert rollout is not None, "layouts without engines"
     ends = {"first_stage_layers": actor.first_stage_layers, "last_stage_layers": actor.last_stage_layers}
     actor = actor.model_copy(update={key: 1 for key, given in ends.items() if given is not None})
-    experts, ffn = shape.experts, 4 * lcm(actor.ranks_per_expert, actor.tensor, rollout.tensor)
+    experts = shape.experts
+    ffn = 4 * lcm(actor.ranks_per_expert, actor.tensor, rollout.tensor)
     tiny = replace(
         shape,
         num_layers=_num_layers(actor),

@@ -48,14 +48,6 @@ class ActorRank(TrainedRank):
         self._monitor = MismatchMonitor(algorithm)
         self._reference = Reference(self._models, is_base=spec.lora is not None)
 
-    def resume(self, folder: Path, state: TrainerState) -> None:
-        super().resume(folder, state)
-        self._monitor = MismatchMonitor(self._algorithm, state.monitor)
-
-    @property
-    def state(self) -> TrainerState:
-        return replace(super().state, monitor=self._monitor.state)
-
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Update once per mini-batch and epoch, with ratios to the policy before the first update."""
         rate = self._learning_rate()
@@ -90,47 +82,6 @@ class ActorRank(TrainedRank):
             if summary is None or summary.engine_mismatch is None
             else self._monitor.observe(summary.engine_mismatch),
         )
-
-    def logprobs(self, batch: TrainBatch) -> SampleColumn | None:
-        """Return the log-probabilities of the response tokens."""
-        return self._column(batch)
-
-    def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
-        """Score a batch of one sample; write the modules' inputs and outputs to a file in `folder`."""
-        topology = self._topology
-        assert topology.data == 1, f"{topology.data} data-parallel ranks; recording is for one copy of the model"
-        part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
-        path = folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors"
-        with recorded(self._models, self._holding, path, part=part):
-            logprobs = self.logprobs(batch)
-        digests = weight_digests(self._holding, self._layout.canonical, self.tensors())
-        return TrainerRecord(logprobs=None if logprobs is None else logprobs.numbers, weight_digests=digests)
-
-    def load_reference(self, folder: Path) -> None:
-        """Load this rank's part of the reference policy into host memory; the base of an adapter is there already."""
-        self._reference.load(self.tensors(), self._topology.device, read=partial(self._read, folder))
-
-    def refresh_reference(self) -> None:
-        """Make the policy of now the reference."""
-        self._reference.refresh(self.tensors())
-
-    def reference_logprobs(self, batch: TrainBatch) -> SampleColumn | None:
-        """Return what `logprobs` does, with the weights of the reference."""
-        with self._reference.in_place_of(self.tensors()):
-            return self._column(batch)
-
-    def _summarise(self, applied: Sequence[tuple[MiniBatch, MiniBatchStats, float]], rate: float) -> UpdateStats:
-        mini_batches = [mini_batch for mini_batch, _, _ in applied]
-        known: dict[str, float | None] = {
-            "num_loss_tokens": sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
-            "num_sequences": sum(mini_batch.num_sequences for mini_batch in mini_batches),
-            "num_micro_batches": sum(len(mini_batch.micro_batches) for mini_batch in mini_batches),
-        }
-        if not isinstance(self._algorithm.kl, KlLossConfig):
-            known["reference_kl"] = None
-        if self._algorithm.distillation is None:
-            known["teacher_kl"] = None
-        return ACTOR.summarise([(stats, grad_norm) for _, stats, grad_norm in applied], rate, known)
 
     def _accumulate(
         self,
@@ -180,6 +131,55 @@ class ActorRank(TrainedRank):
             return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)
 
         return ACTOR.reduce(self._gradients(micro_batches, loss), mini_batch, self._topology)
+
+    def _summarise(self, applied: Sequence[tuple[MiniBatch, MiniBatchStats, float]], rate: float) -> UpdateStats:
+        mini_batches = [mini_batch for mini_batch, _, _ in applied]
+        fixed: dict[str, float | None] = {
+            "num_loss_tokens": sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
+            "num_sequences": sum(mini_batch.num_sequences for mini_batch in mini_batches),
+            "num_micro_batches": sum(len(mini_batch.micro_batches) for mini_batch in mini_batches),
+        }
+        if not isinstance(self._algorithm.kl, KlLossConfig):
+            fixed["reference_kl"] = None
+        if self._algorithm.distillation is None:
+            fixed["teacher_kl"] = None
+        return ACTOR.summarise([(stats, grad_norm) for _, stats, grad_norm in applied], rate, fixed)
+
+    def logprobs(self, batch: TrainBatch) -> SampleColumn | None:
+        """Return the log-probabilities of the response tokens."""
+        return self._column(batch)
+
+    def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
+        """Score a batch of one sample; write the modules' inputs and outputs to a file in `folder`."""
+        topology = self._topology
+        assert topology.data == 1, f"{topology.data} data-parallel ranks; recording is for one copy of the model"
+        part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
+        path = folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors"
+        with recorded(self._models, self._holding, path, part=part):
+            logprobs = self.logprobs(batch)
+        digests = weight_digests(self._holding, self._layout.canonical, self.tensors())
+        return TrainerRecord(logprobs=None if logprobs is None else logprobs.numbers, weight_digests=digests)
+
+    def load_reference(self, folder: Path) -> None:
+        """Load this rank's part of the reference policy into host memory; the base of an adapter is there already."""
+        self._reference.load(self.tensors(), self._topology.device, read=partial(self._read, folder))
+
+    def refresh_reference(self) -> None:
+        """Make the policy of now the reference."""
+        self._reference.refresh(self.tensors())
+
+    def reference_logprobs(self, batch: TrainBatch) -> SampleColumn | None:
+        """Return what `logprobs` does, with the weights of the reference."""
+        with self._reference.in_place_of(self.tensors()):
+            return self._column(batch)
+
+    def resume(self, folder: Path, state: TrainerState) -> None:
+        super().resume(folder, state)
+        self._monitor = MismatchMonitor(self._algorithm, state.monitor)
+
+    @property
+    def state(self) -> TrainerState:
+        return replace(super().state, monitor=self._monitor.state)
 
 
 def _scores_of(output: TokenScores | Tensor) -> TokenScores:

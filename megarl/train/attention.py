@@ -254,9 +254,9 @@ def _group_by_length(lengths: list[int]) -> LengthGroups:
 
 def _causal_grouped() -> dict[str, Any]:
     """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    if "enable_gqa" in parameters:
         options["enable_gqa"] = True
     return options
 

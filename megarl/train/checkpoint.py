@@ -69,8 +69,8 @@ def folders_read(folder: Path) -> list[Path]:
 
 def has_own_master(layout: Layout) -> bool:
     """Whether master weights are more precise than `model/`, whose file or whose source has a narrower dtype."""
-    held = (spec for holding in layout.holdings for spec in holding.tensors.values())
-    return any(spec.dtype != _DTYPE for specs in (layout.canonical.values(), held) for spec in specs)
+    of_ranks = (spec for holding in layout.holdings for spec in holding.tensors.values())
+    return any(spec.dtype != _DTYPE for specs in (layout.canonical.values(), of_ranks) for spec in specs)
 
 
 class RankCheckpoints:
@@ -167,7 +167,7 @@ class RankSaver:
         self._gathering: GatheringPlan | None = None
         self._num_snapshots = 0
         self._group: TransferGroup | None = None
-        """Kept from save to save: connections of all pairs of ranks take long to make."""
+        """Used for every save: connections of all pairs of ranks take long to make."""
         self._taken: dict[str, _Part] = {}
 
     def snapshot(self, contents: Contents) -> None:
@@ -176,8 +176,8 @@ class RankSaver:
         rank = self._topology.rank
         # Free the earlier copy first: host memory holds one at most.
         self._taken = {}
-        given, tensors = self._own_weights()
-        parts = {MODEL_FOLDER: _Part.copy(given, rank, partial(_box, tensors))}
+        own, tensors = self._own_weights()
+        parts = {MODEL_FOLDER: _Part.copy(own, rank, partial(_box, tensors))}
         if contents == "everything":
             parts |= self._snapshot_optimizer(rank)
         self._taken = parts
@@ -210,10 +210,10 @@ class RankSaver:
         They stay what they are until the next call.
         """
         self._num_snapshots += 1
-        given, tensors = self._own_weights()
-        boxes = boxes_on_host(given, self._topology.rank, partial(_box, tensors))
+        own, tensors = self._own_weights()
+        boxes = boxes_on_host(own, self._topology.rank, partial(_box, tensors))
         if self._gathering is None:
-            self._gathering = plan_gathering(given.layout)
+            self._gathering = plan_gathering(own.layout)
         what = "the adapter"
         with self._meeting(what) as group:
             try:
@@ -314,8 +314,8 @@ class _Part:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def copy(cls, given: Contribution, rank: int, view: BoxView) -> _Part:
-        return cls(layout=given.layout, tensors=copy_to_host(given, rank, view))
+    def copy(cls, own: Contribution, rank: int, view: BoxView) -> _Part:
+        return cls(layout=own.layout, tensors=copy_to_host(own, rank, view))
 
 
 def _box(tensors: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:

@@ -56,18 +56,18 @@ def top_scores(hidden: Tensor, targets: Tensor, head: Head, *, num_top: int, voc
     The likeliest tokens are below `vocab`, the size of another model's vocabulary.
     """
     assert vocab < _MAX_VOCAB, f"the id of a token is not exact in float32: {vocab} tokens"
-    found = torch.empty((len(hidden), 1 + 2 * num_top), dtype=torch.float32, device=hidden.device)
+    scores = torch.empty((len(hidden), 1 + 2 * num_top), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(len(hidden), head.chunk_tokens):
         logits = _logits(hidden[chunk], head.weight[: head.shard.size], head.logit_dtype)
         columns = _columns(targets[chunk], head.shard)
         parts = _over_ranks(_summed(logits, columns, head.temperature, is_fused=head.is_fused), head.shard)
         log_norms = parts.maximum + parts.total.log()
-        found[chunk, 0] = parts.target - log_norms
+        scores[chunk, 0] = parts.target - log_norms
         if num_top:
             likeliest, token_ids = _likeliest(logits, num_top, vocab, head.shard)
-            found[chunk, 1 : 1 + num_top] = likeliest / head.temperature - log_norms[:, None]
-            found[chunk, 1 + num_top :] = token_ids.float()
-    return found
+            scores[chunk, 1 : 1 + num_top] = likeliest / head.temperature - log_norms[:, None]
+            scores[chunk, 1 + num_top :] = token_ids.float()
+    return scores
 
 
 def _likeliest(logits: Tensor, num_top: int, vocab: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
@@ -90,16 +90,16 @@ def _likeliest(logits: Tensor, num_top: int, vocab: int, shard: VocabShard) -> t
 
 
 def at_places(
-    score: Callable[[Tensor, Tensor, Head], Tensor], hidden: Tensor, asked: Tensor, places: Tensor | None, head: Head
+    score: Callable[[Tensor, Tensor, Head], Tensor], hidden: Tensor, targets: Tensor, places: Tensor | None, head: Head
 ) -> Tensor:
-    """Return the scores of some positions, and 0 elsewhere; None asks about all. [N, ...]
+    """Return the scores at `places`, all positions if that is None, and 0 elsewhere. [N, ...]
 
-    A teacher is asked about the positions that the policy learns: products of equal shape have equal rounding errors.
+    A teacher scores the positions that the policy learns: products of equal shape have equal rounding errors.
     """
     if places is None:
-        return score(hidden, asked, head)
-    found = score(hidden[places], asked[places], head)
-    return found.new_zeros((len(hidden), *found.shape[1:])).index_copy(0, places, found)
+        return score(hidden, targets, head)
+    scores = score(hidden[places], targets[places], head)
+    return scores.new_zeros((len(hidden), *scores.shape[1:])).index_copy(0, places, scores)
 
 
 def candidate_logprobs(hidden: Tensor, candidates: Tensor, head: Head) -> Tensor:
@@ -107,8 +107,8 @@ def candidate_logprobs(hidden: Tensor, candidates: Tensor, head: Head) -> Tensor
 
     The gradient of `hidden` is to be summed over the ranks, as that of `logprob.token_scores`.
     """
-    found: Tensor = _CandidateLogprobs.apply(hidden, head.weight, candidates, head)  # type: ignore[no-untyped-call]
-    return found
+    logprobs: Tensor = _CandidateLogprobs.apply(hidden, head.weight, candidates, head)  # type: ignore[no-untyped-call]
+    return logprobs
 
 
 class _CandidateContext(FunctionCtx):
@@ -121,17 +121,17 @@ class _CandidateLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CandidateContext, hidden: Tensor, weight: Tensor, candidates: Tensor, head: Head) -> Tensor:
         log_norms = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        found = torch.empty(candidates.shape, dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(candidates.shape, dtype=torch.float32, device=hidden.device)
         nowhere = torch.full_like(candidates[:, 0], -1)
         for chunk in _chunks(len(hidden), head.chunk_tokens):
             logits = _logits(hidden[chunk], weight[: head.shard.size], head.logit_dtype)
             parts = _over_ranks(_summed(logits, nowhere[chunk], head.temperature, is_fused=head.is_fused), head.shard)
             log_norms[chunk] = parts.maximum + parts.total.log()
-            asked = _asked(logits, _columns(candidates[chunk], head.shard), head.shard)
-            found[chunk] = asked / head.temperature - log_norms[chunk][:, None]
+            at_candidates = _logits_at(logits, _columns(candidates[chunk], head.shard), head.shard)
+            logprobs[chunk] = at_candidates / head.temperature - log_norms[chunk][:, None]
         ctx.save_for_backward(hidden, weight, candidates, log_norms)
         ctx.head = head
-        return found
+        return logprobs
 
     @staticmethod
     @once_differentiable
@@ -162,12 +162,12 @@ class _CandidateLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
-def _asked(logits: Tensor, columns: Tensor, shard: VocabShard) -> Tensor:
+def _logits_at(logits: Tensor, columns: Tensor, shard: VocabShard) -> Tensor:
     """Return the logits of some columns of each row, of whatever rank, in float32. [chunk, K]"""
     if not logits.shape[1]:
-        found = torch.zeros(columns.shape, dtype=torch.float32, device=logits.device)
+        chosen = torch.zeros(columns.shape, dtype=torch.float32, device=logits.device)
     else:
-        found = torch.where(columns >= 0, logits.gather(1, columns.clamp(min=0)).float(), 0.0)
+        chosen = torch.where(columns >= 0, logits.gather(1, columns.clamp(min=0)).float(), 0.0)
     if shard.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.SUM, group=shard.group)
-    return found
+        dist.all_reduce(chosen, dist.ReduceOp.SUM, group=shard.group)
+    return chosen

@@ -137,8 +137,8 @@ class _TokenScores(torch.autograd.Function):
             grad_hidden[chunk] = grad_logits @ weight[: shard.size]
             if grad_weight is not None:
                 _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
-        given = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, given, None, None, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 class _Sums(NamedTuple):

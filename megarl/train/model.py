@@ -52,7 +52,7 @@ class DeviceMicroBatch:
     episode_starts: Tensor  # [E + 1], int32
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
-    loss_places: Tensor | None  # [K], int64, where `loss_mask` is True; None in a question
+    loss_places: Tensor | None  # [K], int64, where `loss_mask` is True; None in a forward pass
     loss_mask: Tensor  # [N], bool
     rollout_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
@@ -89,7 +89,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         return None if array is None else tensor(array, torch.float32)
 
     def padded(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        """Return zeros for a column that a question does not have."""
+        """Return zeros for a column that a forward pass does not have."""
         return tensor(array, dtype) if array.size else torch.zeros(num_tokens // context, device=device, dtype=dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
@@ -208,7 +208,7 @@ class PolicyModel(Model):
         )
         temperature, is_float32, is_fused = micro_batch.temperature, self.has_float32_head, self.is_fused
         head = Head(weight, shard, temperature=temperature, has_float32_logits=is_float32, is_fused=is_fused)
-        # A pass without gradients is a question: it is about all tokens of the responses, or those that are learnt.
+        # A pass without gradients is about all tokens of the responses, or about those that are learnt.
         places = micro_batch.loss_places if torch.is_grad_enabled() or self.teaching is not None else None
         if self.teaching is not None:
             return at_places(self.teaching, hidden[:, 0], micro_batch.targets, places, head)

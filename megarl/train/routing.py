@@ -114,15 +114,15 @@ class EngineChoice:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: TopK
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the engine's experts, and of the best ones where those are unknown."""
-        known = self.chosen.sum(dim=1) == topk
+        is_routed = self.chosen.sum(dim=1) == topk
         with torch.no_grad():
-            is_other = known[:, None] & ~self.chosen
+            is_other = is_routed[:, None] & ~self.chosen
             _, followed = compute(scores.masked_fill(is_other, float("-inf")), topk, num_groups, group_topk)
         # Once per token of an update: layers that are recomputed run without gradients before.
         if torch.is_grad_enabled():
             _, best = compute(scores.detach(), topk, num_groups, group_topk)
-            differs = known & ~self.chosen.gather(1, best).all(dim=1)
-            self.router.count(torch.stack([known.sum(), differs.sum()]))
+            differs = is_routed & ~self.chosen.gather(1, best).all(dim=1)
+            self.router.count(torch.stack([is_routed.sum(), differs.sum()]))
         return scores.gather(1, followed), followed
 
 
@@ -143,7 +143,7 @@ def routing_stats(
             if isinstance(module, EngineRouter) and module.compared is not None:
                 counts[:, module.layer_number] += module.compared
                 module.compared = None
-    if topology.answers:
+    if topology.returns_columns:
         packs = [each for mini_batch in batch.mini_batches for each in mini_batch.micro_batches]
         counts[0, 0] = sum(_num_positions(each) for each in packs)
         counts[1, 0] = sum(int(each.routes.are_known().sum()) for each in packs if each.routes is not None)

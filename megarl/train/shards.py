@@ -129,7 +129,7 @@ class HostStates:
     @torch.no_grad()
     def step(self) -> None:
         """Update master weights and moments with the gradients that are ready, and the model's weights from them."""
-        known = [group["params"] for group in self._adam.param_groups]
+        own_parameters = [group["params"] for group in self._adam.param_groups]
         num_updates = max((shard.num_updates for shard in self.shards.values()), default=0)
         lanes = [
             {kind: torch.empty(self._piece_elements, device=self._device) for kind in self._host} for _ in self._streams
@@ -149,7 +149,7 @@ class HostStates:
                     block[start:end].copy_(lane[kind][: end - start], non_blocking=True)
             start = end
         synchronize(self._device)
-        for group, parameters in zip(self._adam.param_groups, known, strict=True):
+        for group, parameters in zip(self._adam.param_groups, own_parameters, strict=True):
             group["params"] = parameters
         for shard in self.shards.values():
             shard.restore({}, num_updates=num_updates + 1)

@@ -85,11 +85,11 @@ class Statistics(Generic[Seen, Result]):
         self,
         applied: Sequence[tuple[MiniBatchStats, float]],
         learning_rate: float,
-        known: Mapping[str, float | None],
+        fixed: Mapping[str, float | None],
     ) -> Result:
         """Return the result of a step from its updates, each given with its gradient norm.
 
-        A field is the largest or the mean of its values that are not None. `known` fields are taken as they are.
+        A field is the largest or the mean of its values that are not None. `fixed` fields are taken as they are.
         """
         updates = [stats for stats, _ in applied]
         fields: dict[str, float | None] = {
@@ -101,7 +101,7 @@ class Statistics(Generic[Seen, Result]):
             numbers = [value for update in updates if (value := update.values[name]) is not None]
             over_updates = max if name in self.maxima else fmean
             fields[name] = over_updates(numbers) if numbers else None
-        return self.result(**{**fields, **known})
+        return self.result(**{**fields, **fixed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

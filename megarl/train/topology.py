@@ -57,8 +57,8 @@ class Topology:
         return self.pipeline_rank == self.pipeline - 1
 
     @property
-    def answers(self) -> bool:
-        """Whether this rank returns the numbers of its share: one of the ranks that were given it does."""
+    def returns_columns(self) -> bool:
+        """Whether this rank returns the columns of its share: one of the ranks with the same share does."""
         return self.is_last_stage and self.tensor_rank == self.context_rank == 0
 
     def sum_over_context(self, values: Tensor) -> Tensor:

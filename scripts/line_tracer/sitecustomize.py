@@ -7,6 +7,7 @@ so that no frame is missed. Nothing here may import megarl.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -49,6 +50,12 @@ def _follow_window() -> None:
         time.sleep(_PERIOD_S)
 
 
+def _trace_thread(_phase: str, _info: dict[str, int]) -> None:
+    """Trace this thread from now on: Ray runs the calls of a rank in threads that `threading` does not know."""
+    if sys.gettrace() is None:
+        sys.settrace(_trace)
+
+
 def _start() -> None:
     threading.Thread(target=_follow_window, daemon=True).start()
 
@@ -56,5 +63,6 @@ def _start() -> None:
 if _FOLDER:
     _start()
     os.register_at_fork(after_in_child=_start)
+    gc.callbacks.append(_trace_thread)
     threading.settrace(_trace)
     sys.settrace(_trace)

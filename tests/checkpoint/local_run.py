@@ -113,15 +113,12 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     assert task is not None
     buffer = Buffer(prompts_per_step=1, max_staleness=0)
     prompts = PromptStream([PROMPT], seed=1)
+    actor = SavedModel(
+        ranks=LocalRanks(rank), shape=read_model_shape(recipe.model.path), source_folder=recipe.model.path
+    )
     saver = RunSaver(
         recipe,
-        models={
-            "": SavedModel(
-                ranks=LocalRanks(rank),
-                shape=read_model_shape(recipe.model.path),
-                source_folder=recipe.model.path,
-            )
-        },
+        models={"": actor},
         algorithm=build_algorithm(recipe.algorithm, max_response_tokens=8),
         prompts=prompts,
         buffer=buffer,

@@ -74,7 +74,7 @@ def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
         copied = [text.split(" to ")[0] for text in _texts(sink, Noted) if text.startswith("copied")]
         assert sorted(copied) == ["copied step 1", "copied step 2"]
         shutil.rmtree(recipe.run_folder)
-        fetched = _mirrored(recipe).fetch_newest(told=lambda _text: None)
+        fetched = _mirrored(recipe).fetch_newest(notify=lambda _text: None)
         assert fetched.notes == ()
         verify(_parent(recipe) / "step_000002")
 
@@ -151,25 +151,25 @@ def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: p
 def test_the_newest_of_disk_and_store_is_resumed_and_the_disk_is_preferred(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
     parent, told = _parent(recipe), list[str]()
-    assert _mirrored(recipe).fetch_newest(told=told.append).replaced == frozenset()  # both are empty
+    assert _mirrored(recipe).fetch_newest(notify=told.append).replaced == frozenset()  # both are empty
     older, newer = (write_checkpoint(parent, step, recipe=recipe) for step in (1, 2))
     _upload(recipe)
-    assert _mirrored(recipe).fetch_newest(told=told.append).replaced == frozenset()
+    assert _mirrored(recipe).fetch_newest(notify=told.append).replaced == frozenset()
     assert told == []
     # Ranks found the newer one damaged: the mirror replaces it.
     (newer / "state.json").write_text("damaged")
-    assert _mirrored(recipe).fetch_newest(damaged=[newer], told=told.append).replaced == {newer}
+    assert _mirrored(recipe).fetch_newest(damaged=[newer], notify=told.append).replaced == {newer}
     verify(newer)
     # The disk is lost.
     shutil.rmtree(parent)
-    assert _mirrored(recipe).fetch_newest(told=told.append).replaced == {newer}
+    assert _mirrored(recipe).fetch_newest(notify=told.append).replaced == {newer}
     assert [folder.name for folder in list_checkpoints(parent)] == [newer.name]
     assert told[0] == f"fetching step 2 from file://{tmp_path}/mirror/run: 0.000 GB"
     assert told[-1].startswith(f"fetched step 2 from file://{tmp_path}/mirror/run: 0.000 GB in ")
     # Damaged in the mirror as well: the one before it.
     shutil.rmtree(parent)
     (tmp_path / "mirror" / "run" / newer.name / "state.json").write_text("damaged")
-    fetched = _mirrored(recipe).fetch_newest(told=told.append)
+    fetched = _mirrored(recipe).fetch_newest(notify=told.append)
     assert fetched.replaced == {older}
     assert "step 2: " in fetched.notes[0]
 
@@ -181,16 +181,16 @@ def test_steps_that_the_run_took_again_are_not_fetched(tmp_path: Path) -> None:
         write_checkpoint(parent, step, recipe=recipe)
     _upload(recipe)
     write_checkpoint(parent, 3, recipe=recipe)  # sets step 5 aside
-    assert _mirrored(recipe).fetch_newest(told=lambda _text: None).replaced == frozenset()
+    assert _mirrored(recipe).fetch_newest(notify=lambda _text: None).replaced == frozenset()
 
 
 def test_a_mirror_that_cannot_be_read_stops_only_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("a file, not a folder")
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
     with pytest.raises(CheckpointError, match=r"cannot be read, and there is no checkpoint in .*; make it reachable"):
-        _mirrored(recipe).fetch_newest(told=lambda _text: None)
+        _mirrored(recipe).fetch_newest(notify=lambda _text: None)
     write_checkpoint(_parent(recipe), 1, recipe=recipe)
-    (note,) = _mirrored(recipe).fetch_newest(told=lambda _text: None).notes
+    (note,) = _mirrored(recipe).fetch_newest(notify=lambda _text: None).notes
     assert "cannot be read; the run resumes from its own disk" in note
 
 
@@ -201,7 +201,7 @@ def test_another_recipe_and_a_new_run_of_the_same_name_are_refused_before_a_byte
     _upload(recipe)
     shutil.rmtree(recipe.run_folder)
     with pytest.raises(CheckpointError, match=r"step 1 was made with another recipe: run\.seed is 1, was 7"):
-        _mirrored(recipe).fetch_newest(told=lambda _text: None)
+        _mirrored(recipe).fetch_newest(notify=lambda _text: None)
     assert not recipe.run_folder.exists()
     with pytest.raises(CheckpointError, match=r"has checkpoints of an earlier run, the newest of step 1; give"):
         refuse_occupied(_mirror(recipe), recipe.run.name)

@@ -68,7 +68,7 @@ def test_a_backward_pass_may_wait_in_a_thread_of_autograd() -> None:
 
 def test_the_report_has_a_headline_and_the_stack_of_every_rank(tmp_path: Path) -> None:
     said = write_report(
-        tmp_path, role="actor", method="update", headline="rank 1 is missing", answers=[rank(wait=REDUCE), STOPPED]
+        tmp_path, role="actor", method="update", headline="rank 1 is missing", ranks=[rank(wait=REDUCE), STOPPED]
     )
     (path,) = tmp_path.iterdir()
     assert said == f"all stacks are in {path}"

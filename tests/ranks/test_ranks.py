@@ -79,13 +79,13 @@ def build(spec: RankSpec) -> EchoRank:
     return EchoRank(spec)
 
 
-def place(*, rank: int, world: int, master_address: str, master_port: int) -> RankSpec:
+def spec(world: int) -> RankSpec:
     shape: object = None
     return RankSpec(
-        rank=rank,
+        rank=0,
         world=world,
-        master_address=master_address,
-        master_port=master_port,
+        master_address="",
+        master_port=0,
         device="cpu",
         split=SPLIT,
         shape=shape,  # type: ignore[arg-type]  # there is no model
@@ -113,7 +113,7 @@ def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(fo
         group: RankGroup[EchoRank] = RankGroup(
             "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
-        await group.start(build, place)
+        await group.start(build, spec(WORLD))
         column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
         # One rank of each of the two replicas answers.
         assert len(column.parts) == PACKING.data_parallel
@@ -233,7 +233,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
         group: RankGroup[BareRank] = RankGroup(
             "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
         )
-        await group.start(bare, place)
+        await group.start(bare, spec(len(workers)))
         hindering = asyncio.create_task(hinder(group.processes[2].pid))
         config = StragglerConfig(windows=2, window_s=0.5)
         async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):

@@ -15,12 +15,12 @@ from megarl.algo.remote_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.data.packing import Packing
-from megarl.data.shares import Share
+from megarl.data.shares import ModelPacking, Share
 from megarl.errors import NumericsError
 from megarl.ranks import forward_passes
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.forward_passes import Columns, ForwardPasses
-from megarl.ranks.packings import ModelPacking, ModelPackings
+from megarl.ranks.packings import ModelPackings
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.remote_columns import RemoteColumn
 from megarl.ranks.start import Trainers

@@ -32,7 +32,7 @@ def drive(resume):
         file.write(f"{os.getpid()} {resume}\\n")
     num_drivers = len((folder / "drivers").read_text().splitlines())
     BODY
-drive_again(drive, folder, "never", auto="auto", told=print)
+drive_again(drive, folder, "never", auto="auto", notify=print)
 print("done")
 """
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -69,7 +69,7 @@ def test_an_error_of_the_driver_is_raised_with_its_traceback(tmp_path: Path) -> 
         raise DataError("rows.parquet: no rows")
 
     with pytest.raises(DataError, match=r"^rows.parquet: no rows$") as raised:
-        drive_again(drive, tmp_path, "never", auto="auto", told=print)
+        drive_again(drive, tmp_path, "never", auto="auto", notify=print)
     assert "in drive" in str(raised.value.__cause__)
 
 

@@ -76,7 +76,7 @@ class AdaptedEngine:
         return replace(stored, content=content)  # type: ignore[arg-type]
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         folder = await self.host.place_adapter(stored, index)
         yield folder
         await self.host.remove_adapter(folder)
@@ -85,7 +85,7 @@ class AdaptedEngine:
         return AdapterPublisher(
             ranks=LocalRanks(ranks or self),
             fleet=fleet,
-            places=self,
+            place=self.placed_adapter,
             base_folder=self.model,
             tensors=self.tensors,
             num_loaded=3,

@@ -51,7 +51,7 @@ class FakeEngines:
         return httpx.Response(200, json={"success": True})
 
     @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         yield Path("/placed")
 
 
@@ -82,7 +82,7 @@ def publisher_of(
     return AdapterPublisher(
         ranks=LocalRanks(ranks or FakeRanks()),
         fleet=fleet,
-        places=engines,
+        place=engines.placed_adapter,
         base_folder=Path("/base"),
         tensors=TENSORS,
         num_loaded=num_loaded,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -301,11 +301,8 @@ class Ranks:
         self._role = role
         self._calls = calls
 
-    def computing(self, method: Callable[..., None]) -> Callable[[], Awaitable[None]]:
-        async def compute() -> None:
-            self._calls.append(f"{self._role} {method.__name__}")
-
-        return compute
+    async def compute(self, method: Callable[..., None]) -> None:
+        self._calls.append(f"{self._role} {method.__name__}")
 
 
 def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offloads() -> None:

@@ -143,12 +143,12 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     asyncio.run(scenario())
 
 
-def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_nodes: list[Place]) -> None:
+def test_nodes_have_equal_parts_of_an_engine_in_the_order_of_its_ranks(two_nodes: list[Place]) -> None:
     first, second = two_nodes
     assert on_nodes([first, first, second, second]) == [[first, first], [second, second]]
-    with pytest.raises(AssertionError, match="unequal shares"):
+    with pytest.raises(AssertionError, match="unequal parts"):
         on_nodes([first, first, second])
-    with pytest.raises(AssertionError, match="in turn"):
+    with pytest.raises(AssertionError, match="alternate"):
         on_nodes([first, second, first, second])
 
 
@@ -158,7 +158,7 @@ async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path
     stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
+        async with started.placed_adapter(0, stored, COMMAND_TIMEOUT_S) as placed:
             await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
         return placed
     finally:

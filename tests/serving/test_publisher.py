@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config.model import Family, ModelShape
 from megarl.engine.commands import Rendezvous
+from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
 from megarl.errors import FleetError, WeightSyncError, WorkerError
@@ -72,26 +73,17 @@ class FakeRanks:
         return [{(rank, "w"): half for rank in range(self._num_engines)} for half in (5, 7)]
 
 
-class FakeControl:
+class FakeControl(EngineControl):
     """Commands to some engines; `mischief` is done when they receive."""
 
     def __init__(self, fleet: Fleet, calls: list[str], mischief: Mischief) -> None:
-        self._fleet = fleet
+        super().__init__(fleet, timeout_s=5)
         self._calls = calls
         self._mischief = mischief
-        self._engines = fleet.reachable
-
-    def among(self, engines: Sequence[Engine]) -> FakeControl:
-        control = FakeControl(self._fleet, self._calls, self._mischief)
-        control._engines = list(engines)
-        return control
 
     @property
     def _names(self) -> str:
         return " ".join(str(engine.index) for engine in self._engines)
-
-    async def check_layout(self, transfer: TransferSpec) -> None:
-        raise AssertionError("not part of a publish")
 
     async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
         assert transfer.num_engines == len(self._engines)
@@ -103,7 +95,7 @@ class FakeControl:
         digest = self._mischief(self._engines)
         return {rank: {"w": digest} for rank in range(len(self._engines))}
 
-    async def confirm(self, version: PolicyVersion, *, is_catching_up: bool) -> int:
+    async def confirm(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
         self._calls.append(f"confirm {version}: {self._names}")
         if is_catching_up:
             for engine in self._engines:

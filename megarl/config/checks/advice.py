@@ -15,7 +15,9 @@ _HOT = 1.5
 
 
 def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
-    algorithm, train, steps = recipe.algorithm, recipe.train, recipe.run.max_steps
+    algorithm = recipe.algorithm
+    train = recipe.train
+    steps = recipe.run.max_steps
     critic = recipe.roles.critic
     return [
         *_sampling(recipe.sampling, algorithm),

@@ -95,7 +95,9 @@ def check_rewards(config: RewardConfig) -> Iterator[Problem]:
 
 def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     """Yield what does not go together with generating while training, or with the lack of it."""
-    rollout, staleness, algorithm = recipe.roles.rollout, recipe.train.max_staleness, recipe.algorithm
+    rollout = recipe.roles.rollout
+    staleness = recipe.train.max_staleness
+    algorithm = recipe.algorithm
     if not algorithm.needs.has_engines and recipe.train.routing is not None:
         message = f"has no effect in {algorithm.kind}, which trains on tokens of no engine; remove it"
         yield Problem(key="train.routing", message=message)

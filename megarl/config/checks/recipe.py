@@ -147,7 +147,9 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
-    device, is_adapted, gpu = recipe.run.device, recipe.model.lora is not None, recipe.cluster.gpu
+    device = recipe.run.device
+    is_adapted = recipe.model.lora is not None
+    gpu = recipe.cluster.gpu
     yield from check_kernels(recipe.roles, is_adapted=is_adapted, device=device, gpu=gpu)
     if recipe.roles.rollout is not None:
         yield from check_engine_precision(recipe.roles.rollout, is_adapted=is_adapted, device=device, gpu=gpu)

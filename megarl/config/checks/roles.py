@@ -45,7 +45,9 @@ _KEYS_OF_STARTED_ENGINES = (
 
 def check_step(recipe: Recipe) -> Iterator[Problem]:
     """Yield what is wrong with pools and batches, whatever the model."""
-    roles, train, steps = recipe.roles, recipe.train, recipe.run.max_steps
+    roles = recipe.roles
+    train = recipe.train
+    steps = recipe.run.max_steps
     yield from _pools(recipe.pools, roles)
     if train.prompts_per_update is not None and train.prompts_per_step % train.prompts_per_update:
         yield Problem(

@@ -76,7 +76,9 @@ def read_run_history(records: Iterable[Record], *, now: datetime) -> RunHistory:
     for record in all_records:
         match record.event:
             case RunStarted() as started:
-                recipe, end, last_phase = started.recipe, None, None
+                recipe = started.recipe
+                end = None
+                last_phase = None
             case PhaseStarted(phase=phase):
                 last_phase = phase
             case StepFinished(summary=summary, phase_seconds=seconds):

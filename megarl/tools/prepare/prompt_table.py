@@ -1,4 +1,4 @@
-"""Turns the records of a data set into the prompt table that a run reads, and writes it."""
+"""Finds the files of a data set, reads their records, and writes them as the prompt table that a run reads."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
     ]
 )
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+_HELD_OUT = ("test", "val", "eval", "dev")
+_ROWS_PER_READ = 4096
+_NOT_RECORDS = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +217,6 @@ def _last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[starts[-1] : place]
     return None
-
-
-SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
-_HELD_OUT = ("test", "val", "eval", "dev")
-_ROWS_PER_READ = 4096
-_NOT_RECORDS = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
 
 
 def split_files(source: Path) -> dict[str, list[Path]]:

@@ -171,7 +171,9 @@ def _config(shape: TinyShape) -> dict[str, object]:
 
 def _tensors(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return the names and shapes of the checkpoint, in its order."""
-    hidden, queries, keys = shape.hidden, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden = shape.hidden
+    queries = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"

@@ -16,7 +16,9 @@ class Traffic:
     """The bytes of a plan by link and rank: sent by sources, forwarded by targets, received by targets."""
 
     def __init__(self, bundles: Iterable[RoutedBundle], locations: Locations) -> None:
-        self.sent, self.forwarded, self.received = _by_link(), _by_link(), _by_link()
+        self.sent = _by_link()
+        self.forwarded = _by_link()
+        self.received = _by_link()
         self.between: defaultdict[tuple[int, int], int] = defaultdict(int)
         """Bytes by giver, coded as in `RoutedBundle.givers`, and target."""
         self._num_sources = len(locations.sources)

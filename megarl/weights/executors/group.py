@@ -198,7 +198,7 @@ def _connect(
 
 
 def _meet(store: Store, prefix: str, peer: int, num_peers: int, timeout_s: float, what: str) -> None:
-    """Return once all peers have called this. The last one tells the others, who poll one key each."""
+    """Return once all peers have called this. The last one notifies the others, which poll one key each."""
     store.set(f"{prefix} {peer}", "")
     if store.add(f"{prefix}s", 1) == num_peers:
         store.set(f"all {prefix}s", "")

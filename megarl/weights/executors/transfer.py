@@ -3,7 +3,7 @@
 A receiver gets a version in place. What lies in the memory of a sender that its device can reach is read from there;
 the rest comes in rounds: pack, exchange, unpack in place. A peer holds two buckets, one that leaves and one that
 arrives, whatever the size of the model. From the first byte until its digests are compared, a receiver's parameters are
-of no version: the caller lets nobody use them, and sends the version again after a failure.
+of no version: the caller lets no request use them, and sends the version again after a failure.
 
 Source rank s of a plan is peer s of the group; target rank t is peer `first_target_peer + t`.
 """

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.model import Family, read_model_shape
-from megarl.engine.cpu_kernels import declare_torchvision_ops
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(num_layers=2, hidden=32, ffn_hidden=48, num_heads=4, num_kv_heads=2)
@@ -17,7 +16,6 @@ SHAPE = TinyShape(num_layers=2, hidden=32, ffn_hidden=48, num_heads=4, num_kv_he
 @pytest.mark.parametrize("has_tied_embeddings", [True, False])
 def test_the_folder_is_what_transformers_expects_of_a_qwen2(has_tied_embeddings: bool, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, replace(SHAPE, has_tied_embeddings=has_tied_embeddings), seed=1)
-    declare_torchvision_ops()
     from transformers import Qwen2ForCausalLM
 
     model, loading = Qwen2ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

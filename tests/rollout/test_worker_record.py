@@ -1,4 +1,4 @@
-"""The driver's end of a rollout worker, with a host that only writes down what it is told."""
+"""The driver's record of a rollout worker, with a host that only writes down the calls it gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with private_ray():
         DeliveredGroup,
         Delivery,
         FailedAnswer,
-        Orders,
+        PromptChanges,
         WorkerSetup,
         gather_s,
     )
@@ -73,9 +73,9 @@ class Host:
         self.dropped: list[tuple[int, ...]] = []
         self.take = SimpleNamespace(remote=self._take)
 
-    def _take(self, orders: Orders) -> None:
-        self.asked += [prompts for _, prompts in orders.asked]
-        self.dropped += [orders.dropped] if orders.dropped else []
+    def _take(self, changes: PromptChanges) -> None:
+        self.asked += [prompts for _, prompts in changes.added]
+        self.dropped += [changes.cancelled] if changes.cancelled else []
 
 
 def link(fleet: Fleet, host: Host) -> WorkerRecord:
@@ -135,7 +135,7 @@ def test_prompts_that_wait_go_with_the_next_call_and_only_with_it() -> None:
         worker = link(fleet(), host)
         asked = asyncio.ensure_future(worker.ask(prompt, TASK))
         await asyncio.sleep(0)
-        ((task, prompts),) = worker.orders().asked
+        ((task, prompts),) = worker.changes().added
         assert (task, list(prompts.values())) == (TASK, [prompt])
         await asyncio.sleep(5 * GATHER_S)
         assert host.asked == []
@@ -156,7 +156,7 @@ def test_prompts_wait_for_the_next_report_while_none_is_under_way() -> None:
         asked = [asyncio.ensure_future(worker.ask(prompt, TASK)) for prompt in prompts]
         await asyncio.sleep(5 * GATHER_S)
         assert host.asked == []
-        ((_, told),) = worker.orders().asked
+        ((_, told),) = worker.changes().added
         assert list(told.values()) == prompts
         worker.lose("killed")
         await asyncio.gather(*asked, return_exceptions=True)
@@ -206,7 +206,7 @@ def test_an_adapter_is_held_until_the_worker_uses_another_and_no_request_has_it(
 
         async def tell(name: str, number: int) -> None:
             await drivers.committed(PolicyVersion(number), [engine], adapter=name)
-            view = worker.tell(engine, number=number)
+            view = worker.view_of(engine, number=number)
             assert view is not None
             await following.follow([view])
 

@@ -23,6 +23,7 @@ def measurement(*, seconds: float = 1.0, peak_megabytes: float = 20.0) -> StepMe
     )
 
 
+@pytest.mark.slow
 def test_a_small_step_is_measured_in_processes_of_its_own() -> None:
     found = measure_steps(num_rollouts=64, num_tokens=100, repeats=1)
     assert [item.kind for item in found] == list(KINDS)

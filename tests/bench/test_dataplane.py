@@ -16,6 +16,7 @@ from megarl.types import PolicyVersion
 SMALL = Load(num_tokens=256, num_prompts=2, num_rollouts=4, num_engines=4, num_requests=32, num_open=4, delay_s=0.0)
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured() -> None:
     figures = measure_dataplane(SMALL, repeats=2)
     assert all(figure.value > 0 for figure in figures if figure.unit not in ("KB", "bytes/token"))

@@ -5,6 +5,7 @@ import pytest
 from bench.episodes import measure_episodes
 
 
+@pytest.mark.slow
 def test_turns_are_played_and_their_processes_counted() -> None:
     driver, environments, together = measure_episodes(num_episodes=16, num_turns=3)
     assert driver.value > 0

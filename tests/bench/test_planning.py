@@ -32,6 +32,7 @@ def test_the_worst_of_time_and_memory_decides(seconds: float, megabytes: float, 
     assert found.worst_ratio == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_is_measured() -> None:
     sample = start_in_fresh_process(["--version"])
     assert sample.seconds > 0

@@ -156,13 +156,13 @@ def decide(
             continue
         try:
             manifest = read_manifest(folder)
-            found = obstacle(manifest, str(folder), recipe=recipe, num_steps=num_steps)
-            if found is None:
+            reason = obstacle(manifest, str(folder), recipe=recipe, num_steps=num_steps)
+            if reason is None:
                 return Decision(point=open_complete(folder), notes=tuple(notes))
         except CheckpointError as error:
             notes.append(f"skipped {folder}: {error}")
             continue
-        raise found
+        raise reason
     if notes:
         raise CheckpointError(
             f"no checkpoint of this run verifies; --resume never starts anew and keeps them: {'; '.join(notes)}"

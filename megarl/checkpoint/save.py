@@ -224,9 +224,9 @@ class GatheringPlan(Plan):
 def plan_gathering(layout: Layout) -> GatheringPlan:
     """Return the plan by which the first rank receives all canonical tensors."""
     target = _all_on_one(layout)
-    found = plan(layout, target, locations=same_processes(layout, target))
+    moves = plan(layout, target, locations=same_processes(layout, target))
     return GatheringPlan(
-        source=layout, target=target, locations=found.locations, bundles=found.bundles, hash=found.hash
+        source=layout, target=target, locations=moves.locations, bundles=moves.bundles, hash=moves.hash
     )
 
 
@@ -319,12 +319,12 @@ def contribution(layout: Layout, rank: int) -> Contribution:
     )
 
 
-def copy_to_host(given: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
+def copy_to_host(contributed: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
     """Return copies of this rank's boxes in host memory."""
-    specs = given.layout.by_rank[rank].tensors
+    specs = contributed.layout.by_rank[rank].tensors
     copies: dict[str, torch.Tensor] = {}
     device = torch.device("cpu")
-    for name, (source_name, offsets) in given.boxes.items():
+    for name, (source_name, offsets) in contributed.boxes.items():
         source = view(source_name, offsets, specs[name].shape)
         device = source.device
         # Pinned memory lets the copies of all boxes run at the same time.
@@ -335,11 +335,11 @@ def copy_to_host(given: Contribution, rank: int, view: BoxView) -> dict[str, tor
     return copies
 
 
-def boxes_on_host(given: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
+def boxes_on_host(contributed: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
     """Return this rank's boxes in host memory: themselves where they are there, else copies."""
-    specs = given.layout.by_rank[rank].tensors
-    boxes = {name: view(source, offsets, specs[name].shape) for name, (source, offsets) in given.boxes.items()}
-    return boxes if all(box.device.type == "cpu" for box in boxes.values()) else copy_to_host(given, rank, view)
+    specs = contributed.layout.by_rank[rank].tensors
+    boxes = {name: view(source, offsets, specs[name].shape) for name, (source, offsets) in contributed.boxes.items()}
+    return boxes if all(box.device.type == "cpu" for box in boxes.values()) else copy_to_host(contributed, rank, view)
 
 
 def _boxes_of(holding: Holding, moves: Iterable[Move]) -> Holding:

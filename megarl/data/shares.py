@@ -407,10 +407,11 @@ def _micro_batch(
         for name, column in row.columns.items():
             if name not in _LOADED:
                 column[first:end] = sample.columns[name]
-            else:
-                of_content = getattr(content, _LOADED[name])
-                assert of_content is not None, f"a response without {_LOADED[name]}"
+            elif (of_content := getattr(content, _LOADED[name])) is not None:
                 column[first:end] = of_content[sample.first : sample.end]
+            else:
+                # No engine returned it for a demonstration; a teacher's numbers must not be missing.
+                assert _PACKED[name].is_single, f"a response without {_LOADED[name]}"
         if has_routes and content.routes is not None:
             before_last = len(content.routes) - len(content.token_ids) + sample.end
             routed.append((start, content.routes[before_last - sample.num_positions : before_last]))

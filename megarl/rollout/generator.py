@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Context:
     """Tokens that the model continues: a prompt, or the history of an episode."""
 
     prompt: Prompt
@@ -185,7 +185,7 @@ class FleetGenerator:
         if self._player is not None:
             turns = _EpisodeSampler(self, prompt, index)
             return await self._player.rollout(prompt, turns, max_tokens=max_tokens)
-        asked = _Asked(
+        context = _Context(
             prompt=prompt,
             index=index,
             token_ids=prompt.token_ids,
@@ -193,7 +193,7 @@ class FleetGenerator:
             seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
             prefixes=(prompt.uid,),
         )
-        return self._finished(await self._continued(asked))
+        return self._finished(await self._continued(context))
 
     async def sampled_turn(
         self, prompt: Prompt, index: int, history: TokenArray, *, max_tokens: int, row: int, num_routed: int = 0
@@ -201,7 +201,7 @@ class FleetGenerator:
         """Return the next turn of an episode; its engine is that of the turn before, where it is live."""
         # Positions repeat where a row begins anew: another row has other random numbers.
         name = prompt.uid if row == 0 else f"{prompt.uid}/{row}"
-        asked = _Asked(
+        context = _Context(
             prompt=prompt,
             index=index,
             token_ids=history,
@@ -211,24 +211,24 @@ class FleetGenerator:
             is_echoed=True,
             num_routed=num_routed,
         )
-        return await self._continued(asked)
+        return await self._continued(context)
 
-    async def _continued(self, asked: _Asked) -> Response:
+    async def _continued(self, context: _Context) -> Response:
         """Return the whole response, from as many engines as it takes."""
-        prompt, index = asked.prompt, asked.index
+        prompt, index = context.prompt, context.index
         so_far = Response.nothing()
         failures: list[str] = []
         losses: list[str] = []
         tried: set[int] = set()
         while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self._fleet.lease(avoid=tried, prefixes=asked.prefixes) as engine:
+                async with self._fleet.lease(avoid=tried, prefixes=context.prefixes) as engine:
                     try:
-                        rest = await self._respond(engine, asked, so_far)
+                        rest = await self._respond(engine, context, so_far)
                         so_far = so_far.then(rest.response)
                         if rest.is_late:
                             tried.add(engine.index)
-                            failures += self._late(asked, len(rest.response.token_ids))
+                            failures += self._late(context, len(rest.response.token_ids))
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
@@ -246,11 +246,11 @@ class FleetGenerator:
         what = f"{len(losses)} engines were lost" if len(losses) == _MAX_LOSSES else f"{len(failures)} attempts failed"
         raise QuarantineError(f"prompt {prompt.uid}, rollout {index}: {what}: {reasons}")
 
-    def _late(self, asked: _Asked, num_tokens: int) -> list[str]:
+    def _late(self, context: _Context, num_tokens: int) -> list[str]:
         """Return the failure if the cut request made too little progress, else []."""
         self._fleet.requests.request_retried("late")
-        logger.info("rollout late prompt=%s index=%d tokens=%d", asked.prompt.uid, asked.index, num_tokens)
-        if num_tokens >= _LEAST_PROGRESS * asked.max_tokens:
+        logger.info("rollout late prompt=%s index=%d tokens=%d", context.prompt.uid, context.index, num_tokens)
+        if num_tokens >= _LEAST_PROGRESS * context.max_tokens:
             return []
         return [f"{num_tokens} tokens at its deadline (roles.rollout.request_timeout_s)"]
 
@@ -261,29 +261,29 @@ class FleetGenerator:
         elif not isinstance(error, BadReplyError):
             await self._fleet.doubt(engine, str(error))
 
-    async def _respond(self, engine: Engine, asked: _Asked, so_far: Response) -> _Rest:
+    async def _respond(self, engine: Engine, context: _Context, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
         sampling, in_flight, version = self._sampling, self._in_flight, engine.version
         base_version = None if engine.adapter is None else engine.weights_version
         num_pauses = engine.num_pauses
-        max_new_tokens = asked.max_tokens - len(so_far.token_ids)
-        num_sent = len(asked.token_ids) + len(so_far.token_ids)
-        routes = RouteRequest.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
+        max_new_tokens = context.max_tokens - len(so_far.token_ids)
+        num_sent = len(context.token_ids) + len(so_far.token_ids)
+        routes = RouteRequest.after(self._routes, context.num_routed, so_far.routes, num_sent=num_sent)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,
-            input_ids=(*asked.token_ids.tolist(), *so_far.token_ids.tolist()),
+            input_ids=(*context.token_ids.tolist(), *so_far.token_ids.tolist()),
             max_new_tokens=max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=self._vocabulary.eos_ids,
-            sampling_seed=asked.seed,
+            sampling_seed=context.seed,
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
             adapter=engine.adapter,
-            session_id=asked.prefixes[0] if asked.is_echoed else None,
+            session_id=context.prefixes[0] if context.is_echoed else None,
             cache_key=str(version) if in_flight == "in_place" else None,
-            returns_prompt=asked.is_echoed,
+            returns_prompt=context.is_echoed,
             routes=routes,
         )
         began = time.monotonic()
@@ -301,7 +301,7 @@ class FleetGenerator:
             base_version=base_version,
             is_interrupted=is_interrupted or reply.is_cut or engine.status.hands_over,
             in_flight=in_flight,
-            echo=request.input_ids if asked.is_echoed else None,
+            echo=request.input_ids if context.is_echoed else None,
             routes=routes,
         )
         reach("generating", step=engine.version, engine=engine.index)

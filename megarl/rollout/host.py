@@ -139,7 +139,7 @@ class FailedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChanges:
-    """What changed among the open prompts of a worker."""
+    """Changes of the open prompts of a worker."""
 
     added: tuple[tuple[RolloutTask, Mapping[int, Prompt]], ...]
     """New prompts, by task and number."""

@@ -64,8 +64,8 @@ class RolloutSampler:
         places = sorted(Random(f"{self.seed}/{step}").sample(range(len(groups)), num_groups))  # noqa: S311 - a choice for readers
         rows = [(place, i) for place in places for i in range(len(groups[place].scores))]
         chosen = await self.complete(samples, [firsts[place] + i for place, i in rows])
-        known = [sample.old_logprobs for sample in chosen if sample.old_logprobs is not None]
-        logprobs = known if len(known) == len(chosen) else await self.logprobs(chosen)
+        old_logprobs = [sample.old_logprobs for sample in chosen if sample.old_logprobs is not None]
+        logprobs = old_logprobs if len(old_logprobs) == len(chosen) else await self.logprobs(chosen)
         return [
             SampledRollout(group=groups[place], index=index, sample=sample, trainer_logprobs=of_trainer)
             for (place, index), sample, of_trainer in zip(rows, chosen, logprobs, strict=True)

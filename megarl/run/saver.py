@@ -258,7 +258,7 @@ class RunSaver:
                 await self._begin(self._mark)
         if is_last:
             with self._observer.phase("save"):
-                await self._settle()
+                await self._wait_for_pending()
             if self._config.save_at_end and step not in self._saved_steps:
                 raise CheckpointError(f"the run is done, but its last step was not saved: {self._failure}")
 
@@ -273,17 +273,17 @@ class RunSaver:
             raise self._preemption.error("before a step was trained")
         self._observer.noted(f"{self._preemption.signal_name}: saving step {mark.step}")
         with self._observer.phase("save"):
-            await self._settle()
+            await self._wait_for_pending()
             if mark.step not in self._saved_steps:
                 await self._begin(mark)
-                await self._settle()
+                await self._wait_for_pending()
         outcome = "saved" if mark.step in self._saved_steps else f"not saved: {self._failure}"
         raise self._preemption.error(f"after step {mark.step}: {outcome}")
 
     async def _begin(self, mark: _Mark) -> None:
         """Do the part of a save that training has to wait for."""
         began = time.monotonic()
-        await self._settle()
+        await self._wait_for_pending()
         waited_s = time.monotonic() - began
         if waited_s > 1:
             self._observer.warned(
@@ -405,7 +405,7 @@ class RunSaver:
         self._failure = str(error)
         self._observer.checkpoint_failed(step, str(error))
 
-    async def _settle(self) -> None:
+    async def _wait_for_pending(self) -> None:
         """Wait for the save under way; cancelling the wait does not cancel the save."""
         pending = self._pending
         if pending is not None:

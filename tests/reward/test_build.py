@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megarl.config.reward import ExactRewardConfig, FunctionRewardConfig
-from megarl.reward.build import check_reward
+from megarl.errors import ConfigError, RewardError
+from megarl.reward.build import UserScorer, check_reward
+from megarl.types import ScoredGroup
+from tests.reward.conftest import MakeGroup
 
 MakeReward = Callable[..., FunctionRewardConfig]
 
@@ -64,3 +68,28 @@ def test_a_function_of_groups_takes_one_list(make_reward: MakeReward) -> None:
 def test_an_import_that_hangs_is_a_problem(make_reward: MakeReward) -> None:
     (problem,) = check_reward(make_reward("import time\ntime.sleep(600)"), timeout_s=0.5)
     assert (problem.key, problem.message) == ("reward.path", "importing it took longer than 0.5 s")
+
+
+OWN_SCORER = """
+from megarl.types import Score, ScoredGroup
+
+class Scorer:
+    async def score(self, group):
+        {body}
+"""
+
+
+def test_an_own_scorer_scores_and_what_it_may_not_do_is_a_sentence(tmp_path: Path, make_group: MakeGroup) -> None:
+    def scored(body: str) -> ScoredGroup:
+        path = tmp_path / f"own_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(OWN_SCORER.format(body=body))
+        return asyncio.run(UserScorer(f"{path}:Scorer").score(make_group("4")))
+
+    good = "return ScoredGroup(group=group, scores=tuple(Score(value=0.5, components={}) for _ in group.rollouts))"
+    assert [score.value for score in scored(good).scores] == [0.5]
+    with pytest.raises(RewardError, match="returned a list, not a ScoredGroup"):
+        scored("return [0.5]")
+    with pytest.raises(RewardError, match=r"own_2\.py:Scorer: prompt .*: .*ValueError: no"):
+        scored("raise ValueError('no')")
+    with pytest.raises(ConfigError, match="gives a int without a method score"):
+        UserScorer("builtins:int")

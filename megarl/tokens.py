@@ -75,8 +75,9 @@ class Content:
     teacher: npt.NDArray[np.float32] | None = None
     """[T, 1 + 2K], of a teacher on engines, see `rollout.teacher`."""
     repetition: float | None = None
-    """As in `ContentHandle`, and the next."""
+    """`repeated_share(token_ids)`, if the worker computed it."""
     answer: str | None = None
+    """`answer_in(text)`, if the worker computed it."""
 
     def load(self) -> Content:
         return self

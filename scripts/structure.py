@@ -1,4 +1,4 @@
-"""The figures of the structure: `python -m scripts.structure` prints them, tests/test_style.py holds what protects a reader.
+"""The figures of the structure: `python -m scripts.structure` prints them; tests/test_style.py holds some of them.
 
 `python -m scripts.measure_step` measures what a reader of one step has to open.
 """
@@ -208,9 +208,8 @@ def single_protocols() -> list[str]:
 
 def _methods(node: ast.ClassDef) -> Iterator[str]:
     for child in node.body:
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            if not child.name.startswith("_") or child.name == "__call__":
-                yield child.name
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not re.match("_(?!_call__)", child.name):
+            yield child.name
 
 
 def algorithm_branches() -> list[str]:

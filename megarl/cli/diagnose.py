@@ -19,8 +19,8 @@ from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
-    from megarl.tools.diagnose import Diagnosis, HookPointError
     from megarl.tools.small_recipe import SmallRecipe
+    from megarl.weights.diagnosis import Diagnosis, HookPointError
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why trainer and engines differ.")
 
@@ -64,7 +64,7 @@ def mismatch(
 
     address = ray_address_of(checked.run)
     with ray_environment(address, checked.cluster):
-        from megarl.tools.diagnose import diagnose_recipe
+        from megarl.tools.diagnose.run import diagnose_recipe
 
         diagnosis = diagnose_recipe(
             checked,

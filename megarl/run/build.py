@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megarl.algo.algorithm import build_algorithm
+from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.observe.observer import Observer
@@ -18,7 +18,7 @@ from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
-from megarl.run.saver import RunSaver, saved_models
+from megarl.run.saver import RunSaver
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.connect import NoPublisher, Roles
@@ -59,27 +59,18 @@ class LoopBuilder:
         prompts = first_half.prompts()
         groups = first_half.groups(prompts)
         buffer = first_half.buffer(prompts, groups)
-        algorithm = build_algorithm(
-            recipe.algorithm,
-            max_response_tokens=recipe.sampling.max_response_tokens,
-            kl_coef=None if resume is None else resume.state.kl_coef,
-        )
-        trainers = self.roles.trainers
-        models = ModelsTrainer.of(
-            recipe, self.inputs.shape, trainers, num_steps=start.step, version=start.version, algorithm=algorithm
-        )
-        saver = RunSaver(
+        algorithm = self._algorithm()
+        models = self._models(algorithm)
+        saver = RunSaver.of(
             recipe,
-            models=saved_models(recipe, trainers, self.inputs.shape),
+            self.inputs,
+            self.roles.trainers,
             algorithm=algorithm,
             prompts=prompts,
             buffer=buffer,
-            data_digest=self.inputs.train.digest,
-            tools_digest=self.inputs.tools_digest,
             preemption=self.preemption,
             observer=self.observer,
             resumed=None if resume is None else resume.state,
-            is_lost=lambda: trainers.is_lost,
             saved=self.saved,
             marked=self.retained.forget,
         )
@@ -109,6 +100,23 @@ class LoopBuilder:
             observer=self.observer,
             start=start,
             num_steps=recipe.run.total_steps,
+        )
+
+    def _algorithm(self) -> PolicyGradient | Sft:
+        return build_algorithm(
+            self.recipe.algorithm,
+            max_response_tokens=self.recipe.sampling.max_response_tokens,
+            kl_coef=None if self.resume is None else self.resume.state.kl_coef,
+        )
+
+    def _models(self, algorithm: PolicyGradient | Sft) -> ModelsTrainer:
+        return ModelsTrainer.of(
+            self.recipe,
+            self.inputs.shape,
+            self.roles.trainers,
+            num_steps=self._start.step,
+            version=self._start.version,
+            algorithm=algorithm,
         )
 
     @property

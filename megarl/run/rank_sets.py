@@ -35,7 +35,7 @@ COLLECT_EVERY = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedRoles:
     """All that outlives a set of ranks. Tasks are awaited with a shield: they go on when ranks are lost meanwhile."""
 
     pools: Mapping[str, Pool]
@@ -67,12 +67,12 @@ class RankSets:
         self._damaged: set[Path] = set()
         """Checkpoints that ranks found damaged."""
 
-    async def take_steps(self, first: ResumePoint | None, started: Started) -> None:
+    async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
         async with self._retained.watched(lambda: _can_answer(started.serving)):
             await self._replace_lost(first, started)
 
-    async def _replace_lost(self, first: ResumePoint | None, started: Started) -> None:
+    async def _replace_lost(self, first: ResumePoint | None, started: StartedRoles) -> None:
         train, cluster = self.recipe.train, self.recipe.cluster
         pools, serving = started.pools, started.serving
         # Engines wait for their nodes by themselves.
@@ -122,7 +122,7 @@ class RankSets:
         place = "the beginning" if point is None else f"step {point.step}"
         self.observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
 
-    async def _train(self, point: ResumePoint | None, started: Started) -> None:
+    async def _train(self, point: ResumePoint | None, started: StartedRoles) -> None:
         """Start trainer ranks and train until the last step, or until a rank is lost."""
         recipe = self.recipe
         async with AsyncExitStack() as stack:
@@ -187,7 +187,7 @@ class RankSets:
             return
         self.observer.noted(f"{num_groups} groups of the next step are written for the next start")
 
-    def _note_saved(self, step: int, started: Started) -> None:
+    def _note_saved(self, step: int, started: StartedRoles) -> None:
         self._saved_steps.append(step)
         self.mirroring.saved()
         if self.recipe.checkpoint.contents == "everything":

@@ -21,7 +21,7 @@ from megarl.planner.fit import check_fit
 from megarl.planner.hardware import other_gpu, reported_gpu
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import preemptible
-from megarl.run.rank_sets import RankSets, Started
+from megarl.run.rank_sets import RankSets, StartedRoles
 from megarl.run.start_workers import start_workers
 from megarl.serving.frozen import FrozenRole, start_frozen
 from megarl.serving.serving import Serving, reserve_pools, start_serving
@@ -84,7 +84,7 @@ async def _take_steps(
             )
             serving = tasks.create_task(_start_serving(recipe, inputs, frozen, pools, stack, observer))
             workers = tasks.create_task(start_workers(recipe, inputs, serving, frozen, stack, observer))
-            started = Started(
+            started = StartedRoles(
                 pools=pools,
                 serving=serving,
                 frozen=frozen,

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.config.recipe import Recipe
-from megarl.tools.diagnose import Conversation, Diagnosis, HookPointError, reach_verdict
 from megarl.tools.small_recipe import SmallRecipe
+from megarl.weights.diagnosis import Conversation, Diagnosis, HookPointError, reach_verdict
 from megarl.weights.hook_points import hook_points
 from tests.run.runs import write_recipe
 from tests.weights.reference import make_shape
@@ -59,7 +59,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, found: Diagnosis) -> Asked:
         on_start(SmallRecipe(recipe=recipe, notes=("smaller than the recipe",)))
         return found
 
-    monkeypatch.setattr("megarl.tools.diagnose.diagnose_recipe", answer)
+    monkeypatch.setattr("megarl.tools.diagnose.run.diagnose_recipe", answer)
     return asked
 
 

@@ -298,8 +298,8 @@ def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(disturb
     check_same_end(disturbed, undisturbed)
     first, second = (event.resumed_step for event in disturbed.events if isinstance(event, RunStarted))
     assert first == 0
-    assert second in (2, 3)
-    # One step at most for each of the three accidents.
+    # It is killed after it trained step 3: the save of step 2 may be under way, and the one of step 1 is complete then.
+    assert second in (1, 2, 3)
     assert steps_lost(disturbed) <= 3
 
 

@@ -15,11 +15,9 @@ from typing import TypeAlias
 
 import xxhash
 
-from megarl.checkpoint.manifest import TENSOR_SUFFIX, FileDigest, TensorDigest, TensorEntry, make_header, read_header
-from megarl.config.model import ModelShape
+from megarl.checkpoint.manifest import FileDigest, TensorDigest, TensorEntry, make_header, read_header
 from megarl.errors import CheckpointError
 from megarl.weights.executors.hf import INDEX_FILE, tensor_files
-from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -125,21 +123,3 @@ def _check_index(folder: Path, placed: Mapping[str, PlacedTensor]) -> None:
                 f"{index}: tensor {name} should be in {indexed.get(name, 'no file')}, it is in "
                 f"{actual.get(name, 'none')}"
             )
-
-
-def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights."""
-    index = folder / INDEX_FILE
-    try:
-        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-    except FileNotFoundError:
-        named = set(folder.glob(f"*{TENSOR_SUFFIX}"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
-    shapes_in_files = {entry.name: entry.shape for path in sorted(named) for entry in read_header(path).entries}
-    for name, spec in canonical_tensors(shape).items():
-        if name not in shapes_in_files and name != VALUE_HEAD:
-            raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
-        if name in shapes_in_files and shapes_in_files[name] != spec.shape:
-            text = f"{list(shapes_in_files[name])}, config.json says {list(spec.shape)}"
-            raise CheckpointError(f"{folder}: tensor {name} has shape {text}; do these files belong together?")

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import __version__
+from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
 from megarl.config.algorithm import RowKind
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
+from megarl.errors import CheckpointError
 from megarl.types import Prompt
+from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +89,21 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         eval_demonstrations=held_out["demonstrations"],
         eval_pairs=held_out["pairs"],
     )
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    except FileNotFoundError:
+        named = set(folder.glob(f"*{TENSOR_SUFFIX}"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
+    shapes_in_files = {entry.name: entry.shape for path in sorted(named) for entry in read_header(path).entries}
+    for name, spec in canonical_tensors(shape).items():
+        if name not in shapes_in_files and name != VALUE_HEAD:
+            raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
+        if name in shapes_in_files and shapes_in_files[name] != spec.shape:
+            text = f"{list(shapes_in_files[name])}, config.json says {list(spec.shape)}"
+            raise CheckpointError(f"{folder}: tensor {name} has shape {text}; do these files belong together?")

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from megarl.checkpoint.tensor_files import check_weights
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.kernels import check_packages
@@ -31,7 +30,7 @@ from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
 from megarl.reward.trial import try_reward
-from megarl.run.inputs import Inputs, read_inputs, read_shape
+from megarl.run.inputs import Inputs, check_weights, read_inputs, read_shape
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
 from megarl.types import Prompt

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, GrpoConfig, KlLossConfig, KlRewardConfig
 from megarl.config.checks.recipe import check_without_files
@@ -18,7 +20,6 @@ from megarl.config.native.options import check_native
 from megarl.config.recipe import ObserveConfig, Recipe
 from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
-from megarl.config.schema import reference
 from megarl.errors import ConfigError
 from megarl.tools.import_verl.algorithm import ESTIMATORS
 from megarl.tools.import_verl.rules import KeyRule, KeyVerdict, Treatment, all_rules, known_keys, rule_for
@@ -552,14 +553,26 @@ def nested(flat: dict[str, Tree]) -> dict[str, Tree]:
 
 def schema_keys() -> set[str]:
     """Return every key of a recipe, with the names that users choose left out."""
-    return {re.sub(r"\.<[^>]*>", "", match) for match in re.findall(r"^\| `([^`]+)` \|", reference(), re.MULTILINE)}
+    return set(keys_below(Recipe, "", ()))
 
 
-def sections_of(keys: set[str]) -> set[str]:
-    return {".".join(key.split(".")[:length]) for key in keys for length in range(1, key.count(".") + 2)}
+def keys_below(section: type[BaseModel], prefix: str, outer: tuple[type[BaseModel], ...]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key
+        for inner in sections_in(field.annotation):
+            if inner not in outer:  # a composed reward has rewards
+                yield from keys_below(inner, f"{key}.", (*outer, section))
 
 
-KNOWN = sections_of(schema_keys())
+def sections_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from sections_in(argument)
+
+
+KNOWN = schema_keys()
 
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.pattern)

@@ -6,10 +6,12 @@ A job is a module-level function `job(rank, world, port, *arguments)`; the first
 from __future__ import annotations
 
 import gc
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -17,6 +19,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
+from megarl.system.network import LOOPBACK
 from megarl.tokens import SampleColumn, assemble
 from megarl.types import FloatArray, TrainBatch
 from tests.processes import template
@@ -146,6 +149,8 @@ def _serve(pipe: Connection) -> None:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Return a free port below those that the system gives to connections: another test cannot get it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server((LOOPBACK, port)):
+            return port

@@ -97,7 +97,7 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process without a GPU."""
 
 MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
-    # Model classes that replace those of SGLang: see `rollout.model_classes.heads`.
+    # Model classes that replace those of SGLang: see `engine.model_classes.heads`.
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.engine.model_classes",
 }
 """Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, or records

@@ -1,4 +1,4 @@
-"""What protects a reader: short functions, few imports, one direction. Layers are import-linter's (`make check`)."""
+"""Limits that protect a reader: short functions, few imports, one direction. import-linter holds the layers."""
 
 from __future__ import annotations
 

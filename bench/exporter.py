@@ -21,10 +21,8 @@ from rich.table import Table
 
 from megarl.env import NO_COLOR
 from megarl.observe.catalogue import MAX_SERIES, METRICS
-from megarl.observe.meter import Meter
-from megarl.observe.metrics import Metrics
+from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint
 from megarl.observe.observer import Observer
-from megarl.observe.prometheus import MetricsEndpoint
 from megarl.observe.summary import summarize_step
 from megarl.results import PublishResult, UpdateResult
 from megarl.system.network import LOOPBACK

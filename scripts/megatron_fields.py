@@ -15,8 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.native.options import NativeField, NativeLibrary
-from megarl.config.native.owned import Library
+from megarl.config.native import Library, NativeField, NativeLibrary
 from scripts.native_fields import sorted_choices, write_library
 
 _SIMPLE = (bool, int, float, str)

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from megarl.config.native.options import NativeField, NativeLibrary
-from megarl.config.native.owned import Library
+from megarl.config.native import Library, NativeField, NativeLibrary
 
 
 def write_library(library: Library, content: NativeLibrary) -> None:
     """Replace the data file; needs megarl's source folder."""
-    path = Path(str(files("megarl.config.native") / f"{library}.json"))
+    path = Path(str(files("megarl.config") / "native_options" / f"{library}.json"))
     path.write_text(library_json(content), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from megarl.config.native.options import JSON, NativeField, NativeLibrary
+from megarl.config.native import JSON, NativeField, NativeLibrary
 from scripts.native_fields import sorted_choices, write_library
 
 _TYPE_NAMES: Mapping[str, str] = {

@@ -9,9 +9,18 @@ import numpy as np
 from megarl.algo.advantage import Credit, Float64Array, Outcomes, earlier_rewards, sum_of_parts
 from megarl.algo.estimators import choose_estimator
 from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
-from megarl.algo.penalty import KlPenalty, length_penalty, penalised_length
-from megarl.algo.remote_credit import CreditTask
-from megarl.algo.selection import Selection, component, estimates_of, scored_only, with_unscored, without_cut
+from megarl.algo.shaping import (
+    KlPenalty,
+    Selection,
+    component,
+    estimates_of,
+    length_penalty,
+    penalised_length,
+    scored_only,
+    with_unscored,
+    without_cut,
+)
+from megarl.algo.token_credit import CreditTask
 from megarl.config.algorithm import (
     AlgorithmConfig,
     EstimatorConfig,
@@ -135,7 +144,7 @@ class PolicyGradient:
         config = self._config
         outcomes = self._outcomes(groups, estimates)
         credit = self._credit(outcomes, estimates.sums)
-        self.pairs = self._measure(outcomes) if isinstance(config, PairConfig) else None
+        self.pairs = self._measure(outcomes)
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
         rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [

@@ -11,10 +11,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.algo.correction import correction_weights
-from megarl.algo.distillation import distil
 from megarl.algo.loss import MAX_LOG_RATIO, PolicyTokens, TokenLoss, aggregate, k3, kl, ppo_loss
-from megarl.algo.other_losses import other_loss
+from megarl.algo.other_losses import correction_weights, distil, other_loss
 from megarl.config.algorithm import (
     AlgorithmConfig,
     KlLossConfig,

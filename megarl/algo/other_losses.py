@@ -1,29 +1,52 @@
-"""Losses other than PPO's: of the policy, by the kind in the recipe, and of the critic. Pure torch.
+"""Optional parts of the actor's objective: losses other than PPO's, corrections, distillation; and the critic's loss.
 
-A new loss of the policy is a function here and a `case` of `other_loss`.
+Pure torch. A new loss of the policy is a function here and a `case` of `other_loss`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, Segments, TokenLoss, aggregate, clipped_loss, log_ratios, unclipped_loss
+from megarl.algo.loss import (
+    MAX_LOG_RATIO,
+    PolicyTokens,
+    Segments,
+    TokenLoss,
+    aggregate,
+    clipped_loss,
+    k3,
+    kl,
+    log_ratios,
+    unclipped_loss,
+)
 from megarl.config.algorithm import (
     AlgorithmConfig,
     CispoLossConfig,
+    CorrectionConfig,
+    DistillationConfig,
+    ForwardTopkConfig,
     FunctionLossConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
+    IcepopConfig,
+    MaskConfig,
+    ReverseKlConfig,
     SapoLossConfig,
     SppoLossConfig,
+    TisConfig,
 )
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
+
+_Level: TypeAlias = Literal["token", "sequence"]
+
+_LEAST_REST = 1e-6
+"""A rest below this counts as this: the difference of 1 and a sum of float32 is not known more exactly."""
 
 
 def other_loss(
@@ -143,3 +166,84 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """Half the squared error, the larger of that of the values and of the values clipped around the old ones. [N]"""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+
+
+@torch.no_grad()
+def correction_weights(
+    config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments
+) -> Tensor:
+    """Return the factor of each token's policy loss. [N]"""
+    match config:
+        case TisConfig():
+            return _ratios(old_logprobs, rollout_logprobs, segments, config.level).clamp(max=config.max_weight)
+        case IcepopConfig():
+            ratios = _ratios(old_logprobs, rollout_logprobs, segments, config.level)
+            is_inside = (ratios >= config.min_weight) & (ratios <= config.max_weight)
+            return torch.where(is_inside, ratios, torch.zeros_like(ratios))
+        case MaskConfig():
+            log_ratios = rollout_logprobs - old_logprobs
+            is_k3 = config.measure == "k3"
+            measures = k3(log_ratios) if is_k3 else kl(config.measure, rollout_logprobs, old_logprobs)
+            return _mask(config, measures, segments)
+        case _:
+            assert_never(config)
+
+
+def _ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments, level: _Level) -> Tensor:
+    """p_train / p_rollout of the token, or of all tokens that the policy chose in its sequence. [N]"""
+    log_ratios = old_logprobs - rollout_logprobs
+    if level == "sequence":
+        log_ratios = segments.spread(segments.sums(log_ratios))
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _mask(config: MaskConfig, measures: Tensor, segments: Segments) -> Tensor:
+    if config.level == "sequence":
+        measures = segments.spread(segments.means(measures))
+    is_inside = measures <= config.highest
+    if config.lowest is not None:
+        is_inside &= measures >= config.lowest
+    return is_inside.to(measures.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """The tokens that a policy loss sees, and what is added to it. Meaningful where the loss mask is set."""
+
+    tokens: PolicyTokens
+    distances: Tensor  # [N], detached: the distance from the teacher
+    added: Tensor | None  # [N], with gradient; None if the distance is in the advantages
+
+
+def distil(config: DistillationConfig, tokens: PolicyTokens) -> Distillation:
+    """Return the tokens with the teacher's part in their advantages, or the term that the loss gets instead."""
+    assert tokens.teacher is not None, "distillation without a teacher"
+    match config:
+        case ReverseKlConfig():
+            # Estimate k1 of KL(policy || teacher). With the score function of a policy gradient its expectation has the
+            # gradient of the KL at the sampled states; later tokens of the sequence are not charged to this one.
+            distances = (tokens.old_logprobs - tokens.teacher[:, 0]).detach()
+            taught = replace(tokens, advantages=tokens.advantages - config.coef * distances)
+            return Distillation(tokens=taught, distances=distances, added=None)
+        case ForwardTopkConfig():
+            assert tokens.candidates is not None, "forward_topk without likeliest tokens"
+            num_top = tokens.candidates.shape[1]
+            distances = forward_topk(tokens.teacher[:, 1 : 1 + num_top], tokens.candidates)
+            return Distillation(tokens=tokens, distances=distances.detach(), added=config.coef * distances)
+        case _:
+            assert_never(config)
+
+
+def forward_topk(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Return KL(teacher || policy) over K tokens and all others as one; both arguments are log-probabilities. [N]
+
+    It is never negative, at most the KL over the whole vocabulary, and 0 with gradient 0 where both are equal.
+    """
+    weights = teacher.exp()
+    of_top = (weights * (teacher - policy)).sum(dim=-1)
+    rest, policy_rest = _rest(weights), _rest(policy.exp())
+    return of_top + rest * (rest.log() - policy_rest.log())
+
+
+def _rest(probabilities: Tensor) -> Tensor:
+    return (1 - probabilities.sum(dim=-1)).clamp(min=_LEAST_REST)

@@ -11,7 +11,7 @@ import typer
 from megarl.config.load import read_recipe
 from megarl.errors import DataError
 from megarl.observe.catalogue import METRICS, Metric
-from megarl.observe.prometheus import TARGETS_FILE, Target, read_targets, write_targets
+from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.tools.dashboards import write_monitoring
 
 metrics_app = typer.Typer(no_args_is_help=True, help="List the metrics of runs, and their addresses.")

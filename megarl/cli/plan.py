@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from megarl.cli.recipe import Overrides, RecipePath
-from megarl.config.checks.advice import advise
+from megarl.config.checks.recipe import advise
 from megarl.env import NO_COLOR
 from megarl.errors import ConfigError
 from megarl.planner.deployment import Placement, PublishWay, RankPlace

@@ -14,8 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.config.checks.advice import advise
-from megarl.config.checks.recipe import check_recipe
+from megarl.config.checks.recipe import advise, check_recipe
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.load import CheckedRecipe, explain, inspect_recipe, read_recipe
 from megarl.config.model import read_model_shape

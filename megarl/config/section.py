@@ -51,3 +51,11 @@ CPU_CACHED_TOKENS = 32_768
 
 CPU_SLOT = "megarl_slot"
 """The Ray resource that stands for a GPU on a CPU run."""
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple

@@ -14,8 +14,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megarl.config.section import round_up
 from megarl.errors import DataError
-from megarl.system.sizes import round_up
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from megarl.config.lora import SERVED_AS
 from megarl.config.model import ModelShape
-from megarl.config.native.options import JSON, read_library
+from megarl.config.native import JSON, read_library
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest

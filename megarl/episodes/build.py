@@ -22,6 +22,7 @@ from megarl.config.environment import (
     SearchToolConfig,
     ToolEnvironmentConfig,
 )
+from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.chat_endpoint import ChatAgents, FunctionAgents, agent_task, load_function
@@ -31,7 +32,6 @@ from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem
-from megarl.system.sizes import GIB
 
 _BUILT_IN = Path(__file__).parent / "built_in"
 _SANDBOX_SHARE = 0.8

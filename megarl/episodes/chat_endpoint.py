@@ -24,13 +24,13 @@ import numpy as np
 from aiohttp import web
 
 from megarl.config.environment import CallFormat, ChatEnvironmentConfig, FunctionEnvironmentConfig
+from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer, ToolFunction
 from megarl.episodes.class_environments import EnvironmentWorkers, read_score
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Row, SampledTurn, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
 from megarl.errors import ConfigError, DataError, EnvironmentLostError, MegarlError, Problem
-from megarl.system.sizes import GIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import JsonValue, Score, TokenArray
 

@@ -21,7 +21,7 @@ from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig,
 from megarl.errors import MachineError, first_line
 from megarl.observe.catalogue import Section
 from megarl.observe.events import Evaluated, Record, RunFinished, RunStarted, RunStatus, StepFinished
-from megarl.observe.meter import Meter
+from megarl.observe.metrics import Meter
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,31 @@
-"""The sink that sets the metrics: it reads the numbers out of a run's events and writes them to the meter."""
+"""The metrics of a run: their current values (`Meter`), the sink that reads them out of events (`Metrics`), the HTTP
+endpoint, and the file that lists what Prometheus scrapes.
+
+A gauge is exported from its first `set` on: an unknown value is absent, not 0. Counters are exported as 0 from the
+start.
+
+`<run>/prometheus_targets.json` has the format of Prometheus's `file_sd_configs`, which reads it again when it changes.
+`.prometheus/`, next to the run folders, has a link to each of these files: Prometheus takes a `*` only in the last part
+of a path.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import collections
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from megarl.errors import DataError, MachineError
 from megarl.observe import catalogue as names
-from megarl.observe.catalogue import Metric
+from megarl.observe.catalogue import METRICS, REFUSED_SERIES, RUN_LABEL, Kind, Metric, Section
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -24,9 +42,16 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.history import Progress, RunTotals, advance
-from megarl.observe.meter import Meter
 from megarl.observe.summary import Flow
 from megarl.results import EvalResult, TrainingWork
+from megarl.system.network import LOOPBACK
+
+logger = logging.getLogger(__name__)
+
+TARGETS_FILE = "prometheus_targets.json"
+LINKS_FOLDER = ".prometheus"
+EXPORTER_JOB = "megarl"
+ENGINE_JOB = "sglang"
 
 _COUNTED: Mapping[type[Event], Metric] = {
     Published: names.PUBLISHES,
@@ -34,6 +59,89 @@ _COUNTED: Mapping[type[Event], Metric] = {
     CheckpointFailed: names.CHECKPOINT_FAILURES,
     Warned: names.WARNINGS,
 }
+
+
+class Meter:
+    """All metrics in one Prometheus registry. Thread-safe."""
+
+    def __init__(self, run: str) -> None:
+        # The creation times of counters and histograms would be half as many series again.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._run = run
+        self._gauges = {
+            metric: Gauge(metric.full_name, metric.text, (RUN_LABEL, *metric.labels), registry=self.registry)
+            for metric in _of_kind("gauge")
+        }
+        self._counters = {
+            metric: Counter(metric.full_name, metric.text, (RUN_LABEL, *metric.labels), registry=self.registry)
+            for metric in _of_kind("counter")
+        }
+        self._histograms = {
+            metric: Histogram(
+                metric.full_name, metric.text, (RUN_LABEL,), registry=self.registry, buckets=metric.buckets
+            ).labels(run)
+            for metric in _of_kind("histogram")
+        }
+        self._full: set[Metric] = set()
+        self._known: dict[Metric, set[tuple[str, ...]]] = {metric: set() for metric in METRICS}
+        for metric in self._counters:
+            for labels in [(value,) for value in metric.known] if metric.labels else [()]:
+                self.add(metric, 0, *labels)
+
+    def set(self, metric: Metric, value: float, *labels: str) -> None:
+        if self._admits(metric, labels):
+            self._gauges[metric].labels(self._run, *labels).set(value)
+
+    def add(self, metric: Metric, amount: float, *labels: str) -> None:
+        if self._admits(metric, labels):
+            self._counters[metric].labels(self._run, *labels).inc(amount)
+
+    def observe(self, metric: Metric, value: float) -> None:
+        self._histograms[metric].observe(value)
+
+    def watch(self, metric: Metric, read: Callable[[], float], *labels: str) -> None:
+        """Export a gauge that `read` returns at each scrape, in the endpoint's thread: quickly, and without raising."""
+        if self._admits(metric, labels):
+            self._gauges[metric].labels(self._run, *labels).set_function(read)
+
+    def forget(self, metric: Metric, *labels: str) -> None:
+        """Stop exporting a gauge for these labels, such as those of an engine that has ended."""
+        if labels in self._known[metric]:
+            self._known[metric].remove(labels)
+            self._gauges[metric].remove(self._run, *labels)
+
+    def values(self, *sections: Section) -> dict[str, float]:
+        """Return the gauges and counters of the sections, or of all, as `section/name` or `section/name/label/...`."""
+        return dict(self._values(sections))
+
+    def _values(self, sections: tuple[Section, ...]) -> Iterator[tuple[str, float]]:
+        for metric in (*self._gauges, *self._counters):
+            if sections and metric.section not in sections:
+                continue
+            family = self._gauges[metric] if metric.kind == "gauge" else self._counters[metric]
+            for sample in next(iter(family.collect())).samples:
+                if sample.name == metric.full_name:
+                    labels = [sample.labels[label] for label in metric.labels]
+                    yield "/".join((metric.section, metric.name, *labels)), sample.value
+
+    def _admits(self, metric: Metric, labels: tuple[str, ...]) -> bool:
+        """Whether the metric may be exported with these labels: known ones, or new ones within its limit."""
+        known = self._known[metric]
+        if labels in known:
+            return True
+        if len(known) >= metric.limit:
+            self.add(REFUSED_SERIES, 1)
+            if metric not in self._full:
+                self._full.add(metric)
+                logger.warning("metric %s: label values beyond %d are not exported", metric.name, metric.limit)
+            return False
+        known.add(labels)
+        return True
+
+
+def _of_kind(kind: Kind) -> Iterator[Metric]:
+    return (metric for metric in METRICS if metric.kind == kind)
 
 
 def _sources() -> Mapping[str, Sequence[tuple[Metric, Sequence[str]]]]:
@@ -50,6 +158,8 @@ _SOURCES = _sources()
 
 
 class Metrics:
+    """The sink that sets the metrics from the events of a run."""
+
     def __init__(self, meter: Meter, *, earlier: Iterable[Record] = ()) -> None:
         """`earlier` are the records of the run that this one continues; only totals over the run count them."""
         self._meter = meter
@@ -138,7 +248,7 @@ class Metrics:
         else:
             meter.forget(names.ENGINE_VERSION, engine)
         self._serving = self._serving | {engine} if changed.is_serving else self._serving - {engine}
-        counts = Counter(self._engines.values())
+        counts = collections.Counter(self._engines.values())
         for state in states_before | set(counts):
             meter.set(names.ENGINES, counts[state], state)
 
@@ -172,3 +282,122 @@ def _numbers(value: object, path: Sequence[str]) -> Iterator[tuple[tuple[str, ..
                 yield (key, *keys), number
     else:
         yield from _numbers(getattr(value, path[0]), path[1:])
+
+
+class MetricsEndpoint:
+    """Serves one registry at `http://<host>:<port>/metrics`, from construction to `close`."""
+
+    def __init__(self, registry: CollectorRegistry, *, port: int, host: str = LOOPBACK) -> None:
+        self._host = host
+        self._server, self._thread = _listen(registry, host, port)
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._server.server_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _listen(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
+    try:
+        return start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise MachineError(
+            f"observe.metrics_port: cannot listen on {host}:{port}: {error.strerror}; "
+            "choose another port, 0 for any free one, or null for none"
+        ) from error
+
+
+class Target(BaseModel):
+    """One entry of the targets file."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Targets:
+    """The sink that keeps the targets file up to date. Closing it empties the file, so that nothing is scraped."""
+
+    def __init__(self, run_folder: Path, *, run: str, exporter: str | None) -> None:
+        self._path = run_folder / TARGETS_FILE
+        self._run = run
+        self._exporter = exporter
+        self._engines: dict[int, str] = {}
+        self._is_current = False
+        """Whether the file has what it should have: a full disk may have prevented it."""
+        self._write()
+        _link(self._path)
+
+    def record(self, record: Record) -> None:
+        match record.event:
+            case EngineChanged(index=index, is_running=False):
+                self._is_current &= self._engines.pop(index, None) is None
+            case EngineChanged(index=index, address=address):
+                self._is_current &= self._engines.get(index) == address
+                self._engines[index] = address
+        if not self._is_current:
+            self._write()
+
+    def close(self) -> None:
+        self._exporter = None
+        self._engines = {}
+        try:
+            self._write()
+        except MachineError as error:
+            logger.warning("%s", error)
+
+    def _write(self) -> None:
+        targets = [] if self._exporter is None else [self._target(self._exporter, job=EXPORTER_JOB)]
+        for index, address in sorted(self._engines.items()):
+            targets.append(self._target(address, job=ENGINE_JOB, engine=str(index)))
+        write_targets(self._path, targets)
+        self._is_current = True
+
+    def _target(self, address: str, **labels: str) -> Target:
+        return Target(targets=[address], labels={"run": self._run, **labels})
+
+
+def write_targets(path: Path, targets: list[Target]) -> None:
+    """Replace the file in one operation: Prometheus never reads half of it."""
+    text = json.dumps([target.model_dump() for target in targets], indent=2) + "\n"
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _link(path: Path) -> None:
+    """Link the file in `.prometheus/`. The link is relative: Prometheus may see the folders under another path."""
+    run_folder = path.parent
+    links = run_folder.parent / LINKS_FOLDER
+    partial = links / f".{run_folder.name}.tmp"
+    try:
+        links.mkdir(exist_ok=True)
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(Path("..") / run_folder.name / TARGETS_FILE)
+        partial.replace(links / f"{run_folder.name}.json")
+    except OSError as error:
+        raise MachineError(f"{links}: cannot be written: {error.strerror}") from error
+
+
+def read_targets(path: Path) -> list[Target]:
+    try:
+        return _TARGETS.validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; a run writes it when it starts") from error
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise DataError(f"{path} is not a list of Prometheus targets: {detail['msg']}") from None
+
+
+_TARGETS: TypeAdapter[list[Target]] = TypeAdapter(list[Target])

@@ -37,7 +37,7 @@ from megarl.observe.events import (
     Straggled,
     Warned,
 )
-from megarl.observe.meter import Meter
+from megarl.observe.metrics import Meter
 from megarl.observe.summary import Flow, Phase, RolloutSummary, StepSummary, summarize_step
 from megarl.results import EvalResult, PublishResult, UpdateResult
 from megarl.types import PolicyVersion, ScoredGroup, TrainSample

@@ -31,10 +31,8 @@ from megarl.observe.events import (
     StepFinished,
 )
 from megarl.observe.loggers import LoggerSink, open_loggers
-from megarl.observe.meter import Meter
-from megarl.observe.metrics import Metrics
+from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint, Targets
 from megarl.observe.observer import Observer
-from megarl.observe.prometheus import MetricsEndpoint, Targets
 from megarl.observe.summary import Phase
 from megarl.system.faults import reach
 from megarl.system.network import LOOPBACK, address_in

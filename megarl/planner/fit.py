@@ -17,6 +17,7 @@ from megarl.config.document import Document, override
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
 from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig, TrainedModelConfig
+from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
 from megarl.planner.hardware import GpuModel, gpu_of
@@ -25,7 +26,6 @@ from megarl.planner.memory import EngineMemory, StageMemory
 from megarl.planner.replay import RecordedRun, Replay, replay
 from megarl.planner.reshard import Reshard, reshard
 from megarl.planner.timing import Timing, estimate
-from megarl.system.sizes import GIB
 
 NUM_PROPOSALS = 3
 _FACTORS = (2, 4)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import Scaling
-from megarl.config.section import GpuName
+from megarl.config.section import GIB, GpuName
 from megarl.errors import ConfigError, Problem
-from megarl.system.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Literal
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
-from megarl.config.section import dtype_on
+from megarl.config.section import GIB, dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.memory import (
@@ -27,7 +27,6 @@ from megarl.planner.memory import (
     EngineMemory,
     StageMemory,
 )
-from megarl.system.sizes import GIB
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 from megarl.weights.algebra.slices import ITEM_BYTES
 

@@ -10,9 +10,8 @@ from math import prod
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import EngineRoleConfig
-from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
+from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
 from megarl.planner.hardware import GpuModel
-from megarl.system.sizes import round_up
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
 from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout

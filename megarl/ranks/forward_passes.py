@@ -15,7 +15,7 @@ import numpy as np
 from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.config.algorithm import KlRewardConfig
 from megarl.config.recipe import Recipe
-from megarl.config.teaching import teacher_of
+from megarl.config.roles import teacher_of
 from megarl.data.shares import UNUSED_FOR_LOSS_TOKENS
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls
 from megarl.ranks.packings import ModelPackings

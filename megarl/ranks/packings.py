@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.config.roles import ModelParallelConfig
-from megarl.config.teaching import teaching_of
+from megarl.config.roles import ModelParallelConfig, teaching_of
 from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import ModelPacking
-from megarl.planner.training_time import forward_flops
+from megarl.planner.timing import forward_flops
 from megarl.ranks.start import critic_shape
 
 

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.algo.advantage import Float64Array
-from megarl.algo.remote_credit import CreditTask, PartCredit
+from megarl.algo.token_credit import CreditTask, PartCredit
 from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
 from megarl.errors import first_line
 from megarl.tokens import ColumnName, SampleColumn, assemble, by_sample

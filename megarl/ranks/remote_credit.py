@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.algo.advantage import Float64Array
-from megarl.algo.remote_credit import CreditTask
+from megarl.algo.token_credit import CreditTask
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart

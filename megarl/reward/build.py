@@ -25,6 +25,7 @@ from megarl.config.reward import (
     frozen_role,
     single_rewards,
 )
+from megarl.config.section import GIB, MIB
 from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.frozen import EngineJudgeBackend, FrozenModel, RewardModelBackend
@@ -35,7 +36,6 @@ from megarl.reward.remote_scorer import RemoteScorer, ScoringBackend
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorer import ClosableScorer, ExactScorer
 from megarl.stages import Scorer
-from megarl.system.sizes import GIB, MIB
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import RolloutGroup, Score, ScoredGroup
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.teaching import Teaching, teacher_of
+from megarl.config.roles import Teaching, teacher_of
 from megarl.engine.client import EngineClient
 from megarl.errors import EngineError, MegarlError, QuarantineError, ScoreError
 from megarl.stages import Generator

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from megarl.config.roles import InFlight
-from megarl.config.teaching import Teaching
+from megarl.config.roles import InFlight, Teaching
 from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.episodes.play import EpisodeScorer, Player

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megarl.checkpoint.carried import read_groups
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
-from megarl.config.teaching import teaching_of
+from megarl.config.roles import teaching_of
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.algo.algorithm import Sft, build_algorithm
-from megarl.algo.penalty import adapted_kl_coef, length_penalty
+from megarl.algo.shaping import adapted_kl_coef, length_penalty
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,

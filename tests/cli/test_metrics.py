@@ -8,7 +8,7 @@ import pytest
 from megarl.cli.main import run
 from megarl.cli.metrics import metrics_page
 from megarl.observe.catalogue import METRICS
-from megarl.observe.prometheus import Targets
+from megarl.observe.metrics import Targets
 from scripts.dashboards.monitoring import monitoring_files
 from tests.repository import ROOT
 

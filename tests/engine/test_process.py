@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.model import Family
-from megarl.config.native.options import read_library
-from megarl.config.native.owned import owned
+from megarl.config.native import owned, read_library
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.observe.meter import Meter
-from megarl.observe.metrics import Metrics
+from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
 from megarl.results import CriticStats, PreferenceStats

@@ -20,8 +20,7 @@ from megarl.errors import MachineError
 from megarl.observe import loggers
 from megarl.observe.events import Event, RunFinished, RunStatus
 from megarl.observe.loggers import Logger, LoggerSink, MlflowLogger, TensorboardLogger, WandbLogger, open_loggers
-from megarl.observe.meter import Meter
-from megarl.observe.metrics import Metrics
+from megarl.observe.metrics import Meter, Metrics
 from tests.observe.samples import evaluated, records, run_started, step_finished
 
 

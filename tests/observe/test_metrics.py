@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megarl.errors import DataError, MachineError
+from megarl.observe import catalogue as names
 from megarl.observe.catalogue import METRICS
 from megarl.observe.events import Event, StepFinished
-from megarl.observe.meter import Meter
-from megarl.observe.metrics import Metrics
-from megarl.observe.prometheus import MetricsEndpoint
+from megarl.observe.metrics import LINKS_FOLDER, TARGETS_FILE, Meter, Metrics, MetricsEndpoint, Targets, read_targets
 from megarl.observe.summary import RewardOutlier
 from megarl.results import CriticStats, PreferenceStats, RankUsage, UpdateStats
 from tests.observe.samples import (
@@ -223,3 +226,128 @@ def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint
     for record in records(one_of_each()):
         metrics.record(record)
     assert scrape(endpoint.url)["megarl_warnings_total"] == 1
+
+
+def test_a_gauge_is_absent_before_its_first_value_and_a_counter_is_0() -> None:
+    meter = Meter("sample")
+    text = generate_latest(meter.registry).decode()
+    assert "megarl_loss{" not in text
+    assert 'megarl_warnings_total{run="sample"} 0.0' in text
+    meter.set(names.LOSS, 0.5)
+    assert 'megarl_loss{run="sample"} 0.5' in generate_latest(meter.registry).decode()
+
+
+def test_labels_beyond_the_limit_are_refused_and_counted() -> None:
+    meter = Meter("sample")
+    limit = names.REWARD_COMPONENT.limit
+    for index in range(limit + 3):
+        meter.set(names.REWARD_COMPONENT, 1.0, f"part{index}")
+    meter.set(names.REWARD_COMPONENT, 2.0, "part0")
+    values = meter.values("reward", "run")
+    assert sum(name.startswith("reward/reward_component_mean/") for name in values) == limit
+    assert values["reward/reward_component_mean/part0"] == 2.0
+    assert values["run/refused_series"] == 3
+
+
+def test_what_is_watched_is_read_when_it_is_asked_for() -> None:
+    meter = Meter("sample")
+    waiting = [1, 2]
+    meter.watch(names.QUEUE, lambda: len(waiting))
+    assert meter.values("rollout")["rollout/queue_groups"] == 2
+    waiting.append(3)
+    assert meter.values("rollout")["rollout/queue_groups"] == 3
+
+
+def test_what_is_forgotten_makes_room() -> None:
+    meter = Meter("sample")
+    meter.set(names.ENGINE_VERSION, 3, "0")
+    meter.forget(names.ENGINE_VERSION, "0")
+    meter.forget(names.ENGINE_VERSION, "7")
+    assert not [name for name in meter.values("fleet") if "engine_weight_version" in name]
+
+
+def test_no_series_tells_when_another_was_made() -> None:
+    assert "_created" not in generate_latest(Meter("sample").registry).decode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "sample"
+
+
+def addresses(folder: Path) -> dict[str, str]:
+    """By job and engine, as Prometheus reads the file."""
+    entries = json.loads((folder / TARGETS_FILE).read_text())
+    assert all(entry["labels"]["run"] == "sample" for entry in entries)
+    return {
+        entry["labels"]["job"] + entry["labels"].get("engine", ""): address
+        for entry in entries
+        for address in entry["targets"]
+    }
+
+
+def test_engines_come_and_go_with_their_processes(folder: Path) -> None:
+    targets = Targets(folder, run="sample", exporter="127.0.0.1:9464")
+    assert addresses(folder) == {"megarl": "127.0.0.1:9464"}
+    for record in records([engine_changed(0), engine_changed(1), engine_changed(1, "stale")]):
+        targets.record(record)
+    everybody = {"megarl": "127.0.0.1:9464", "sglang0": "127.0.0.1:30000", "sglang1": "127.0.0.1:30001"}
+    assert addresses(folder) == everybody
+    for record in records([engine_changed(0, "dead")]):
+        targets.record(record)
+    assert addresses(folder) == {key: value for key, value in everybody.items() if key != "sglang0"}
+    for record in records([engine_changed(0)]):
+        targets.record(record)
+    assert addresses(folder) == everybody
+    targets.close()
+    assert addresses(folder) == {}
+
+
+def test_a_run_without_an_exporter_names_its_engines_only(folder: Path) -> None:
+    targets = Targets(folder, run="sample", exporter=None)
+    for record in records([engine_changed(0)]):
+        targets.record(record)
+    assert addresses(folder) == {"sglang0": "127.0.0.1:30000"}
+
+
+def test_all_runs_are_found_through_one_folder(folder: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # a run of the same name takes the link over
+        Targets(folder, run="sample", exporter="127.0.0.1:9464")
+    Targets(folder.with_name("other"), run="other", exporter="127.0.0.1:9465")
+    links = sorted((folder.parent / LINKS_FOLDER).iterdir())
+    assert [path.name for path in links] == ["other.json", "sample.json"]
+    moved = folder.parent.rename(tmp_path / "elsewhere")
+    assert read_targets(moved / LINKS_FOLDER / "sample.json")[0].targets == ["127.0.0.1:9464"]
+
+
+def test_a_file_that_is_not_there_or_something_else_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read: No such file or directory; a run writes it when it starts$"):
+        read_targets(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"targets": []}')
+    with pytest.raises(DataError, match=r"bad.json is not a list of Prometheus targets: "):
+        read_targets(tmp_path / "bad.json")
+
+
+def test_a_port_in_use_is_one_line_that_names_the_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError) as caught:
+            MetricsEndpoint(CollectorRegistry(), port=port)
+    assert str(caught.value) == (
+        f"observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "choose another port, 0 for any free one, or null for none"
+    )
+
+
+def test_only_loopback_is_listened_on() -> None:
+    endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
+    endpoint.close()
+    assert endpoint.url.startswith("http://127.0.0.1:")
+
+
+def test_a_closed_endpoint_frees_its_port() -> None:
+    endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
+    port = httpx.URL(endpoint.url).port
+    assert port is not None
+    endpoint.close()
+    MetricsEndpoint(CollectorRegistry(), port=port).close()

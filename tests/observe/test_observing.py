@@ -12,8 +12,8 @@ import pytest
 from megarl.config.recipe import Recipe
 from megarl.errors import EngineError, PreemptedError, StoppedError
 from megarl.observe.events import Record, RunFinished, RunStarted, RunStatus, Warned, read_events
+from megarl.observe.metrics import TARGETS_FILE
 from megarl.observe.observing import observing
-from megarl.observe.prometheus import TARGETS_FILE
 from megarl.types import PolicyVersion
 from tests.observe.samples import ListSink, evaluated, make_recipe, published, step_summary
 from tests.small_disk import filled, small_disk

@@ -18,8 +18,7 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.ledger import snapshot_bytes
 from megarl.planner.memory import bare_weights
-from megarl.planner.timing import PhaseName, Timing, estimate
-from megarl.planner.training_time import forward_work
+from megarl.planner.timing import PhaseName, Timing, estimate, forward_work
 from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]

@@ -17,7 +17,7 @@ import torch
 
 from megarl.algo.advantage import Outcomes
 from megarl.algo.estimators import choose_estimator
-from megarl.algo.remote_credit import CreditTask
+from megarl.algo.token_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.config.algorithm import GaeConfig
 from megarl.config.load import load_recipe

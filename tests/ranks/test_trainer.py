@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.algo.algorithm import PolicyGradient, Sft
-from megarl.algo.remote_credit import CreditTask
+from megarl.algo.token_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.data.packing import Packing

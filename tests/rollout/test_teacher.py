@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.model import TRAITS
-from megarl.config.teaching import Teaching
+from megarl.config.roles import Teaching
 from megarl.engine.client import EngineClient
 from megarl.engine.process import EngineProcess
 from megarl.errors import DataError, EngineError, QuarantineError, ScoreError

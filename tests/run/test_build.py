@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from megarl.observe.meter import Meter
+from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import SampledGroups

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
-from megarl.observe.prometheus import LINKS_FOLDER, TARGETS_FILE, read_targets
+from megarl.observe.metrics import LINKS_FOLDER, TARGETS_FILE, read_targets
 from scripts.dashboards.monitoring import DASHBOARDS
 from scripts.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus

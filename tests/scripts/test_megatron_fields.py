@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.native.options import read_library
-from megarl.config.native.owned import Library
+from megarl.config.native import Library, read_library
 from scripts.megatron_fields import CONFIGS, megatron_fields
 
 

@@ -15,6 +15,6 @@ def test_the_data_file_is_what_the_installed_sglang_takes() -> None:
         "print(library_json(sglang_fields()), end='')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=True)
-    assert done.stdout == (files("megarl.config.native") / "sglang.json").read_text(), (
+    assert done.stdout == (files("megarl.config") / "native_options" / "sglang.json").read_text(), (
         "write it with python -m scripts.sglang_fields"
     )

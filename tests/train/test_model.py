@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import read_model_shape
-from megarl.config.native.owned import owned
+from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.train import model as model_module
 from megarl.train.layers import rotary_frequencies, rotary_magnitude

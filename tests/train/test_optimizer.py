@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.algorithm import SftConfig
-from megarl.config.native.owned import owned
+from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
 from megarl.train import optimizer as optimizer_module

@@ -15,8 +15,8 @@ import time
 from contextlib import suppress
 from functools import cache
 
+from megarl.config.section import GIB, MIB
 from megarl.reward.sandbox import Limits, Sandbox, SandboxKind, tree_resident_bytes
-from megarl.system.sizes import GIB, MIB
 
 _LENGTH = struct.Struct("!I")
 _WATCH_INTERVAL_S = 0.1

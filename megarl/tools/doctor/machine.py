@@ -15,11 +15,11 @@ from megarl.config.kernels import check_packages
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
+from megarl.config.section import GIB, MIB
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
-from megarl.system.sizes import GIB, MIB
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.gpus import ask_topology, check_gpus, find_gpus
 from megarl.tools.doctor.packages import check_patches, check_torch, check_versions

@@ -15,8 +15,7 @@ from importlib.resources import files
 
 from megarl.config.document import Tree
 from megarl.config.kernels import ENGINE_ONLY
-from megarl.config.native.options import refusal
-from megarl.config.native.owned import KERNELS, Library
+from megarl.config.native import KERNELS, Library, refusal
 
 
 class KeyVerdict(StrEnum):

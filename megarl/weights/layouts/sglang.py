@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from megarl.config.checks.splits import ENGINE_VOCAB_STEP, check_engine_experts, check_engine_split, check_experts
 from megarl.config.model import TRAITS, ModelShape
+from megarl.config.section import round_up
 from megarl.errors import ConfigError
-from megarl.system.sizes import round_up
 from megarl.weights.algebra.slices import Layout, TensorSpec
 from megarl.weights.layouts.canonical import (
     DENSE_BLOCK,

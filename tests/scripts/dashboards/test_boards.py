@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
 from megarl.observe.catalogue import METRICS, PREFIX
-from megarl.observe.prometheus import TARGETS_FILE, MetricsEndpoint, Targets
+from megarl.observe.metrics import TARGETS_FILE, MetricsEndpoint, Targets
 from scripts.dashboards.monitoring import DASHBOARDS
 from scripts.dashboards.panels import Dashboard, metrics_in, names_in, to_grafana
 from tests.observe.prometheus import prometheus

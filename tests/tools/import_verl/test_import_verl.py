@@ -16,7 +16,7 @@ from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, Gr
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
 from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.native.options import check_native
+from megarl.config.native import check_native
 from megarl.config.recipe import ObserveConfig, Recipe
 from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig

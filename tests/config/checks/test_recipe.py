@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks.advice import advise
+from megarl.config.checks.recipe import advise
 from megarl.config.load import read_recipe
 from megarl.config.model import read_model_shape
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.algo.selection import Selection, without_cut
+from megarl.algo.shaping import Selection, without_cut
 from megarl.config.algorithm import (
     AlgorithmConfig,
     FilterConfig,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo.algorithm import PolicyGradient
-from megarl.algo.remote_credit import CreditTask, PartCredit
+from megarl.algo.token_credit import CreditTask, PartCredit
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     DpoConfig,

@@ -5,8 +5,7 @@ from typing import get_args
 
 import pytest
 
-from megarl.config.native.options import read_library, refusal
-from megarl.config.native.owned import OWNED, Library, owned
+from megarl.config.native import OWNED, Library, owned, read_library, refusal
 
 
 @pytest.mark.parametrize(

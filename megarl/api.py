@@ -49,15 +49,6 @@ OwnCode: TypeAlias = Callable[..., object] | str
 
 _CODE_FOLDER = ".code"
 """Next to the run folders: functions of this process, for the processes of a run."""
-_KEYS = {
-    "estimator": "algorithm.estimator",
-    "loss": "algorithm.loss",
-    "keeps": "algorithm.filter.code",
-    "generator": "sampling.generator",
-    "scorer": "reward",
-    "reward": "reward",
-    "environment": "environment",
-}
 
 
 def train(
@@ -221,17 +212,16 @@ def code_keys(own: Mapping[str, OwnCode], run: RunConfig) -> dict[str, JsonValue
     for part, code in own.items():
         reference = code if isinstance(code, str) else _reference(code, part, run)
         place, _, name = reference.rpartition(":")
-        match part:
-            case "reward":
-                changes[_KEYS[part]] = {"kind": "function", "path": place, "name": name}
-            case "scorer":
-                changes[_KEYS[part]] = {"kind": "scorer", "code": reference}
-            case "environment":
-                changes |= {"environment.kind": "class", "environment.path": place, "environment.name": name}
-            case "loss":
-                changes[_KEYS[part]] = {"kind": "function", "code": reference}
-            case _:
-                changes[_KEYS[part]] = reference
+        keys: dict[str, dict[str, JsonValue]] = {
+            "reward": {"reward": {"kind": "function", "path": place, "name": name}},
+            "scorer": {"reward": {"kind": "scorer", "code": reference}},
+            "environment": {"environment.kind": "class", "environment.path": place, "environment.name": name},
+            "estimator": {"algorithm.estimator": reference},
+            "loss": {"algorithm.loss": {"kind": "function", "code": reference}},
+            "keeps": {"algorithm.filter.code": reference},
+            "generator": {"sampling.generator": reference},
+        }
+        changes |= keys[part]
     return changes
 
 

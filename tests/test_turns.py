@@ -30,16 +30,14 @@ from megarl.config.algorithm import (
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import DataError, RewardError
-from megarl.tokens import Content, SampleColumn, by_sample
+from megarl.tokens import SampleColumn, by_sample
 from megarl.types import (
     DEMONSTRATION,
     Ending,
     Episode,
     Estimates,
-    FinishReason,
     MicroBatch,
     MiniBatch,
-    Prompt,
     Rollout,
     RolloutGroup,
     Score,
@@ -48,10 +46,14 @@ from megarl.types import (
     Turn,
     TurnKind,
 )
+from tests.values import make_prompt, make_rollout
 
 EPISODES_PER_STEP = 40
 GROUP = 4
 TOLERANCE = 1e-6
+PACKING = Packing(
+    data_parallel=1, tokens_per_micro_batch=90, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+)
 
 PPO = PpoLossConfig(kind="ppo")
 ALGORITHMS: tuple[EstimatorConfig, ...] = (
@@ -96,17 +98,13 @@ def draw_attempt(random: np.random.Generator) -> tuple[Attempt, tuple[int, ...]]
     mask = np.zeros(place, np.bool_)
     for turn in turns:
         mask[turn.start : turn.end] = turn.kind is TurnKind.SAMPLED
-    rollout = Rollout(
-        content=Content(
-            token_ids=random.integers(1, 1000, place).astype(np.int32),
-            logprobs=np.where(mask, -random.random(place), 0).astype(np.float32),
-            text="",
-        ),
-        versions=np.where(mask, 3, DEMONSTRATION).astype(np.int32),
+    rollout = make_rollout(
+        random.integers(1, 1000, place),
+        logprobs=np.where(mask, -random.random(place), 0).astype(np.float32),
         loss_mask=mask,
-        finish_reason=FinishReason.STOP,
         episode=Episode(turns=tuple(turns), ending=Ending.ANSWERED),
     )
+    rollout = replace(rollout, versions=np.where(mask, 3, DEMONSTRATION).astype(np.int32))
     starts = tuple(turn.start for turn in turns[1:] if turn.kind is TurnKind.SAMPLED)
     return Attempt(rollout, tuple(range(place))), starts
 
@@ -141,16 +139,14 @@ def split(attempt: Attempt, cuts: Sequence[int], prompt_ids: np.ndarray) -> Atte
         if turn.kind is TurnKind.SAMPLED
     )
     loss_mask = np.concatenate(mask)
-    return Attempt(
-        Rollout(
-            content=Content(token_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), text=""),
-            versions=np.where(loss_mask, 3, DEMONSTRATION).astype(np.int32),
-            loss_mask=loss_mask,
-            finish_reason=FinishReason.STOP,
-            episode=Episode(rows=tuple(rows), turns=turns, ending=Ending.ANSWERED),
-        ),
-        tuple(places),
+    rollout = make_rollout(
+        np.concatenate(ids),
+        logprobs=np.concatenate(logprobs),
+        loss_mask=loss_mask,
+        episode=Episode(rows=tuple(rows), turns=turns, ending=Ending.ANSWERED),
     )
+    rollout = replace(rollout, versions=np.where(loss_mask, 3, DEMONSTRATION).astype(np.int32))
+    return Attempt(rollout, tuple(places))
 
 
 def draw_step(seed: int) -> tuple[list[ScoredGroup], list[ScoredGroup], list[Attempt], list[Attempt]]:
@@ -159,15 +155,7 @@ def draw_step(seed: int) -> tuple[list[ScoredGroup], list[ScoredGroup], list[Att
     groups: tuple[list[ScoredGroup], list[ScoredGroup]] = ([], [])
     attempts: tuple[list[Attempt], list[Attempt]] = ([], [])
     for number in range(EPISODES_PER_STEP // GROUP):
-        prompt = Prompt(
-            uid=f"p:{number}",
-            position=number,
-            epoch=0,
-            token_ids=random.integers(1, 1000, int(random.integers(1, 6))).astype(np.int32),
-            data_source="",
-            ground_truth="",
-            extra_info={},
-        )
+        prompt = make_prompt(number, token_ids=random.integers(1, 1000, int(random.integers(1, 6))), file="p")
         drawn = [draw_attempt(random) for _ in range(GROUP)]
         wholes = [attempt for attempt, _ in drawn]
         parts = [
@@ -200,12 +188,12 @@ def samples_of(
 
 def mini_batches(samples: Sequence[TrainSample], config: EstimatorConfig, seed: int) -> Iterator[list[MiniBatch]]:
     """Yield the shares of all ranks of each update."""
-    packing = Packing(
+    packing = replace(
+        PACKING,
         data_parallel=1 + seed % 3,
         tokens_per_micro_batch=90 + seed % 40,
         samples_per_update=None if seed % 2 else 3 * GROUP,
         pad_multiple=1 + seed % 4,
-        micro_batch_multiple=1,
         keeps_episodes=config.needs.sums_over_episodes,
     )
     batches = [share.fill() for share in make_shares(samples, packing, temperature=1.0)]
@@ -313,10 +301,7 @@ def test_numbers_of_tokens_come_back_to_the_episode_from_whatever_row_and_rank_c
     config = ALGORITHMS[0]
     samples = samples_of(config, split_groups, splits)
     parts: list[SampleColumn] = []
-    packing = Packing(
-        data_parallel=3, tokens_per_micro_batch=90, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
-    )
-    for share in make_shares(samples, packing, temperature=1.0):
+    for share in make_shares(samples, replace(PACKING, data_parallel=3), temperature=1.0):
         batch = share.fill()
         columns = [[item.rollout_logprobs for item in each.micro_batches] for each in batch.mini_batches]
         parts.append(unpack(batch, columns))
@@ -330,14 +315,7 @@ def test_numbers_of_tokens_come_back_to_the_episode_from_whatever_row_and_rank_c
 def test_a_loss_over_whole_episodes_refuses_rows_that_do_not_fit_together() -> None:
     _, split_groups, _, splits = draw_step(5)
     samples = samples_of(ALGORITHMS[4], split_groups, splits)
-    packing = Packing(
-        data_parallel=1,
-        tokens_per_micro_batch=45,
-        samples_per_update=None,
-        pad_multiple=1,
-        micro_batch_multiple=1,
-        keeps_episodes=True,
-    )
+    packing = replace(PACKING, tokens_per_micro_batch=45, keeps_episodes=True)
     with pytest.raises(DataError, match="tokens_per_micro_batch"):
         list(make_shares(samples, packing, temperature=1.0))
 
@@ -350,26 +328,9 @@ def test_a_reward_of_a_turn_counts_for_its_tokens_and_those_before_only() -> Non
     )
     mask = np.array([True, True, False, True, True])
 
-    def rollout(given: tuple[Turn, ...]) -> Rollout:
-        return Rollout(
-            content=Content(token_ids=np.arange(5, dtype=np.int32), logprobs=np.zeros(5, np.float32), text=""),
-            versions=np.zeros(5, np.int32),
-            loss_mask=mask,
-            finish_reason=FinishReason.STOP,
-            episode=Episode(turns=given, ending=Ending.ANSWERED),
-        )
-
-    prompt = Prompt(
-        uid="p:0",
-        position=0,
-        epoch=0,
-        token_ids=np.ones(1, np.int32),
-        data_source="",
-        ground_truth="",
-        extra_info={},
-    )
     plain = tuple(replace(turn, reward=0.0) for turn in turns)
-    group = RolloutGroup(prompt=prompt, rollouts=(rollout(turns), rollout(plain)))
+    rollouts = [make_rollout(range(5), loss_mask=mask, episode=Episode(turns=each)) for each in (turns, plain)]
+    group = RolloutGroup(prompt=make_prompt(), rollouts=tuple(rollouts))
     scored = ScoredGroup(group=group, scores=tuple(Score(value=2.0, components={}) for _ in range(2)))
     config = GrpoConfig(kind="grpo", normalize_std=False)
     first, second = PolicyGradient(config, max_response_tokens=10).assign([scored], Estimates())

@@ -584,7 +584,4 @@ EstimatorConfig: TypeAlias = (
 GivenPairsConfig: TypeAlias = DpoConfig | RewardModelConfig
 """The kinds that train on pairs of answers of the data."""
 
-OfflineConfig: TypeAlias = SftConfig | GivenPairsConfig
-"""The kinds that train on answers of the data and need no engine."""
-
 AlgorithmConfig: TypeAlias = Annotated[SftConfig | EstimatorConfig, Field(discriminator="kind")]

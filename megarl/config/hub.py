@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from megarl.config.model import Experts, Family, ModelShape, RopeScaling, YarnScaling
+from megarl.config.model import TRAITS, Experts, Family, ModelShape, RopeScaling, YarnScaling
 from megarl.config.recipe import Recipe
 from megarl.errors import Problem
 
@@ -109,79 +109,55 @@ def with_local_models(recipe: Recipe, *, downloads: bool) -> tuple[Recipe, list[
     return recipe.model_copy(update={"model": model, "roles": roles.model_copy(update=changed)}), problems
 
 
-def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: int = 152064) -> ModelShape:
+def _dense(
+    family: Family, layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: int, is_tied: bool = False
+) -> ModelShape:
+    """Return a shape with the numbers that most models of these families share."""
     return ModelShape(
-        family=Family.QWEN2,
+        family=family,
         num_layers=layers,
         hidden=hidden,
         ffn_hidden=ffn,
         num_heads=heads,
         num_kv_heads=kv,
-        head_dim=hidden // heads,
+        head_dim=128,
         vocab=vocab,
         max_context_tokens=32768,
         norm_eps=1e-6,
         rope_theta=1e6,
         rope_scaling=None,
-        # The releases that tie their embeddings are those with the smaller vocabulary.
-        has_tied_embeddings=vocab == 151936,
-        has_qkv_bias=True,
-        has_qk_norm=False,
+        has_tied_embeddings=is_tied,
+        has_qkv_bias=TRAITS[family].has_qkv_bias,
+        has_qk_norm=TRAITS[family].has_qk_norm,
         dtype="bfloat16",
     )
+
+
+def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: int = 152064) -> ModelShape:
+    # The releases that tie their embeddings are those with the smaller vocabulary.
+    shape = _dense(Family.QWEN2, layers, hidden, ffn, heads, kv, vocab=vocab, is_tied=vocab == 151936)
+    return replace(shape, head_dim=hidden // heads)
 
 
 def _qwen2_moe(layers: int, hidden: int, expert_ffn: int, heads: int, kv: int, *, experts: Experts) -> ModelShape:
-    dense = _qwen2(layers, hidden, expert_ffn, heads, kv, vocab=151936)
-    return replace(dense, family=Family.QWEN2_MOE, has_tied_embeddings=False, experts=experts)
+    shape = _dense(Family.QWEN2_MOE, layers, hidden, expert_ffn, heads, kv, vocab=151936)
+    return replace(shape, head_dim=hidden // heads, experts=experts)
 
 
 def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, is_tied: bool = False) -> ModelShape:
-    return ModelShape(
-        family=Family.QWEN3,
-        num_layers=layers,
-        hidden=hidden,
-        ffn_hidden=ffn,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        max_context_tokens=40960,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        has_tied_embeddings=is_tied,
-        has_qkv_bias=False,
-        has_qk_norm=True,
-        dtype="bfloat16",
-    )
+    shape = _dense(Family.QWEN3, layers, hidden, ffn, heads, 8, vocab=151936, is_tied=is_tied)
+    return replace(shape, max_context_tokens=40960)
 
 
-def _qwen3_moe(layers: int, hidden: int, expert_ffn: int, heads: int, kv: int) -> ModelShape:
-    dense = _qwen3(layers, hidden, expert_ffn, heads)
+def _qwen3_moe(layers: int, hidden: int, expert_ffn: int, heads: int) -> ModelShape:
+    shape = _dense(Family.QWEN3_MOE, layers, hidden, expert_ffn, heads, 4, vocab=151936)
     experts = Experts(num=128, per_token=8, is_normalized=True)
-    return replace(dense, family=Family.QWEN3_MOE, num_kv_heads=kv, experts=experts)
+    return replace(shape, max_context_tokens=40960, experts=experts)
 
 
 def _llama3(layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
-    return ModelShape(
-        family=Family.LLAMA,
-        num_layers=layers,
-        hidden=hidden,
-        ffn_hidden=ffn,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab=128256,
-        max_context_tokens=131072,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-        rope_scaling=_LLAMA3_ROPE,
-        has_tied_embeddings=False,
-        has_qkv_bias=False,
-        has_qk_norm=False,
-        dtype="bfloat16",
-    )
+    shape = _dense(Family.LLAMA, layers, hidden, ffn, heads, 8, vocab=128256)
+    return replace(shape, max_context_tokens=131072, norm_eps=1e-5, rope_theta=5e5, rope_scaling=_LLAMA3_ROPE)
 
 
 PUBLIC_MODELS: Mapping[str, ModelShape] = {
@@ -210,18 +186,14 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
         max_context_tokens=131072,
         rope_scaling=YarnScaling(factor=4.0, original_max_position=32768),
     ),
-    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32, 4),
-    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64, 4),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32),
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64),
     "llama-3.1-405b": _llama3(126, 16384, 53248, 128),
     "mixtral-8x7b": replace(
-        _llama3(32, 4096, 14336, 32),
-        family=Family.MIXTRAL,
-        vocab=32000,
-        max_context_tokens=32768,
-        rope_theta=1e6,
-        rope_scaling=None,
+        _dense(Family.MIXTRAL, 32, 4096, 14336, 32, 8, vocab=32000),
+        norm_eps=1e-5,
         experts=Experts(num=8, per_token=2, is_normalized=True),
     ),
 }

@@ -329,17 +329,7 @@ def _quoted(value: object) -> str:
 
 def _without_tags(location: _Location, root: type[BaseModel]) -> list[str | int]:
     """Return the path without the tags and types of unions, which pydantic puts into it (`algorithm.grpo.clip_low`)."""
-    kept: list[str | int] = []
-    models = [root]
-    is_name = False
-    for part in location:
-        tagged = [] if is_name else _tagged(models, part)
-        is_type = str(part).startswith("literal[") or part in {model.__name__ for model in models}
-        if not tagged and not is_type:
-            kept.append(part)
-        is_name = not is_name and _is_mapping(models, part)
-        models = tagged or _children(models, part) or models
-    return kept
+    return [part for part, is_tag, _ in _walk(location, root) if not is_tag]
 
 
 def _is_mapping(models: list[type[BaseModel]], part: str | int) -> bool:
@@ -357,13 +347,19 @@ def _kinds(location: _Location, root: type[BaseModel]) -> list[str]:
 
 
 def _models_at(location: _Location, root: type[BaseModel]) -> list[type[BaseModel]]:
+    return [models for _, _, models in _walk(location, root)][-1] if location else [root]
+
+
+def _walk(location: _Location, root: type[BaseModel]) -> Iterator[tuple[str | int, bool, list[type[BaseModel]]]]:
+    """Yield each part of a path, whether it is the tag or type of a union, and the sections that may be there."""
     models = [root]
     is_name = False
     for part in location:
         tagged = [] if is_name else _tagged(models, part)
+        is_type = str(part).startswith("literal[") or part in {model.__name__ for model in models}
         is_name = not is_name and _is_mapping(models, part)
         models = tagged or _children(models, part) or models
-    return models
+        yield part, bool(tagged) or is_type, models
 
 
 def _tagged(models: list[type[BaseModel]], part: str | int) -> list[type[BaseModel]]:

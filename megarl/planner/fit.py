@@ -16,7 +16,7 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
-from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig, TrainedModelConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
@@ -264,12 +264,10 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
     problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(source, tuple(problems))
-    recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
+    recipe = _without_running_engines(recipe)
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
     deployment = deploy(recipe, shapes, gpu)
-    # Loading an adapter beside running requests takes nothing from them.
-    is_sent = deployment.engine is not None and not deployment.publishes_adapters
-    published = reshard(deployment) if is_sent else None
+    published = _published(deployment)
     sizes = size(
         recipe,
         deployment,
@@ -292,11 +290,11 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
 
 def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     """Replay a run through the model of its own recipe."""
-    recipe = run.recipe.model_copy(update={"roles": _without_running_engines(run.recipe.roles)})
+    recipe = _without_running_engines(run.recipe)
     shapes = find_shapes(recipe.model, recipe.roles, name=shape_name, algorithm=recipe.algorithm)
     deployment = deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
-    is_sent = deployment.engine is not None and not deployment.publishes_adapters
-    publish_s = reshard(deployment).seconds if is_sent else 0.0
+    published = _published(deployment)
+    publish_s = published.seconds if published else 0.0
     timings = [
         size(recipe, deployment, step.workload, publish_s=publish_s, times_cpu=True).timing for step in run.steps
     ]
@@ -311,7 +309,7 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
     if gpu is None:
         return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
-    recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
+    recipe = _without_running_engines(recipe)
     deployment, workload = deploy(recipe, shapes, gpu), StepWorkload.half(recipe.data, recipe.sampling)
     sizes = size(recipe, deployment, workload, publish_s=0.0)
     if sizes.fits:
@@ -322,8 +320,14 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
     raise ConfigError(recipe.run.name, (Problem(key=f"does not fit {gpu.name}", message=message),))
 
 
-def _without_running_engines(roles: RolesConfig) -> RolesConfig:
-    """Return the roles without engines that run already: those use none of the pools."""
-    if roles.rollout is None or roles.rollout.pool is not None:
-        return roles
-    return roles.model_copy(update={"rollout": None})
+def _published(deployment: Deployment) -> Reshard | None:
+    """Return what a publish moves; None for adapters, which are loaded beside running requests without cost to them."""
+    is_sent = deployment.engine is not None and not deployment.publishes_adapters
+    return reshard(deployment) if is_sent else None
+
+
+def _without_running_engines(recipe: Recipe) -> Recipe:
+    """Return the recipe without rollout engines that run already: those use none of the pools."""
+    if recipe.roles.rollout is None or recipe.roles.rollout.pool is not None:
+        return recipe
+    return recipe.model_copy(update={"roles": recipe.roles.model_copy(update={"rollout": None})})

@@ -8,8 +8,8 @@ full rate of the links.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -167,11 +167,9 @@ class _Load:
         self.num_messages = 0
         """Number of buckets; each sender fills its own for each engine rank."""
         self.num_rounds = 0
-        num_on = _counted(location.node for location in locations.targets.values())
+        num_on = Counter(location.node for location in locations.targets.values())
         for link, kind in _CLASSES.items():
-            sent: defaultdict[str, int] = defaultdict(int)
-            received: defaultdict[str, int] = defaultdict(int)
-            into: defaultdict[str, int] = defaultdict(int)
+            sent, received, into = Counter[str](), Counter[str](), Counter[str]()
             for rank, num_bytes in traffic.sent[link].items():
                 sent[locations.sources[rank].device] += num_bytes
             for rank, num_bytes in traffic.forwarded[link].items():
@@ -189,9 +187,7 @@ class _Load:
     def _count_buckets(self, direct: Link) -> None:
         """Count what travels in buckets: all that a target does not read from the memory of a source."""
         locations = self._plan.locations
-        copied: defaultdict[str, int] = defaultdict(int)
-        sent: defaultdict[int, int] = defaultdict(int)
-        received: defaultdict[int, int] = defaultdict(int)
+        copied, sent, received = Counter[str](), Counter[int](), Counter[int]()
         for (sender, target), num_bytes in self._plan.traffic.between.items():
             location = giver_location(sender, locations)
             if sender >= 0 and location.link(locations.targets[target]) <= direct:
@@ -204,13 +200,6 @@ class _Load:
         self.num_messages = sum(sent.values())
         self.num_rounds = max((*sent.values(), *received.values()), default=0)
         self.copied_bytes = max(copied.values(), default=0)
-
-
-def _counted(words: Iterable[str]) -> dict[str, int]:
-    counts: defaultdict[str, int] = defaultdict(int)
-    for word in words:
-        counts[word] += 1
-    return counts
 
 
 def _node_numbers(placement: Placement) -> dict[str, int]:

@@ -440,13 +440,6 @@ class TrainingTime:
         return PASS_S + (1 + self.bubble) * (compute_s + traffic_s) + self._num_mini_batches * per_update_s
 
     @property
-    def traffic_s(self) -> float:
-        """Part of an epoch in which ranks only exchange data."""
-        repeats = recomputed_share(self._work)
-        in_passes_s = (2 + repeats) * (self._tensor_s() + self._expert_s() + self._context_s())
-        return in_passes_s + self._num_mini_batches * self._reduction_s()
-
-    @property
     def exchange_s(self) -> float:
         """Time to swap the weights on the GPU and in host memory, for a pass and back; one direction at a time."""
         return 4 * self._weight_bytes / (HOST_GB_PER_S * 1e9)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.tokens import Content
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.types import FinishReason, Rollout, RolloutGroup, Score, ScoredGroup
+from tests.values import make_prompt, make_rollout
 
 
 def scored_group(
@@ -20,15 +20,7 @@ def scored_group(
     cut: Sequence[int] = (),
 ) -> ScoredGroup:
     """Rollouts have 2, 3, 4 ... tokens by default; those in `cut` ended at the limit."""
-    prompt = Prompt(
-        uid=f"train.parquet:{number}",
-        position=number,
-        epoch=0,
-        token_ids=np.array([number, number], dtype=np.int32),
-        data_source="sums",
-        ground_truth="",
-        extra_info={},
-    )
+    prompt = make_prompt(number, token_ids=[number, number])
     rollouts = tuple(
         _rollout(length, FinishReason.LENGTH if place in cut else FinishReason.STOP)
         for place, length in enumerate(lengths or range(2, len(rewards) + 2))
@@ -49,11 +41,4 @@ def with_baseline(group: ScoredGroup, *, score: float, length: int) -> ScoredGro
 
 
 def _rollout(length: int, finish_reason: FinishReason) -> Rollout:
-    return Rollout(
-        content=Content(
-            token_ids=np.arange(length, dtype=np.int32), logprobs=np.zeros(length, dtype=np.float32), text=""
-        ),
-        versions=np.zeros(length, dtype=np.int32),
-        loss_mask=np.arange(length) > 0,
-        finish_reason=finish_reason,
-    )
+    return make_rollout(range(length), loss_mask=np.arange(length) > 0, finish_reason=finish_reason)

@@ -64,6 +64,7 @@ def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
     ("config", "golden"),
     [
         (GRPO, [1.499997, -0.499999, -0.499999, -0.499999]),
+        (DR_GRPO, [0.75, -0.25, -0.25, -0.25]),
         (RLOO, [1, -0.333333, -0.333333, -0.333333]),
         (OPO, [0.8, -0.2, -0.2, -0.2]),
         (GPG, [3, -1, -1, -1]),
@@ -81,10 +82,6 @@ def test_one_right_answer_of_four_gives_the_golden_numbers(config: EstimatorConf
     assert {tokens.dtype for tokens in advantages} == {np.dtype(np.float32)}
     for tokens, value in zip(advantages, golden, strict=True):
         np.testing.assert_allclose(tokens, value, atol=1e-5)
-
-
-def test_dr_grpo_does_not_divide_by_the_spread() -> None:
-    assert values(DR_GRPO, [[1, 0, 0, 0]]) == [0.75, -0.25, -0.25, -0.25]
 
 
 @given(groups=GROUPS, normalize_std=st.booleans())
@@ -216,14 +213,6 @@ def test_gae_has_the_golden_numbers() -> None:
     np.testing.assert_allclose(advantages[0], [0.991344, 0.017092, -1.008436], atol=1e-5)
     np.testing.assert_allclose(returns[0], [0.96575, 0.985, 1], atol=1e-5)
     np.testing.assert_allclose(returns[0] - value[0], [0.46575, 0.385, 0.3], atol=1e-5)
-
-
-def test_gae_steps_over_tokens_the_policy_did_not_choose() -> None:
-    value = float32(0.5, 0.6, 0.7)
-    step = outcomes_of((float32(0, 0, 1),), (value,), (np.array([True, False, True]),))
-    advantages, returns = gae(step, gamma=1.0, lam=0.95)
-    np.testing.assert_allclose(returns[0], [0.5 + 0.485, 0, 1], atol=1e-5)
-    assert advantages[0][1] == 0
 
 
 @given(masks=MASKS, seed=st.integers(0, 1000), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import get_args
 
 import pytest
@@ -153,14 +153,6 @@ def test_what_is_not_finite_outside_the_loss_does_not_reach_the_gradient(correct
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("estimate", KLS)
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_every_kl_term_is_invariant(estimate: KlEstimate, seed: int, split: Split, padding: int) -> None:
-    config = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss", estimate=estimate, coef=0.3))
-    assert_invariant(partial(actor_part, config), seed, split, padding)
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
@@ -185,27 +177,6 @@ def test_the_critics_loss_is_invariant(aggregation: Aggregation, seed: int, spli
     assert_invariant(part, seed, split, padding)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_every_loss_and_aggregation_is_invariant(
-    loss: LossConfig, aggregation: Aggregation, seed: int, split: Split, padding: int
-) -> None:
-    config = GrpoConfig(kind="grpo", loss=loss, aggregation=aggregation, horizon_tokens=7, entropy_coef=0.1)
-    assert_invariant(partial(actor_part, config), seed, split, padding)
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_every_correction_is_invariant(
-    correction: CorrectionConfig | None, seed: int, split: Split, padding: int
-) -> None:
-    config = GrpoConfig(kind="grpo", correction=correction)
-    assert_invariant(partial(actor_part, config), seed, split, padding)
-
-
 def every_kind() -> dict[str, AlgorithmConfig]:
     """Return each kind of algorithm as a recipe has it that names the kind and nothing else."""
     needed = {"gdpo": {"weights": {"right": 1.0}}}
@@ -214,11 +185,28 @@ def every_kind() -> dict[str, AlgorithmConfig]:
     return {kind: union.validate_python({"kind": kind, **needed.get(kind, {})}) for kind in mapping}
 
 
-@pytest.mark.parametrize("kind", every_kind())
+def one_part_each() -> dict[str, AlgorithmConfig]:
+    """Return the kinds, and GRPO with each estimate of KL, each correction, and each loss in each aggregation."""
+    parts: dict[str, dict[str, object]] = {}
+    for estimate in KLS:
+        parts[f"kl {estimate}"] = {"kl": KlLossConfig(kind="loss", estimate=estimate, coef=0.3)}
+    for correction in CORRECTIONS:
+        parts[f"correction {correction}"] = {"correction": correction}
+    for loss, aggregation in product(LOSSES, AGGREGATIONS):
+        keys = {"loss": loss, "aggregation": aggregation, "horizon_tokens": 7, "entropy_coef": 0.1}
+        parts[f"{loss.kind} {aggregation}"] = keys
+    configs = {name: GrpoConfig.model_validate({"kind": "grpo", **keys}) for name, keys in parts.items()}
+    return {**every_kind(), **configs}
+
+
+PARTS = one_part_each()
+
+
+@pytest.mark.parametrize("name", PARTS)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_the_loss_of_every_kind_is_invariant(kind: str, seed: int, split: Split, padding: int) -> None:
-    assert_invariant(partial(actor_part, every_kind()[kind]), seed, split, padding)
+def test_every_part_is_invariant(name: str, seed: int, split: Split, padding: int) -> None:
+    assert_invariant(partial(actor_part, PARTS[name]), seed, split, padding)
 
 
 def test_imitation_minimises_the_negative_log_likelihood() -> None:
@@ -240,14 +228,7 @@ def test_the_entropy_bonus_is_subtracted_and_not_corrected() -> None:
 
 def test_the_correction_scales_the_gradient() -> None:
     tokens = one_sequence([0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
-    apart = PolicyTokens(
-        logprobs=tokens.logprobs,
-        entropy=tokens.entropy,
-        old_logprobs=tokens.old_logprobs,
-        rollout_logprobs=torch.tensor([-0.1, -5.0]),
-        advantages=tokens.advantages,
-        segments=tokens.segments,
-    )
+    apart = replace(tokens, rollout_logprobs=torch.tensor([-0.1, -5.0]))
     config = GrpoConfig(kind="grpo", correction=TisConfig(kind="tis"), aggregation="token_sum")
     actor_loss(config, apart, num_loss_tokens=2, num_sequences=1).value.backward()  # type: ignore[no-untyped-call]
     assert apart.logprobs.grad is not None

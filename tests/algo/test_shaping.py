@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.algo.shaping import Selection, without_cut
+from megarl.algo.shaping import Selection
 from megarl.config.algorithm import (
     AlgorithmConfig,
     FilterConfig,
@@ -21,7 +21,7 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import DataError
 from megarl.stages import Algorithm
-from megarl.types import Estimates, FloatArray, Score, ScoredGroup, TrainSample
+from megarl.types import Estimates, FloatArray, Score, ScoredGroup
 from tests.algo.groups import scored_group, with_baseline
 
 MASKED = Score(value=0.0, components={}, is_masked=True)
@@ -178,21 +178,3 @@ def test_a_filter_looks_at_scored_rollouts_only() -> None:
     assert algorithm.keeps(masked(first, 1))
     assert not algorithm.keeps(masked(first, 1, 2))
     assert algorithm.take_dropped() == {"equal": 1}
-
-
-def test_a_response_cut_at_the_limit_leaves_the_loss_and_nothing_else_changes() -> None:
-    finished, cut = scored_group(0, [1, 0], cut=[1]).group.rollouts
-    whole, empty = (
-        without_cut(
-            TrainSample(
-                prompt_ids=np.arange(2, dtype=np.int32),
-                rollout=rollout,
-                advantages=rollout.loss_mask.astype(np.float32),
-            )
-        )
-        for rollout in (finished, cut)
-    )
-    assert whole.rollout is finished
-    assert not empty.rollout.loss_mask.any()
-    assert not empty.advantages.any()
-    np.testing.assert_array_equal(empty.rollout.token_ids, cut.token_ids)

@@ -34,17 +34,3 @@ def write_parquet(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def make_row() -> Callable[..., dict[str, object]]:
-    def make(prompt: object = "1+1=", **columns: object) -> dict[str, object]:
-        row = {
-            "prompt": prompt,
-            "data_source": "sums",
-            "reward_model": {"style": "rule", "ground_truth": "2"},
-            "extra_info": {"index": 7, "tags": ["easy"]},
-        }
-        return {key: value for key, value in {**row, **columns}.items() if value != "(no column)"}
-
-    return make

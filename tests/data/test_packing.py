@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
 from megarl.data.shares import UNUSED_IN_FORWARD, unpack, with_columns
-from megarl.tokens import Content, SampleColumn, assemble
-from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
+from megarl.tokens import SampleColumn, assemble
+from megarl.types import FloatArray, MicroBatch, TrainBatch, TrainSample
 from tests.filled_shares import pack
+from tests.values import make_rollout
 
 PADDING = -1
+PACKING = Packing(
+    data_parallel=1, tokens_per_micro_batch=40, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+)
 Lengths = list[tuple[int, int]]
 
 lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20)), min_size=1, max_size=25)
@@ -22,15 +26,10 @@ lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20)), min_size=1
 
 def make_sample(num_prompt: int, num_response: int, seed: int) -> TrainSample:
     random = np.random.default_rng(seed)
-    rollout = Rollout(
-        content=Content(
-            token_ids=random.integers(1, 100, num_response).astype(np.int32),
-            logprobs=random.standard_normal(num_response).astype(np.float32),
-            text="",
-        ),
-        versions=np.zeros(num_response, np.int32),
+    rollout = make_rollout(
+        random.integers(1, 100, num_response),
+        logprobs=random.standard_normal(num_response).astype(np.float32),
         loss_mask=random.random(num_response) < 0.7,
-        finish_reason=FinishReason.STOP,
     )
     return TrainSample(
         prompt_ids=random.integers(1, 100, num_prompt).astype(np.int32),
@@ -53,7 +52,8 @@ def pack_samples(
     micro_batch_multiple: int = 1,
     has_versions: bool = False,
 ) -> list[TrainBatch]:
-    packing = Packing(
+    packing = replace(
+        PACKING,
         data_parallel=data_parallel,
         tokens_per_micro_batch=budget,
         samples_per_update=per_update,
@@ -151,16 +151,6 @@ def check_contents(item: MicroBatch, samples: list[TrainSample]) -> None:
         np.testing.assert_array_equal(item.rollout_logprobs[first:end], sample.rollout.logprobs)
 
 
-@given(sizes=lengths, data_parallel=st.integers(1, 3), per_update=st.none() | st.integers(1, 9))
-def test_unpacking_gives_each_sample_its_own_back(sizes: Lengths, data_parallel: int, per_update: int | None) -> None:
-    samples = make_samples(sizes)
-    shares = pack_samples(samples, data_parallel=data_parallel, per_update=per_update)
-    unpacked = all_columns(shares, "rollout_logprobs")
-    assert len(unpacked) == len(samples)
-    for found, sample in zip(unpacked, samples, strict=True):
-        np.testing.assert_array_equal(found, sample.rollout.logprobs)
-
-
 @given(sizes=lengths, asked=st.integers(1, 3), learning=st.integers(1, 3), per_update=st.none() | st.integers(1, 9))
 def test_numbers_of_one_division_are_columns_of_another(
     sizes: Lengths, asked: int, learning: int, per_update: int | None
@@ -203,14 +193,7 @@ def test_ranks_get_about_the_same_work_from_lengths_with_a_long_tail(seed: int, 
     random = np.random.default_rng(seed)
     found = random.lognormal(7.5, 1.1, 32 * data_parallel).astype(int) + 200
     lengths = np.minimum(found, 20_480).tolist()
-    packing = Packing(
-        data_parallel=data_parallel,
-        tokens_per_micro_batch=22_528,
-        samples_per_update=None,
-        pad_multiple=64,
-        micro_batch_multiple=1,
-        cost=COST,
-    )
+    packing = replace(PACKING, data_parallel=data_parallel, tokens_per_micro_batch=22_528, pad_multiple=64, cost=COST)
     (plan,) = plan_packs(lengths, packing)
     work = [sum(COST.of([lengths[i] for members in share for i in members])) for share in plan.shares]
     assert max(work) <= 1.05 * np.mean(work), work
@@ -220,14 +203,8 @@ def test_ranks_get_about_the_same_work_from_lengths_with_a_long_tail(seed: int, 
 
 def test_balance_is_not_bought_with_another_micro_batch() -> None:
     """Every sample fills a micro-batch: equal work would give three short ones to one rank."""
-    packing = Packing(
-        data_parallel=2,
-        tokens_per_micro_batch=100,
-        samples_per_update=None,
-        pad_multiple=1,
-        micro_batch_multiple=1,
-        cost=SequenceCost(per_token=100.0, per_squared_token=1.0),
-    )
+    cost = SequenceCost(per_token=100.0, per_squared_token=1.0)
+    packing = replace(PACKING, data_parallel=2, tokens_per_micro_batch=100, cost=cost)
     (plan,) = plan_packs([100, 57, 56, 55], packing)
     assert [len(share) for share in plan.shares] == [2, 2]
 
@@ -273,13 +250,7 @@ def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Len
 @given(sizes=lengths, data_parallel=st.integers(1, 3))
 def test_a_question_has_only_tokens(sizes: Lengths, data_parallel: int) -> None:
     samples = make_samples(sizes)
-    packing = Packing(
-        data_parallel=data_parallel,
-        tokens_per_micro_batch=40,
-        samples_per_update=None,
-        pad_multiple=1,
-        micro_batch_multiple=1,
-    )
+    packing = replace(PACKING, data_parallel=data_parallel)
     asked = list(pack(samples, packing, temperature=1.0, without=UNUSED_IN_FORWARD))
     for lean, full in zip(
         micro_batches(asked), micro_batches(list(pack(samples, packing, temperature=1.0))), strict=True
@@ -326,13 +297,7 @@ def test_zigzag_gives_every_position_to_one_rank_and_all_ranks_the_same_causal_w
 @given(lengths, st.sampled_from([2, 4, 16]))
 def test_padded_sequences_keep_their_tokens_targets_and_numbers(sizes: Lengths, multiple: int) -> None:
     samples = make_samples(sizes)
-    packing = Packing(
-        data_parallel=1,
-        tokens_per_micro_batch=64,
-        samples_per_update=None,
-        pad_multiple=multiple,
-        micro_batch_multiple=1,
-    )
+    packing = replace(PACKING, tokens_per_micro_batch=64, pad_multiple=multiple)
     (plain,), (padded,) = (
         pack(samples, replace(packing, sequence_multiple=each), temperature=1.0) for each in (1, multiple)
     )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError
 from megarl.tools.quickstart.tiny_model import TinyShape
 from megarl.types import DEMONSTRATION, FinishReason, Prompt
-
-MakeRow = Callable[..., dict[str, object]]
-WriteParquet = Callable[..., Path]
+from tests.data.parquet_rows import WriteParquet, make_row
+from tests.values import make_prompt
 
 
 def load(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
@@ -38,7 +36,7 @@ def load_answered(path: Path, tokenizer: Tokenizer, *, max_response_tokens: int 
 
 
 def test_a_prompt_goes_through_the_chat_template_up_to_the_answer(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+    write_parquet: WriteParquet, tokenizer: Tokenizer
 ) -> None:
     loaded = load(write_parquet(make_row("1+1="), make_row("12+3=")), tokenizer)
     first, second = loaded.prompts
@@ -51,9 +49,7 @@ def test_a_prompt_goes_through_the_chat_template_up_to_the_answer(
     assert loaded.num_dropped == 0
 
 
-def test_more_rows_than_one_encoding_keep_their_places(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_more_rows_than_one_encoding_keep_their_places(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     rows = (make_row(f"{number}+0=", response=str(number)) for number in range(1500))
     prompts = load_answered(write_parquet(*rows), tokenizer).prompts
     for number in (0, 1023, 1024, 1499):
@@ -74,7 +70,6 @@ def in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_worker_processes_give_the_same_prompts(
     write_parquet: WriteParquet,
-    make_row: MakeRow,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -89,9 +84,7 @@ def test_worker_processes_give_the_same_prompts(
     assert [prompt.position for prompt in found.prompts] == list(range(len(rows)))
 
 
-def test_rows_that_are_not_kept_are_checked_and_counted(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_rows_that_are_not_kept_are_checked_and_counted(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     rows = [{**make_row(f"{number}+{number}="), "data_source": f"s{number % 2}"} for number in range(40)]
     path = write_parquet(*rows)
     config = DataConfig(train=(path,), max_prompt_tokens=6, overlong_prompts="drop")
@@ -104,7 +97,7 @@ def test_rows_that_are_not_kept_are_checked_and_counted(
 
 @pytest.mark.usefixtures("in_workers")
 def test_the_first_row_that_is_refused_is_named_whoever_tokenises_it(
-    write_parquet: WriteParquet, make_row: MakeRow, model_folder: Path, tmp_path: Path
+    write_parquet: WriteParquet, model_folder: Path, tmp_path: Path
 ) -> None:
     strict = tmp_path / "strict"
     shutil.copytree(model_folder, strict)
@@ -117,9 +110,7 @@ def test_the_first_row_that_is_refused_is_named_whoever_tokenises_it(
         load(write_parquet(*rows), load_tokenizer(strict, vocab=TinyShape().vocab))
 
 
-def test_a_demonstration_ends_with_the_end_token(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_a_demonstration_ends_with_the_end_token(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     for row in (make_row(response="2"), make_row(chat)):
         (prompt,) = load_answered(write_parquet(row), tokenizer).prompts
@@ -129,7 +120,7 @@ def test_a_demonstration_ends_with_the_end_token(
 
 
 def test_overlong_prompts_are_refused_with_count_limit_longest_and_remedy(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+    write_parquet: WriteParquet, tokenizer: Tokenizer
 ) -> None:
     path = write_parquet(make_row("1+1="), make_row("1+100="), make_row("100+100="))
     assert len(load(path, tokenizer, max_prompt_tokens=10).prompts) == 3
@@ -141,9 +132,7 @@ def test_overlong_prompts_are_refused_with_count_limit_longest_and_remedy(
     )
 
 
-def test_overlong_prompts_are_dropped_with_a_count(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_overlong_prompts_are_dropped_with_a_count(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     path = write_parquet(make_row("100+100="), make_row("1+1="), make_row("1+100="), make_row("2+2="))
     loaded = load(path, tokenizer, max_prompt_tokens=7, overlong_prompts="drop")
     assert loaded.num_dropped == 2
@@ -154,16 +143,12 @@ def test_overlong_prompts_are_dropped_with_a_count(
     ]
 
 
-def test_a_data_set_that_loses_every_row_is_an_error(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_a_data_set_that_loses_every_row_is_an_error(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="no prompt is left: 1 of 1 rows"):
         load(write_parquet(make_row("100+100=")), tokenizer, max_prompt_tokens=3, overlong_prompts="drop")
 
 
-def test_a_demonstration_may_not_be_longer_than_a_response(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
-) -> None:
+def test_a_demonstration_may_not_be_longer_than_a_response(write_parquet: WriteParquet, tokenizer: Tokenizer) -> None:
     path = write_parquet(make_row(response="12"), make_row(response="123"))
     with pytest.raises(DataError, match=r"1 of 2 rows are longer than sampling.max_response_tokens 3 .* 4 tokens"):
         load_answered(path, tokenizer, max_response_tokens=3)
@@ -171,16 +156,9 @@ def test_a_demonstration_may_not_be_longer_than_a_response(
 
 
 def prompt_with(tokenizer: Tokenizer, response: str) -> Prompt:
-    return Prompt(
-        uid="sft.parquet:4",
-        position=0,
-        epoch=0,
-        token_ids=tokenizer.encode(["1+1="])[0],
-        data_source="sums",
-        ground_truth="2",
-        extra_info={},
-        demonstration=np.append(tokenizer.encode([response])[0], np.int32(tokenizer.eos_ids[0])),
-    )
+    prompt = make_prompt(4, token_ids=tokenizer.encode(["1+1="])[0], file="sft.parquet", ground_truth="2")
+    answer = np.append(tokenizer.encode([response])[0], np.int32(tokenizer.eos_ids[0]))
+    return replace(prompt, demonstration=answer)
 
 
 def test_the_group_is_the_data_sets_own_answer(tokenizer: Tokenizer) -> None:
@@ -217,7 +195,7 @@ def load_chosen(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
 
 
 def test_a_pair_is_a_group_of_the_better_and_the_worse_answer(
-    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+    write_parquet: WriteParquet, tokenizer: Tokenizer
 ) -> None:
     path = write_parquet(make_row("1+1=", chosen="2", rejected="11"), make_row("2+2=", chosen="4", rejected="22"))
     pairs = load_chosen(path, tokenizer)
@@ -243,7 +221,6 @@ def test_a_pair_without_two_answers_is_one_line(
     keys: dict[str, object],
     message: str,
     write_parquet: WriteParquet,
-    make_row: MakeRow,
     tokenizer: Tokenizer,
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:

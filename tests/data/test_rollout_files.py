@@ -26,18 +26,9 @@ from megarl.data.rollout_files import (
     write_tables,
 )
 from megarl.errors import DataError, MachineError
-from megarl.tokens import Content
-from megarl.types import (
-    FinishReason,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Score,
-    ScoredGroup,
-    TokenArray,
-    TrainSample,
-)
+from megarl.types import RolloutGroup, Score, ScoredGroup, TokenArray, TrainSample
 from tests.observe.samples import generation
+from tests.values import make_prompt, make_rollout
 
 
 def decode(token_ids: TokenArray) -> str:
@@ -46,23 +37,10 @@ def decode(token_ids: TokenArray) -> str:
 
 
 def sampled(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0.0) -> SampledRollout:
-    token_ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    size = len(token_ids)
-    rollout = Rollout(
-        content=Content(token_ids=token_ids, logprobs=np.full(size, -1.0, np.float32), text=text),
-        versions=np.arange(size, dtype=np.int32),
-        loss_mask=np.ones(size, np.bool_),
-        finish_reason=FinishReason.STOP,
-    )
-    prompt = Prompt(
-        uid=f"train.parquet:{position}",
-        position=position,
-        epoch=0,
-        token_ids=np.frombuffer(b"1+1=", np.uint8).astype(np.int32),
-        data_source="arithmetic",
-        ground_truth="2",
-        extra_info={},
-    )
+    size = len(text.encode())
+    rollout = make_rollout(list(text.encode()), logprobs=np.full(size, -1.0, np.float32), text=text)
+    rollout = replace(rollout, versions=np.arange(size, dtype=np.int32))
+    prompt = make_prompt(position, token_ids=list(b"1+1="), data_source="arithmetic", ground_truth="2")
     score = Score(value=reward, components={"format": 0.5, "answer": reward}, prediction=text)
     trainer_logprobs = rollout.logprobs.copy()
     trainer_logprobs[-1] += gap
@@ -153,10 +131,7 @@ def test_the_pieces_of_random_bytes_are_those_of_decoding_one_after_the_other(tm
     alphabet = np.frombuffer("aé€😀".encode() + b"\xff\xe2\x80", np.uint8)
     token_ids = random.choice(alphabet, 400).astype(np.int32)
     base = sampled("x" * 400)
-    rollout = replace(
-        base.sample.rollout,
-        content=replace(base.sample.rollout.content.load(), token_ids=token_ids),
-    )
+    rollout = replace(base.sample.rollout, content=replace(base.sample.rollout.content.load(), token_ids=token_ids))
     path = rollouts_file(tmp_path, 1)
     write_rollouts(path, [replace(base, sample=replace(base.sample, rollout=rollout))], decode=decode)
     assert read_rollout(path, 0)["pieces"] == obvious_pieces(token_ids)

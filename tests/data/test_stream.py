@@ -1,27 +1,16 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.stream import PromptStream
 from megarl.types import Prompt
+from tests.values import make_prompt
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(
-            uid=f"train.parquet:{number}",
-            position=number,
-            epoch=0,
-            token_ids=np.array([number], dtype=np.int32),
-            data_source="sums",
-            ground_truth="",
-            extra_info={},
-        )
-        for number in range(count)
-    ]
+    return [make_prompt(number) for number in range(count)]
 
 
 def draw(stream: PromptStream, count: int) -> list[tuple[str, int, int]]:

@@ -30,18 +30,16 @@ from megarl.observe.events import (
 )
 from megarl.observe.summary import EpisodeSummary, Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.results import EvalResult, Grade, Grades, PublishResult, RankUsage, TrainingWork, UpdateStats
-from megarl.tokens import Content
 from megarl.types import (
     DEMONSTRATION,
     FinishReason,
     PolicyVersion,
-    Prompt,
-    Rollout,
     RolloutGroup,
     Score,
     ScoredGroup,
     TrainSample,
 )
+from tests.values import make_prompt, make_rollout
 
 BEGAN = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -317,26 +315,8 @@ def scored_group(
     number: int = 0,
 ) -> ScoredGroup:
     """A group on a prompt of four tokens."""
-    prompt = Prompt(
-        uid=f"train.parquet:{number}",
-        position=0,
-        epoch=0,
-        token_ids=np.arange(4, dtype=np.int32),
-        data_source="arithmetic",
-        ground_truth="7",
-        extra_info={},
-    )
-    rollouts = tuple(
-        Rollout(
-            content=Content(
-                token_ids=np.zeros(length, dtype=np.int32), logprobs=np.zeros(length, dtype=np.float32), text=""
-            ),
-            versions=np.full(length, version, dtype=np.int32),
-            loss_mask=np.ones(length, dtype=np.bool_),
-            finish_reason=finish,
-        )
-        for length in lengths
-    )
+    prompt = make_prompt(number, token_ids=range(4), data_source="arithmetic", ground_truth="7")
+    rollouts = tuple(make_rollout([0] * length, version=version, finish_reason=finish) for length in lengths)
     scores = tuple(Score(value=reward, components={"exact": reward}) for reward in rewards)
     return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), scores=scores)
 

@@ -48,14 +48,6 @@ def test_not_a_number_survives_in_valid_json(tmp_path: Path) -> None:
     assert math.isnan(record.event.summary.update.loss)
 
 
-def test_an_existing_file_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    write(path, *records([Warned(text="a"), Warned(text="b")]))
-    log = EventLog(path)
-    assert log.next_sequence == 2
-    log.close()
-
-
 def test_a_line_cut_off_by_a_crash_is_left_out_and_does_not_spoil_the_next(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, *records([Warned(text="a"), Warned(text="b")]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,6 +50,11 @@ def endpoint(meter: Meter) -> Iterator[MetricsEndpoint]:
     endpoint.close()
 
 
+def tell(metrics: Metrics, events: Sequence[Event]) -> None:
+    for record in records(events):
+        metrics.record(record)
+
+
 def scrape(url: str) -> dict[str, float]:
     """Values by name and labels, as Prometheus reads them; `run` is checked and left out."""
     text = httpx.get(url, timeout=60).raise_for_status().text
@@ -71,8 +76,7 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
         evaluated(2, 0.875),
         checkpoint_saved(2),
     ]
-    for record in records(told):
-        metrics.record(record)
+    tell(metrics, told)
     values = scrape(endpoint.url)
     assert values["megarl_step"] == 2
     assert values["megarl_last_step_timestamp_seconds"] == records([run_started()] * 4)[3].time.timestamp()
@@ -101,14 +105,17 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_oldest_trained_version"] == 1
     assert values["megarl_single_rollout_groups"] == 1
     assert values["megarl_zero_signal_steps_total"] == 0
+    assert values["megarl_resident_memory_bytes{actor}"] == 1 << 30
+    assert values["megarl_gpu_memory_reserved_bytes{actor}"] == 60 << 30
+    assert (values["megarl_staleness_mean_steps"], values["megarl_staleness_max_steps"]) == (0.5, 1)
+    assert (values["megarl_trainer_wait_ratio"], values["megarl_producer_wait_ratio"]) == (0.75, 0.25)
 
 
 def test_every_number_of_an_evaluation_is_a_metric_overall_and_by_source(
     metrics: Metrics, endpoint: MetricsEndpoint
 ) -> None:
     sampled = grades(0.5, rollouts_per_prompt=8, pass_at={1: 0.5, 8: 0.75})
-    for record in records([evaluated(2, 0.875, sampled=sampled)]):
-        metrics.record(record)
+    tell(metrics, [evaluated(2, 0.875, sampled=sampled)])
     values = scrape(endpoint.url)
     expected = {"accuracy": 0.875, "mean@8": 0.5, "pass@1": 0.5, "pass@8": 0.75, "majority@8": 0.5}
     assert {name: values[f"megarl_eval{{{name}}}"] for name in expected} == expected
@@ -136,8 +143,7 @@ def fields_with_a_metric(prefix: str) -> dict[str, str]:
 
 def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
     finished = step_finished(1)
-    for record in records([finished]):
-        metrics.record(record)
+    tell(metrics, [finished])
     values = scrape(endpoint.url)
     of_update = fields_with_a_metric("step.update.")
     by_layer = of_update.pop("routing_disagreement.*")
@@ -161,24 +167,14 @@ def test_every_source_gives_its_metric_a_value(tmp_path: Path) -> None:
     assert {metric.full_name for metric in METRICS if metric.source} - exported == set()
 
 
-def test_memory_is_shown_by_role(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records([step_finished(1)]):
-        metrics.record(record)
-    values = scrape(endpoint.url)
-    assert values["megarl_resident_memory_bytes{actor}"] == 1 << 30
-    assert values["megarl_gpu_memory_reserved_bytes{actor}"] == 60 << 30
-
-
 def test_engines_are_counted_by_state_and_forgotten_when_they_go(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
     told: list[Event] = [engine_changed(0), engine_changed(1), published(3), engine_changed(1, "stale", version=3)]
-    for record in records([*told, published(4)]):
-        metrics.record(record)
+    tell(metrics, [*told, published(4)])
     values = scrape(endpoint.url)
     assert (values["megarl_engines{healthy}"], values["megarl_engines{stale}"]) == (1, 1)
     assert values["megarl_engine_weight_version{0}"] == 4
     assert values["megarl_engine_weight_version{1}"] == 3
-    for record in records([engine_changed(1, "dead")]):
-        metrics.record(record)
+    tell(metrics, [engine_changed(1, "dead")])
     values = scrape(endpoint.url)
     assert {state: values[f"megarl_engines{{{state}}}"] for state in ("healthy", "stale", "dead")} == {
         "healthy": 1,
@@ -186,14 +182,6 @@ def test_engines_are_counted_by_state_and_forgotten_when_they_go(metrics: Metric
         "dead": 1,
     }
     assert "megarl_engine_weight_version{1}" not in values
-
-
-def test_age_and_waiting_are_shown(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records([step_finished(1)]):
-        metrics.record(record)
-    values = scrape(endpoint.url)
-    assert (values["megarl_staleness_mean_steps"], values["megarl_staleness_max_steps"]) == (0.5, 1)
-    assert (values["megarl_trainer_wait_ratio"], values["megarl_producer_wait_ratio"]) == (0.75, 0.25)
 
 
 def test_time_that_was_lost_lowers_the_effective_time(meter: Meter, endpoint: MetricsEndpoint) -> None:
@@ -206,25 +194,21 @@ def test_time_that_was_lost_lowers_the_effective_time(meter: Meter, endpoint: Me
 
 
 def test_the_first_steps_are_what_a_mismatch_is_compared_with(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records([run_started(), *(step_finished(step) for step in range(1, 8))]):
-        metrics.record(record)
+    tell(metrics, [run_started(), *(step_finished(step) for step in range(1, 8))])
     assert "megarl_mismatch_baseline" not in scrape(endpoint.url)
-    for record in records([step_finished(8)]):
-        metrics.record(record)
+    tell(metrics, [step_finished(8)])
     assert scrape(endpoint.url)["megarl_mismatch_baseline"] == 5e-7
 
 
 def test_what_is_not_known_is_absent_rather_than_zero(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records([run_started(), step_finished(1, reward=None)]):
-        metrics.record(record)
+    tell(metrics, [run_started(), step_finished(1, reward=None)])
     values = scrape(endpoint.url)
     assert "megarl_loss" in values
     assert not {"megarl_reward_mean", "megarl_eval{accuracy}", "megarl_rollout_weight_version"} & set(values)
 
 
 def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records(one_of_each()):
-        metrics.record(record)
+    tell(metrics, one_of_each())
     assert scrape(endpoint.url)["megarl_warnings_total"] == 1
 
 
@@ -233,6 +217,7 @@ def test_a_gauge_is_absent_before_its_first_value_and_a_counter_is_0() -> None:
     text = generate_latest(meter.registry).decode()
     assert "megarl_loss{" not in text
     assert 'megarl_warnings_total{run="sample"} 0.0' in text
+    assert "_created" not in text
     meter.set(names.LOSS, 0.5)
     assert 'megarl_loss{run="sample"} 0.5' in generate_latest(meter.registry).decode()
 
@@ -264,10 +249,6 @@ def test_what_is_forgotten_makes_room() -> None:
     meter.forget(names.ENGINE_VERSION, "0")
     meter.forget(names.ENGINE_VERSION, "7")
     assert not [name for name in meter.values("fleet") if "engine_weight_version" in name]
-
-
-def test_no_series_tells_when_another_was_made() -> None:
-    assert "_created" not in generate_latest(Meter("sample").registry).decode()
 
 
 @pytest.fixture
@@ -339,14 +320,9 @@ def test_a_port_in_use_is_one_line_that_names_the_key() -> None:
     )
 
 
-def test_only_loopback_is_listened_on() -> None:
+def test_an_endpoint_is_on_loopback_and_frees_its_port() -> None:
     endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
-    endpoint.close()
     assert endpoint.url.startswith("http://127.0.0.1:")
-
-
-def test_a_closed_endpoint_frees_its_port() -> None:
-    endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
     port = httpx.URL(endpoint.url).port
     assert port is not None
     endpoint.close()

@@ -20,8 +20,8 @@ from tests.small_disk import filled, small_disk
 
 
 def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
-    display = ListSink()
-    with observing(make_recipe(tmp_path), display=display) as observer:
+    display, recipe = ListSink(), make_recipe(tmp_path)
+    with observing(recipe, display=display) as observer:
         with observer.phase("generate"):
             pass
         observer.published(published(1).result)
@@ -48,17 +48,9 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "sample" / "events.jsonl")) == display.records
     assert [record.sequence for record in display.records] == list(range(10))
     assert display.is_closed
+    assert Recipe.model_validate(started.recipe) == recipe
     with pytest.raises(httpx.ConnectError):
         httpx.get(started.metrics_url, timeout=60)
-
-
-def test_the_recipe_that_ran_is_in_the_first_event(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    with observing(recipe, display=ListSink()):
-        pass
-    first = next(read_events(tmp_path / "sample" / "events.jsonl")).event
-    assert isinstance(first, RunStarted)
-    assert Recipe.model_validate(first.recipe) == recipe
 
 
 def test_the_endpoint_is_where_the_network_of_the_recipe_is(tmp_path: Path) -> None:

@@ -54,12 +54,10 @@ def test_a_step_is_summarized_over_all_its_rollouts() -> None:
     assert (summary.rollouts.num_groups, summary.rollouts.num_zero_signal_groups) == (2, 1)
     assert (summary.rollouts.response_tokens_mean, summary.rollouts.response_tokens_max) == (5.0, 8)
     assert summary.rollouts.truncated_ratio == 0.5
-
-
-def test_tokens_of_prompts_count_once_per_rollout() -> None:
-    summary = summary_of([scored_group([0.0, 1.0], lengths=[2, 4])])
-    assert summary.num_tokens == (4 + 2) + (4 + 4)
-    assert summary.tokens_per_second == 7.0
+    assert (summary.epoch, summary.num_prompts, summary.prompt_tokens_mean) == (0, 2, 4.0)
+    # Tokens of prompts count once per rollout.
+    assert summary.num_tokens == (4 + 2) + (4 + 4) + (4 + 6) + (4 + 8)
+    assert summary.tokens_per_second == 9.0
 
 
 def test_demonstrations_have_no_reward() -> None:
@@ -188,8 +186,3 @@ def test_repetition_looks_at_a_bounded_number_of_responses(monkeypatch: pytest.M
     monkeypatch.setattr("megarl.observe.summary.repeated_share", share)
     rollouts_of([scored_group([0.0, 1.0], lengths=[1, 1], number=number) for number in range(400)])
     assert 32 <= looked_at <= 64
-
-
-def test_the_prompts_of_a_step_are_described() -> None:
-    summary = summary_of([scored_group([0.0, 1.0], lengths=[2, 4]), scored_group([0.0, 1.0], lengths=[2, 4])])
-    assert (summary.epoch, summary.num_prompts, summary.prompt_tokens_mean) == (0, 2, 4.0)

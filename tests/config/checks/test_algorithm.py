@@ -46,15 +46,6 @@ def test_what_makes_sense_is_accepted(algorithm: str) -> None:
     assert problems(algorithm) == []
 
 
-def test_components_come_from_a_reward_function() -> None:
-    algorithm = "{kind: gdpo, weights: {right: 1.0}, filter: {component: right}}"
-    assert problems(algorithm, reward="{kind: function, path: reward.py}") == []
-    assert problems(algorithm) == [
-        f"algorithm.{key}: the exact reward has no components; set reward.kind function"
-        for key in ("weights", "filter.component")
-    ]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
@@ -145,11 +136,3 @@ def test_some_need_no_group_but_a_filter_does(kind: str) -> None:
     assert problems(f"{{kind: {kind}}}", sampling="{rollouts_per_prompt: 1}") == []
     (line,) = problems(f"{{kind: {kind}, filter: {{}}}}", sampling="{rollouts_per_prompt: 1}")
     assert line.startswith("algorithm.filter: drops every group of one")
-
-
-def test_who_learns_from_rewards_needs_engines_and_who_imitates_needs_none() -> None:
-    alone = "{actor: {pool: gpus}}"
-    assert problems("{kind: rloo}", roles=alone) == ["roles.rollout: missing; rloo needs engines that generate"]
-    assert problems("{kind: sft}", roles=alone) == []
-    (line,) = problems("{kind: sft}")
-    assert line.startswith("roles.rollout: sft generates only for an evaluation")

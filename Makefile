@@ -50,8 +50,8 @@ test-quick: setup ## the light tests, for while you work: no engines, no Ray, no
 test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
-faults: setup packages ## every fault on purpose, and the table of what became of them in docs/reliability.md
-	$(BIN)/python -m pytest -m fault --fault-table=docs/reliability.md
+faults: setup packages ## every fault on purpose, and the table of what became of them in docs/faults.md
+	$(BIN)/python -m pytest -m fault --fault-table=docs/faults.md
 
 soak: setup ## 200 steps with a random accident about every five; prints its seed
 	$(BIN)/python -m tests.faults.soak

@@ -1,4 +1,4 @@
-"""The table of faults in docs/reliability.md, made from the results of the tests that cause them.
+"""The table of faults in docs/faults.md, made from the results of the tests that cause them.
 
 A test says what it breaks and what is promised with `@pytest.mark.fault("kill -9 of ...", "noticed within 2 s, ...")`,
 and what it saw with `record_property("seen", "0.4 s")`. `make faults` runs them all and writes the table; where only

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.faults.matrix import BEGIN, END, Row, _line, faults_in, section_of, write_table
 from tests.repository import ROOT
 
-DOCUMENT = ROOT / "docs" / "reliability.md"
+DOCUMENT = ROOT / "docs" / "faults.md"
 
 
 def marked() -> Iterator[tuple[str, str]]:

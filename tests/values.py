@@ -14,7 +14,7 @@ from megarl.types import Episode, FinishReason, Prompt, Rollout
 def make_prompt(
     number: int = 0,
     *,
-    token_ids: Sequence[int] | npt.NDArray[np.int32] = (1,),
+    token_ids: Sequence[int] | npt.NDArray[np.integer] = (1,),
     file: str = "train.parquet",
     data_source: str = "sums",
     ground_truth: str = "",
@@ -32,7 +32,7 @@ def make_prompt(
 
 
 def make_rollout(
-    token_ids: Sequence[int] | npt.NDArray[np.int32],
+    token_ids: Sequence[int] | npt.NDArray[np.integer],
     *,
     text: str = "",
     logprobs: npt.NDArray[np.float32] | None = None,

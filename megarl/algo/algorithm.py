@@ -81,6 +81,7 @@ class PolicyGradient:
 
     def __init__(self, config: EstimatorConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> None:
         self._config = config
+        self._needs = config.needs
         self._estimate = choose_estimator(config)
         self._max_response_tokens = max_response_tokens
         self._selection = None if config.filter is None else Selection(config.filter)
@@ -118,8 +119,8 @@ class PolicyGradient:
     def credit_task(self, groups: Sequence[ScoredGroup]) -> CreditTask | None:
         """Return how ranks assign credit from columns per token that stay with them; None if credit needs none."""
         config, penalty = self._config, self._penalty
-        uses_columns = config.needs.has_critic or isinstance(config, PairConfig) or penalty is not None
-        if not uses_columns or config.needs.fetches_columns:
+        uses_columns = self._needs.has_critic or isinstance(config, PairConfig) or penalty is not None
+        if not uses_columns or self._needs.fetches_columns:
             return None
         return CreditTask.of(
             config,
@@ -184,7 +185,7 @@ class PolicyGradient:
                 name: np.array([component(score, name, scored) for scored in groups for score in scored.scores])
                 for name in names
             },
-            baselines=self._baselines(groups) if config.needs.has_baseline else None,
+            baselines=self._baselines(groups) if self._needs.has_baseline else None,
             penalties=None if self._penalty is None else self._penalty.of_tokens(estimates, loss_masks),
             penalty_sums=None if self._penalty is None else self._penalty.of_rollouts(estimates.sums),
             implicit=implicit_rewards(config, estimates, loss_masks)

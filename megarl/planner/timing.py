@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
 from typing import TypeAlias
 
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
@@ -22,6 +21,7 @@ from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
 from megarl.planner.activations import recomputed_share
 from megarl.planner.deployment import Deployment, Placement, PlannedModel, StepWorkload
+from megarl.planner.flops import ForwardWork, forward_work, num_multiplied
 from megarl.planner.hardware import (
     ALL_TO_ALL_EFFICIENCY,
     ATTENTION_EFFICIENCY,
@@ -46,7 +46,6 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.ledger import offload_of
 from megarl.planner.memory import EngineMemory
-from megarl.weights.layouts.canonical import num_active_parameters
 
 _MAX_SIMULATED = 2048
 """Requests; further ones run while the engine is full."""
@@ -336,50 +335,10 @@ def _read_bytes(shape: ModelShape, engine: EngineMemory, running: int) -> float:
     return engine.weight_bytes - missed * engine.expert_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardWork:
-    """Operations of a forward pass, by kind."""
-
-    dense: float
-    expert: float
-    attention: float
-
-    @property
-    def total(self) -> float:
-        return self.dense + self.expert + self.attention
-
-
-def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> ForwardWork:
-    """Return two operations per weight and token, and those of the causal half of the attention matrix.
-
-    `num_squared_tokens` is the sum over all sequences of their length squared.
-    """
-    in_experts = 0
-    if shape.experts is not None:
-        in_experts = shape.num_layers * shape.experts.per_token * 3 * shape.ffn_hidden * shape.hidden
-    return ForwardWork(
-        dense=2.0 * (num_multiplied(shape) - in_experts) * num_tokens,
-        expert=2.0 * in_experts * num_tokens,
-        attention=2.0 * shape.num_layers * shape.num_heads * shape.head_dim * num_squared_tokens,
-    )
-
-
 def _in_fp8(work: ForwardWork, shape: ModelShape, speedup: float, *, num_tokens: float) -> ForwardWork:
     """Return the work in bfloat16 that takes as long; the head is not in FP8."""
     head = 0.0 if shape.has_value_head else 2.0 * shape.vocab * shape.hidden * num_tokens
     return replace(work, dense=head + (work.dense - head) / speedup, expert=work.expert / speedup)
-
-
-def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> float:
-    """Return the operations of a forward pass, of all kinds."""
-    return forward_work(shape, num_tokens=num_tokens, num_squared_tokens=num_squared_tokens).total
-
-
-@cache
-def num_multiplied(shape: ModelShape) -> int:
-    """Return the weights that a token is multiplied with: those of its experts, without an embedding table."""
-    looked_up = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
-    return num_active_parameters(shape) - looked_up
 
 
 class TrainingTime:

@@ -10,7 +10,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, teaching_of
 from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import ModelPacking
-from megarl.planner.timing import forward_flops
+from megarl.planner.flops import forward_flops
 from megarl.ranks.start import critic_shape
 
 

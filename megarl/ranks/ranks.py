@@ -130,6 +130,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         """A call that does not end leaves a file in `report_folder`. All models of a pool have the same lock."""
         super().__init__(role, workers, timeout_s=timeout_s)
         self._split = split
+        self._data_parallel = len(workers) // split.model_parallel
         self.is_lost = False
         self.device_lock = device_lock
         """Locked while the ranks compute: models of one pool compute one after the other."""
@@ -178,7 +179,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             nodes = {process.node for process in self.processes}
             cut = await cut_at_source(uncut, nodes, timeout_s=self.timeout_s)
             stored = await asyncio.to_thread(lambda: [_store(share, columns) for share in cut])
-            data_parallel = len(self) // self._split.model_parallel
+            data_parallel = self._data_parallel
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
             started = [
                 worker.run_share.options(name=f"{self.role.capitalize()}Rank.{method}").remote(

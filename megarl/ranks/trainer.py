@@ -15,8 +15,8 @@ from megarl.config.recipe import Recipe
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import row_lengths
 from megarl.errors import MachineError, NumericsError
+from megarl.planner.flops import forward_flops
 from megarl.planner.hardware import gpu_named
-from megarl.planner.timing import forward_flops
 from megarl.ranks.calls import ActorCalls, CriticCalls
 from megarl.ranks.forward_passes import ForwardPasses, passes_of
 from megarl.ranks.packings import ModelPackings, packings_of

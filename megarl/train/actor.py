@@ -44,6 +44,7 @@ class ActorRank(TrainedRank):
     ) -> None:
         super().__init__(spec, optimizer, total_steps=total_steps)
         self._algorithm = algorithm
+        self._is_from_engine = algorithm.needs.has_engines
         self._epochs = epochs
         self._monitor = MismatchMonitor(algorithm)
         self._reference = Reference(self._models, is_base=spec.lora is not None)
@@ -125,7 +126,7 @@ class ActorRank(TrainedRank):
             seen = ActorTokens.of(
                 tokens,
                 actor,
-                is_from_engine=algorithm.needs.has_engines,
+                is_from_engine=self._is_from_engine,
                 is_behind=None if versions is None else (versions != DEMONSTRATION) & (versions < version),
             )
             return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)

@@ -193,8 +193,12 @@ def one_part_each() -> dict[str, AlgorithmConfig]:
     for correction in CORRECTIONS:
         parts[f"correction {correction}"] = {"correction": correction}
     for loss, aggregation in product(LOSSES, AGGREGATIONS):
-        keys = {"loss": loss, "aggregation": aggregation, "horizon_tokens": 7, "entropy_coef": 0.1}
-        parts[f"{loss.kind} {aggregation}"] = keys
+        parts[f"{loss.kind} {aggregation}"] = {
+            "loss": loss,
+            "aggregation": aggregation,
+            "horizon_tokens": 7,
+            "entropy_coef": 0.1,
+        }
     configs = {name: GrpoConfig.model_validate({"kind": "grpo", **keys}) for name, keys in parts.items()}
     return {**every_kind(), **configs}
 

@@ -11,11 +11,13 @@ import numpy as np
 from megarl.config.recipe import Recipe
 from megarl.data.rollout_files import Generation
 from megarl.observe.events import (
+    EVENTS_FILE,
     CheckpointFailed,
     CheckpointSaved,
     EngineChanged,
     Evaluated,
     Event,
+    EventLog,
     PhaseEnded,
     PhaseStarted,
     Published,
@@ -304,6 +306,15 @@ def records(events: Sequence[Event], *, seconds_apart: float = 10) -> list[Recor
         Record(sequence=index, time=BEGAN + timedelta(seconds=index * seconds_apart), event=event)
         for index, event in enumerate(events)
     ]
+
+
+def write_events(folder: Path, events: Sequence[Event]) -> Path:
+    """Write the events of a run into its folder, ten seconds apart."""
+    log = EventLog(folder / EVENTS_FILE)
+    for record in records(events):
+        log.record(record)
+    log.close()
+    return folder
 
 
 def scored_group(

@@ -8,17 +8,8 @@ import pytest
 from PIL import Image
 
 from megarl.errors import DataError
-from megarl.observe.events import Event, EventLog
 from megarl.observe.report import BLUE, GREEN, PANEL_HEIGHT_PX, VERMILLION, WIDTH_PX, make_report
-from tests.observe.samples import evaluated, grades, records, run_started, step_finished
-
-
-def write_run(folder: Path, *events: Event) -> Path:
-    log = EventLog(folder / "events.jsonl")
-    for record in records(events):
-        log.record(record)
-    log.close()
-    return folder
+from tests.observe.samples import evaluated, grades, run_started, step_finished, write_events
 
 
 def colours(path: Path) -> set[str]:
@@ -29,14 +20,16 @@ def colours(path: Path) -> set[str]:
 
 
 def test_a_report_has_first_last_and_best(tmp_path: Path) -> None:
-    run = write_run(
+    run = write_events(
         tmp_path,
-        run_started(),
-        evaluated(0, 0.25),
-        step_finished(1, reward=0.25),
-        step_finished(2, reward=0.75),
-        evaluated(2, 0.875),
-        step_finished(3, reward=0.5),
+        [
+            run_started(),
+            evaluated(0, 0.25),
+            step_finished(1, reward=0.25),
+            step_finished(2, reward=0.75),
+            evaluated(2, 0.875),
+            step_finished(3, reward=0.5),
+        ],
     )
     rows = {row.name: (row.first, row.last, row.best, row.best_step) for row in make_report(run).rows}
     assert rows["reward"] == (0.25, 0.5, 0.75, 2)
@@ -50,23 +43,25 @@ def test_sampled_numbers_have_rows_of_their_own(tmp_path: Path) -> None:
         evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4, pass_at={4: pass_at_4}))
         for step, pass_at_4 in ((0, 0.75), (1, 0.875))
     )
-    run = write_run(tmp_path, run_started(), first, step_finished(1), second)
+    run = write_events(tmp_path, [run_started(), first, step_finished(1), second])
     rows = {row.name: (row.first, row.last, row.best, row.best_step) for row in make_report(run).rows}
     assert list(rows)[:4] == ["accuracy", "mean@4", "pass@4", "majority@4"]
     assert rows["pass@4"] == (0.75, 0.875, 0.875, 1)
 
 
 def test_steps_that_were_taken_again_after_a_resume_count_once(tmp_path: Path) -> None:
-    run = write_run(
+    run = write_events(
         tmp_path,
-        run_started(),
-        evaluated(0, 0.25),
-        step_finished(1, reward=0.1),
-        step_finished(2, reward=0.9),
-        evaluated(2, 0.99),
-        run_started(resumed_step=1),
-        step_finished(2, reward=0.2),
-        evaluated(2, 0.5),
+        [
+            run_started(),
+            evaluated(0, 0.25),
+            step_finished(1, reward=0.1),
+            step_finished(2, reward=0.9),
+            evaluated(2, 0.99),
+            run_started(resumed_step=1),
+            step_finished(2, reward=0.2),
+            evaluated(2, 0.5),
+        ],
     )
     rows = {row.name: (row.first, row.last, row.best, row.best_step) for row in make_report(run).rows}
     assert rows["reward"] == (0.1, 0.2, 0.2, 2)
@@ -74,7 +69,7 @@ def test_steps_that_were_taken_again_after_a_resume_count_once(tmp_path: Path) -
 
 
 def test_curves_show_reward_and_accuracy(tmp_path: Path) -> None:
-    run = write_run(tmp_path, run_started(), evaluated(0, 0.25), *[step_finished(n) for n in range(1, 9)])
+    run = write_events(tmp_path, [run_started(), evaluated(0, 0.25), *[step_finished(n) for n in range(1, 9)]])
     report = make_report(run)
     assert report.curves == tmp_path / "curves.png"
     assert Image.open(report.curves).size == (WIDTH_PX, 2 * PANEL_HEIGHT_PX)
@@ -82,8 +77,8 @@ def test_curves_show_reward_and_accuracy(tmp_path: Path) -> None:
 
 
 def test_a_run_without_rewards_shows_its_loss(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path, run_started(), step_finished(1, reward=None, loss=2.0), step_finished(2, reward=None, loss=1.0)
+    run = write_events(
+        tmp_path, [run_started(), step_finished(1, reward=None, loss=2.0), step_finished(2, reward=None, loss=1.0)]
     )
     report = make_report(run)
     rows = {row.name: (row.first, row.last, row.best) for row in report.rows}
@@ -93,14 +88,8 @@ def test_a_run_without_rewards_shows_its_loss(tmp_path: Path) -> None:
     assert GREEN in colours(report.curves)
 
 
-def test_only_the_last_run_of_a_file_counts(tmp_path: Path) -> None:
-    run = write_run(tmp_path, run_started(), step_finished(1, reward=0.0), run_started(), step_finished(1, reward=1.0))
-    (reward,) = [row for row in make_report(run).rows if row.name == "reward"]
-    assert (reward.first, reward.best) == (1.0, 1.0)
-
-
 def test_a_run_without_a_step_still_has_a_picture(tmp_path: Path) -> None:
-    report = make_report(write_run(tmp_path, run_started()))
+    report = make_report(write_events(tmp_path, [run_started()]))
     assert report.rows == ()
     assert report.curves.is_file()
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
-from megarl.observe.events import EVENTS_FILE, Event, EventLog, StepFinished
+from megarl.observe.events import Event, StepFinished
 from megarl.planner.deployment import StepWorkload, deploy
 from megarl.planner.fit import size
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import part_seconds
 from megarl.planner.reshard import reshard
-from tests.observe.samples import records, run_started, step_summary
+from tests.observe.samples import run_started, step_summary, write_events
 from tests.planner.recipes import shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
@@ -70,8 +70,4 @@ def write_run(
         # The first step has the start of the run in it.
         started_s = {"start": 60.0} if step == 1 else {}
         events.append(StepFinished(summary=summary, phase_seconds={**phases, **started_s}))  # type: ignore[dict-item]
-    log = EventLog(folder / EVENTS_FILE)
-    for record in records(events):
-        log.record(record)
-    log.close()
-    return folder
+    return write_events(folder, events)

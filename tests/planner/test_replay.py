@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE, EventLog
 from megarl.planner.fit import replay_run
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import GENERATE, OTHER, UPDATE, read_run
-from tests.observe.samples import records, run_started
+from tests.observe.samples import run_started, write_events
 from tests.planner.recipes import make_recipe
 from tests.planner.runs import MEANS, OTHER_S, modelled, recorded_workload, write_run
 
@@ -86,9 +85,6 @@ def test_a_shorter_limit_cuts_the_recorded_lengths() -> None:
 def test_what_cannot_be_replayed_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not the folder of a run, events.jsonl is missing; name one like"):
         read_run(tmp_path)
-    log = EventLog(tmp_path / EVENTS_FILE)
-    for record in records([run_started()]):
-        log.record(record)
-    log.close()
+    write_events(tmp_path, [run_started()])
     with pytest.raises(DataError, match="no step was finished since the run last started"):
         read_run(tmp_path)

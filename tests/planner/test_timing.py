@@ -6,6 +6,7 @@ from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import StepWorkload, deploy
+from megarl.planner.flops import forward_work
 from megarl.planner.hardware import (
     ALL_TO_ALL_EFFICIENCY,
     DENSE_EFFICIENCY,
@@ -18,7 +19,7 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.ledger import snapshot_bytes
 from megarl.planner.memory import bare_weights
-from megarl.planner.timing import PhaseName, Timing, estimate, forward_work
+from megarl.planner.timing import PhaseName, Timing, estimate
 from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]

@@ -1,0 +1,49 @@
+"""Operations of a forward pass, by kind of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from megarl.config.model import ModelShape
+from megarl.weights.layouts.canonical import num_active_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork:
+    """Operations of a forward pass, by kind."""
+
+    dense: float
+    expert: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.expert + self.attention
+
+
+def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> ForwardWork:
+    """Return two operations per weight and token, and those of the causal half of the attention matrix.
+
+    `num_squared_tokens` is the sum over all sequences of their length squared.
+    """
+    in_experts = 0
+    if shape.experts is not None:
+        in_experts = shape.num_layers * shape.experts.per_token * 3 * shape.ffn_hidden * shape.hidden
+    return ForwardWork(
+        dense=2.0 * (num_multiplied(shape) - in_experts) * num_tokens,
+        expert=2.0 * in_experts * num_tokens,
+        attention=2.0 * shape.num_layers * shape.num_heads * shape.head_dim * num_squared_tokens,
+    )
+
+
+def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> float:
+    """Return the operations of a forward pass, of all kinds."""
+    return forward_work(shape, num_tokens=num_tokens, num_squared_tokens=num_squared_tokens).total
+
+
+@cache
+def num_multiplied(shape: ModelShape) -> int:
+    """Return the weights that a token is multiplied with: those of its experts, without an embedding table."""
+    looked_up = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
+    return num_active_parameters(shape) - looked_up

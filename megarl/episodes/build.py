@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,12 +26,13 @@ from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.chat_endpoint import ChatAgents, FunctionAgents, agent_task, load_function
-from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
+from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem
+from megarl.system.user_process import UserLoadError, try_loading
 
 _BUILT_IN = Path(__file__).parent / "built_in"
 _SANDBOX_SHARE = 0.8
@@ -76,15 +77,13 @@ async def _check_agent(config: ChatEnvironmentConfig) -> None:
 
 
 async def _reported(task: EnvironmentTask, log_path: Path | None) -> tuple[ToolSchema, ...]:
-    """Start one worker; return the tools that it reports, or raise a ConfigError if it cannot load the code."""
-    worker = EnvironmentWorker(task, log_path=log_path)
+    """Start one process; return the tools that it reports, or raise a ConfigError if it cannot load the code."""
+    values = cast("Mapping[str, object]", task)
     try:
-        problem = await worker.handshake()
-    finally:
-        worker.discard()
-    if problem is not None:
-        raise ConfigError("recipe", (problem,))
-    return worker.tools
+        report = await try_loading(PROGRAM, values, section="environment", log_path=log_path)
+    except UserLoadError as error:
+        raise ConfigError("recipe", (error.problem,)) from None
+    return tuple(ToolSchema(**tool) for tool in cast("list[dict[str, Any]]", report["tools"]))
 
 
 def check_environment(config: EnvironmentConfig | None) -> list[Problem]:
@@ -152,10 +151,8 @@ async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> 
         )
     task = _class_task(config)
     tools = await _reported(task, log_path)
-    workers = EnvironmentWorkers(
-        task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path
-    )
-    return ClassEnvironments(workers, tools=tools, call_deadline_s=config.call_deadline_s)
+    pool = open_pool(task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path)
+    return ClassEnvironments(pool, tools=tools, call_deadline_s=config.call_deadline_s)
 
 
 def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:

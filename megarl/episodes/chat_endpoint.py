@@ -26,7 +26,7 @@ from aiohttp import web
 from megarl.config.environment import CallFormat, ChatEnvironmentConfig, FunctionEnvironmentConfig
 from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer, ToolFunction
-from megarl.episodes.class_environments import EnvironmentWorkers, read_score
+from megarl.episodes.class_environments import ask_process, open_pool, read_score, take_process
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Row, SampledTurn, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
@@ -285,7 +285,7 @@ class ChatAgents:
     def __init__(self, config: ChatEnvironmentConfig, tokenizer: Tokenizer, *, log_path: Path | None = None) -> None:
         self._wall_s = config.wall_s
         self._endpoint = ChatEndpoint(tokenizer, call_format=config.call_format)
-        self._workers = EnvironmentWorkers(
+        self._pool = open_pool(
             agent_task(config),
             workers=config.workers,
             episodes_per_worker=config.episodes_per_worker,
@@ -296,16 +296,16 @@ class ChatAgents:
         await self._endpoint.start()
 
     async def run(self, row: Row, session: TokenSession) -> Score:
-        worker = await self._workers.take()
+        process = await take_process(self._pool)
         key = self._endpoint.admit(session)
         is_usable = False
         try:
             arguments: dict[str, JsonValue] = {"task": dict(row), "base_url": self._endpoint.base_url, "api_key": key}
-            answer = await worker.ask("run", timeout_s=self._wall_s, arguments=arguments)
+            answer = await ask_process(process, "run", timeout_s=self._wall_s, arguments=arguments)
             is_usable = True
         finally:
             error = self._endpoint.dismiss(key)
-            self._workers.give(worker, is_usable=is_usable)
+            self._pool.give(process, is_usable=is_usable)
         if error is not None:
             raise error
         if "error" in answer:
@@ -313,7 +313,7 @@ class ChatAgents:
         return read_score(answer)
 
     async def close(self) -> None:
-        self._workers.close()
+        self._pool.close()
         await self._endpoint.close()
 
 

@@ -11,9 +11,8 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,14 @@ from pydantic.errors import PydanticSchemaGenerationError
 from megarl.episodes.protocol import Observation, ToolSchema, Transcript
 from megarl.reward.protocol import check_result, finite_list, type_name
 from megarl.system.proc import limited_time
-from megarl.system.user_worker import UserError, WorkerChannel, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.system.user_code import describe_error
+from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve
 from megarl.types import JsonValue
 
 MAX_RESULT_CHARACTERS = 1 << 20
 """A tool's result is cut here, far above what a model is shown: a flood must not fill the channel."""
 _ROW = ("uid", "data_source", "ground_truth", "extra_info", "prompt", "messages")
+_MEMORY_KEY = "environment.memory_gib"
 RESERVED = ("score", "close")
 """Methods that are not tools."""
 _NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -94,7 +95,7 @@ class _Classes:
         path = Path(self._task["classes"][place]["path"])
         try:
             with limited_time(self._task["call_deadline_s"]):
-                return _observed(_finished(partial(getattr(self._instances[place], name), **read), runner))
+                return _observed(finished(partial(getattr(self._instances[place], name), **read), runner))
         except TimeoutError:
             return _failed(f"{name} gave no result within {self._task['call_deadline_s']:g} s")
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
@@ -133,65 +134,49 @@ def score_answer(value: object) -> dict[str, object]:
 def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> dict[str, object]:
     """Return the answer of a scoring call."""
     try:
-        value = _finished(call, runner)
+        value = finished(call, runner)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        return {"error": describe(error, path, memory_key="environment.memory_gib")}
+        return {"error": describe_error(error, path, memory_key=_MEMORY_KEY)}
     return score_answer(value)
 
 
-def serve(channel: WorkerChannel) -> None:
-    """Answer requests until the other side closes the channel."""
-    task = cast("EnvironmentTask", channel.task)
-    limit_memory(task["memory_bytes"])
-    try:
-        if "agent" in task:
-            answer = _agent_answers(task)
-            schemas: list[dict[str, object]] = []
-        else:
-            classes = _Classes(task)
-            answer, schemas = _class_answers(classes, task), classes.schemas
-    except UserError as error:
-        channel.send({"key": error.key, "error": str(error)})
-        return
-    files = {path: digest for each in task["classes"] for path, digest in sources(Path(each["path"]))}
-    channel.send({"sources": files, "tools": schemas})
-    own = os.getpid()
-    with asyncio.Runner() as runner:
-        while (asked := channel.receive()) is not None:
-            grant_cpu(task["cpu_s"])
-            answered = answer(asked, runner)
-            if os.getpid() != own:
-                # The user's code forked, and the child returned here too: the parent answers.
-                os._exit(0)
-            channel.send({"id": asked["id"], **answered})
+def _load(values: Mapping[str, object]) -> LoadedCode:
+    task = cast("EnvironmentTask", values)
+    files = [Path(each["path"]) for each in task["classes"]]
+    if "agent" in task:
+        return LoadedCode(files=files, report={"tools": []}, reply=_agent_replies(task))
+    classes = _Classes(task)
+    return LoadedCode(files=files, report={"tools": classes.schemas}, reply=_class_replies(classes, task))
 
 
-_Answers = Callable[[Mapping[str, object], asyncio.Runner], dict[str, object]]
+_Replies = Callable[[Mapping[str, object], asyncio.Runner], Reply]
 
 
-def _class_answers(classes: _Classes, task: EnvironmentTask) -> _Answers:
-    def answer(asked: Mapping[str, object], runner: asyncio.Runner) -> dict[str, object]:
-        arguments = cast("dict[str, JsonValue]", asked.get("arguments", {}))
-        match asked["does"]:
+def _class_replies(classes: _Classes, task: EnvironmentTask) -> _Replies:
+    path = Path(task["classes"][-1]["path"])
+
+    def reply(request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
+        arguments = cast("dict[str, JsonValue]", request.get("arguments", {}))
+        match request["does"]:
             case "call":
-                return classes.call(str(asked["name"]), arguments, runner)
+                return classes.call(str(request["name"]), arguments, runner)
             case "score":
                 return classes.score(_transcript(arguments), runner)
             case "open" | "close" as does:
                 try:
                     return classes.open(arguments) if does == "open" else classes.close()
                 except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
-                    return {"error": f"{does} {describe(error, Path(task['classes'][-1]['path']))}"}
+                    return {"error": f"{does} {describe_error(error, path, memory_key=_MEMORY_KEY)}"}
             case other:
                 raise AssertionError(f"unknown request {other}")
 
-    return answer
+    return reply
 
 
-def _agent_answers(task: EnvironmentTask) -> _Answers:
+def _agent_replies(task: EnvironmentTask) -> _Replies:
     (loaded,) = task["classes"]
     path, name = Path(loaded["path"]), task["agent"]
-    module = import_file(path, name="megarl_user_agent")
+    module = load_module(path, name="megarl_user_agent")
     run: object = getattr(module, name, None)
     if not callable(run):
         raise UserError("name", f"{path} has no function {name}(task, base_url, api_key)")
@@ -200,16 +185,16 @@ def _agent_answers(task: EnvironmentTask) -> _Answers:
     except TypeError as error:
         raise UserError("name", f"{name} in {path} must take task, base_url and api_key: {error}") from None
 
-    def answer(asked: Mapping[str, object], runner: asyncio.Runner) -> dict[str, object]:
-        arguments = cast("dict[str, object]", asked["arguments"])
+    def reply(request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
+        arguments = cast("dict[str, object]", request["arguments"])
         return scored(partial(run, **arguments), runner, path)
 
-    return answer
+    return reply
 
 
 def _load_class(task: LoadedClass, place: int) -> type:
     path, name = Path(task["path"]), task["name"]
-    module = import_file(path, name=f"megarl_user_environment_{place}")
+    module = load_module(path, name=f"megarl_user_environment_{place}")
     own = {key: cls for key, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__}
     if name is not None:
         found = getattr(module, name, None)
@@ -243,15 +228,6 @@ def _named(cls: type, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {name: item for name, item in row.items() if takes_any or name in parameters}
 
 
-def _finished(call: Callable[[], object], runner: asyncio.Runner) -> object:
-    value = call()
-    return runner.run(_finish(value)) if inspect.isawaitable(value) else value
-
-
-async def _finish(value: Awaitable[object]) -> object:
-    return await value
-
-
 def _observed(value: object) -> dict[str, object]:
     observation = value if isinstance(value, Observation) else Observation(text=_as_text(value))
     reward = observation.reward
@@ -276,7 +252,7 @@ def _failed(text: str) -> dict[str, object]:
 
 def _error_text(error: BaseException, path: Path) -> str:
     """Return the error as the model reads it, without files of the machine."""
-    return describe(error, path, memory_key="environment.memory_gib").rpartition(" (")[0]
+    return describe_error(error, path, memory_key=_MEMORY_KEY).rpartition(" (")[0]
 
 
 def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
@@ -358,4 +334,4 @@ def _without_titles(schema: JsonValue) -> JsonValue:
 
 
 if __name__ == "__main__":
-    serve(WorkerChannel())
+    serve(_load)

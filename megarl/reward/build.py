@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from megarl.config.reward import (
     BySourceRewardConfig,
@@ -30,13 +30,14 @@ from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.frozen import EngineJudgeBackend, FrozenModel, RewardModelBackend
 from megarl.reward.judge import ChatJudge, HttpJudge, read_key
-from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
+from megarl.reward.pool import PROGRAM, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.remote_scorer import RemoteScorer, ScoringBackend
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorer import ClosableScorer, ExactScorer
 from megarl.stages import Scorer
 from megarl.system.user_code import describe_error, load_code
+from megarl.system.user_process import START_TIMEOUT_S, UserLoadError, try_loading
 from megarl.types import RolloutGroup, Score, ScoredGroup
 
 _SCORERS = Path(__file__).parent / "scorers"
@@ -143,11 +144,12 @@ def _check(config: SingleRewardConfig, *, timeout_s: float) -> Iterator[Problem]
 
 
 async def _try_import(config: WorkerRewardConfig, *, timeout_s: float) -> Problem | None:
-    worker = RewardWorker(scoring_task(config))
+    task = cast("Mapping[str, object]", scoring_task(config).worker_task)
     try:
-        return await worker.handshake(timeout_s=timeout_s)
-    finally:
-        worker.discard()
+        await try_loading(PROGRAM, task, section="reward", timeout_s=timeout_s)
+    except UserLoadError as error:
+        return error.problem
+    return None
 
 
 def _check_scorer(code: str) -> tuple[Problem, ...]:

@@ -1,16 +1,16 @@
 """The messages between a scorer and its worker processes. Standard library only: a worker imports little else.
 
-Each is a JSON object. The worker sends the first one, a `Loaded`. After that one `ScoringReply` follows each
-`ScoringCall` and repeats its id: an answer to another question is not taken for its own.
+A request has `samples`, each the arguments of the function that it names; the reply has `answers`, one per sample.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NotRequired, TypedDict
+
+from megarl.system.user_process import ForeignReplyError
 
 _PREDICTION = "prediction"
 _TOKENS = "tokens"
@@ -56,23 +56,6 @@ CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
 ARGUMENTS = tuple(Request.__annotations__)
 
 
-class Loaded(TypedDict, total=False):
-    """Either `sources` and `names`, or `key` and `error` of a function that cannot be loaded."""
-
-    sources: dict[str, str]
-    """The digest of each file that the function was loaded from."""
-    names: list[str]
-    """The arguments that the function takes."""
-    key: str
-    """The key of the recipe's `reward` section that the error belongs to."""
-    error: str
-
-
-class ScoringCall(TypedDict):
-    id: int
-    samples: list[dict[str, object]]
-
-
 class Answer(TypedDict, total=False):
     """Either `score`, `components` and an optional `prediction`, or `error`."""
 
@@ -87,24 +70,16 @@ class Answer(TypedDict, total=False):
     """The error is not the sample's: the sandbox could not be started."""
 
 
-class ScoringReply(TypedDict):
-    id: int
-    answers: list[Answer]
-
-
-def read_answers(payload: bytes, asked: ScoringCall) -> list[Answer]:
-    """Return the answers to the samples that were asked about, in their order; a ValueError if these are none.
+def read_answers(reply: Mapping[str, object], num_samples: int) -> list[Answer]:
+    """Return the answers of a reply, one per sample in their order; a ForeignReplyError if these are none.
 
     The user's code shares a process with the channel: each field is checked.
     """
-    message = json.loads(payload)
-    if not isinstance(message, dict) or message.get("id") != asked["id"]:
-        raise ValueError("it belongs to another request")
-    answers = message.get("answers")
-    if not isinstance(answers, list) or len(answers) != len(asked["samples"]):
-        raise ValueError("it does not have one answer per sample")
+    answers = reply.get("answers")
+    if not isinstance(answers, list) or len(answers) != num_samples:
+        raise ForeignReplyError("it does not have one answer per sample")
     if not all(map(is_answer, answers)):
-        raise ValueError("a score in it is no finite number")
+        raise ForeignReplyError("a score in it is no finite number")
     return answers
 
 

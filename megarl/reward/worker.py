@@ -1,59 +1,45 @@
 """The process that runs a reward function: `python -m megarl.reward.worker SOCKET TASK`.
 
-It sets its limits, imports the file, reports that, then answers requests one by one. Standard library only: a worker
-starts in the time that the user's own imports take. Whatever the user's code does, the answer is a score or an error.
+Standard library only: a worker starts in the time that the user's own imports take. Whatever the user's code does, the
+answer is a score or an error.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import math
-import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from megarl.reward.protocol import ARGUMENTS, CLASSIC, Answer, ScoringCall, WorkerTask, check_result, type_name
+from megarl.reward.protocol import ARGUMENTS, CLASSIC, Answer, WorkerTask, check_result, type_name
 from megarl.system.faults import reach
-from megarl.system.user_worker import UserError, WorkerChannel, describe, grant_cpu, import_file, limit_memory, sources
-
-_MODULE = "megarl_user_reward"
+from megarl.system.user_code import describe_error, near_name
+from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve
 
 _UserFunction: TypeAlias = Callable[..., object]
 
 
-def serve(channel: WorkerChannel) -> None:
-    """Answer requests until the other side closes the channel."""
-    task = cast("WorkerTask", channel.task)
-    limit_memory(task["memory_bytes"])
+def _load(values: Mapping[str, object]) -> LoadedCode:
+    task = cast("WorkerTask", values)
     path = Path(task["path"])
-    try:
-        function, names = _load(path, task)
-    except UserError as error:
-        channel.send({"key": error.key, "error": str(error)})
-        return
-    channel.send({"sources": dict(sources(path)), "names": names})
-    own = os.getpid()
-    with asyncio.Runner() as runner:
-        while (asked := cast("ScoringCall | None", channel.receive())) is not None:
-            grant_cpu(task["cpu_s"])
-            answers = _answers(function, asked["samples"], task, runner)
-            if os.getpid() != own:
-                # The function forked, and the child returned here too: the parent answers.
-                os._exit(0)
-            channel.send({"id": asked["id"], "answers": answers})
+    function, names = _load_function(path, task)
+
+    def reply(request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
+        samples = cast("list[dict[str, object]]", request["samples"])
+        return {"answers": _answers(function, samples, task, runner)}
+
+    return LoadedCode(files=(path,), report={"names": names}, reply=reply)
 
 
-def _load(path: Path, task: WorkerTask) -> tuple[_UserFunction, list[str]]:
+def _load_function(path: Path, task: WorkerTask) -> tuple[_UserFunction, list[str]]:
     """Return the function with its options, and the arguments that it takes."""
-    module, name = import_file(path, name=_MODULE), task["name"]
+    module, name = load_module(path, name="megarl_user_reward"), task["name"]
     function: object = getattr(module, name, None)
     if function is None:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        raise UserError("name", f"{path} has no function {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise UserError("name", f"{path} has no function {name}{near_name(module, name)}")
     if not callable(function):
         raise UserError("name", f"{name} in {path} is a {type_name(function)}, not a function")
     bound = partial(function, **task["options"])
@@ -103,7 +89,7 @@ def _answers(
         else:
             results = [_call(partial(function, **sample), runner) for sample in samples]
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        failed: Answer = {"error": describe(error, Path(task["path"]), memory_key="reward.memory_gib")}
+        failed: Answer = {"error": describe_error(error, Path(task["path"]), memory_key="reward.memory_gib")}
         if getattr(error, "is_machine_fault", False):
             failed["is_machine_fault"] = True
         return [failed for _ in samples]
@@ -112,8 +98,7 @@ def _answers(
 
 
 def _call(call: Callable[[], object], runner: asyncio.Runner) -> object:
-    value = math.nan if reach("scoring") == "nan" else call()
-    return runner.run(_finish(value)) if inspect.isawaitable(value) else value
+    return math.nan if reach("scoring") == "nan" else finished(call, runner)
 
 
 def _as_list(value: object, num_samples: int) -> list[object]:
@@ -132,9 +117,5 @@ def _place(function: _UserFunction) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(inner)
 
 
-async def _finish(value: Awaitable[object]) -> object:
-    return await value
-
-
 if __name__ == "__main__":
-    serve(WorkerChannel())
+    serve(_load)

@@ -1,11 +1,15 @@
-"""A user's own Python, loaded by its reference: `file.py:name` or `package.module:name`."""
+"""A user's own Python: loaded by its reference, `file.py:name` or `package.module:name`, or as a file.
+
+Worker processes load their files here too: standard library only, so that they start in the time of the user's imports.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
@@ -28,27 +32,36 @@ def split_reference(reference: str) -> tuple[str, str]:
 def load_code(reference: str, *, key: str) -> UserFunction:
     """Return the function or class of a reference; raise a ConfigError that names the recipe's `key`."""
     place, name = split_reference(reference)
+    path = Path(place)
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
+        if not place.endswith(".py"):
+            module = import_module(place)
+        elif path.is_file():
+            module = import_file(path, name=f"megarl_user_code_{abs(hash(path.resolve()))}")
+        else:
+            raise FileNotFoundError(f"{path} does not exist")
     except BaseException as error:
         # The user's code may raise anything, SystemExit too.
         raise _error(key, f"{reference}: importing it {describe_error(error)}") from error
-    found: object = getattr(module, name, None)
-    if found is None:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        raise _error(key, f"{place} has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
-    if not callable(found):
-        raise _error(key, f"{name} in {place} is a {type(found).__name__}, not a function or a class")
-    return found
+    code: object = getattr(module, name, None)
+    if code is None:
+        raise _error(key, f"{place} has no {name}{near_name(module, name)}")
+    if not callable(code):
+        raise _error(key, f"{name} in {place} is a {type(code).__name__}, not a function or a class")
+    return code
 
 
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+def near_name(module: ModuleType, name: str) -> str:
+    """Return the end of a message about a missing name."""
+    near = difflib.get_close_matches(name, vars(module), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def import_file(path: Path, *, name: str) -> ModuleType:
+    """Return the module of a file; raise what its code raises."""
     # Last: files in the user's folder can be imported but do not hide installed packages.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    name = f"megarl_user_code_{abs(hash(path.resolve()))}"
     loader = SourceFileLoader(name, str(path))
     spec = spec_from_loader(name, loader)
     assert spec is not None, f"no module spec for {path}"
@@ -58,11 +71,32 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def describe_error(error: BaseException) -> str:
-    """Return `raised ValueError: text (file:line)`, with the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+def sources(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield path and digest of the file and of its imports from the same folder, installed packages excepted."""
+    files = {path}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or "site-packages" in file:
+            continue
+        if Path(file).is_relative_to(path.parent) and not Path(file).is_relative_to(sys.base_prefix):
+            files.add(Path(file))
+    for file in sorted(files):
+        yield str(file), hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def describe_error(error: BaseException, path: Path | None = None, *, memory_key: str | None = None) -> str:
+    """Return `raised ValueError: text (file:line)`, with the innermost line of `path` if the traceback has one.
+
+    `memory_key` is the key of the recipe that limits the memory of this process.
+    """
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        frames.append((error.filename or "", error.lineno))
+    frames = [frame for frame in frames if frame[0] == str(path)] or frames
+    where = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
     message = str(error).strip().partition("\n")[0][:500]
+    if isinstance(error, MemoryError) and memory_key is not None:
+        message = message or f"the limit is {memory_key}"
     return f"raised {type(error).__name__}{f': {message}' if message else ''}{where}"
 
 

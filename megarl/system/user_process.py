@@ -1,7 +1,10 @@
-"""A process that runs a user's code: started with limits, spoken to in JSON, killed with all that it has started.
+"""Processes that run a user's code: started with limits, sent requests in JSON, killed with all that they have started.
 
-This is the side that starts it; `user_worker` is the other one. A message is its length and a JSON object in UTF-8.
-Each process has a mark in its environment, by which all that the user's code has started is found and killed with it.
+This is the side that starts them; `user_worker` is the other one. A message is its length and a JSON object in UTF-8.
+The worker sends the first one: `sources`, the digests of the files that it imported, and facts about the code, or `key`
+and `error` of code that cannot be loaded. After that one reply follows each request and repeats its id: a reply to
+another request is not taken for its own. Each process has a mark in its environment, by which all that the user's code
+has started is found and killed with it.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ from typing import IO
 from uuid import uuid4
 
 from megarl.env import USER_WORKER, current_environment
+from megarl.errors import Problem, RewardError
 from megarl.system.proc import kill_marked, read_stat
 
 logger = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 120.0
+"""Limit on the user's imports; requests have their own deadline in the recipe."""
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_LOG_BYTES = 64 << 20
@@ -42,10 +48,49 @@ _log_lock = threading.Lock()
 """Held while a chunk is written: workers share a log."""
 
 
+class UserLoadError(Exception):
+    """The user's code cannot be loaded."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class NoReplyError(Exception):
+    """A process did not reply, and is of no further use; the message is a predicate."""
+
+
+class LateReplyError(NoReplyError):
+    """The deadline passed; `cpu_s` is the time that the process computed until then."""
+
+    def __init__(self, message: str, *, cpu_s: float) -> None:
+        super().__init__(message)
+        self.cpu_s = cpu_s
+
+
+class CpuLimitError(NoReplyError):
+    """The kernel ended the process at its limit of CPU time."""
+
+
+class ForeignReplyError(NoReplyError):
+    """The process sent something that is no reply to the request."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(
+            f"got an answer that is not its own ({reason}): the code forks, or writes to its worker's channel"
+        )
+
+
 class UserProcess:
-    """One process of `python -m module SOCKET TASK`."""
+    """One process of `python -m module SOCKET TASK`. `load` is called first."""
 
     def __init__(self, module: str, task: Mapping[str, object], *, log_path: Path | None = None) -> None:
+        self.report: dict[str, object] = {}
+        """The first message of a worker that has loaded the code."""
+        self.num_uses = 0
+        self.is_whole = True
+        """Every request so far got its reply: the process may be used again."""
+        self._num_requests = 0
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._received = b""
@@ -69,33 +114,47 @@ class UserProcess:
         logger.debug("started %s pid=%d", module, self._process.pid)
 
     @property
-    def signal_of_end(self) -> int | None:
-        """The signal that ended the process; None if it runs or exited."""
-        code = self._process.returncode
-        return -code if code is not None and code < 0 else None
-
-    @property
     def cpu_s(self) -> float:
         """CPU time that the process has used; 0 for one that is gone."""
         with suppress(OSError):
             return read_stat(self._process.pid).cpu_s
         return 0.0
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+    async def load(self, *, section: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the worker has loaded the code; a UserLoadError, with a key of the section, if it cannot."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                report = json.loads(await self._receive())
+        except TimeoutError:
+            message = f"importing it took longer than {timeout_s:g} s"
+            raise UserLoadError(Problem(key=f"{section}.path", message=message)) from None
+        except (EOFError, ConnectionError, ValueError):
+            message = f"importing it ended the process: it {self._exit_reason()}"
+            raise UserLoadError(Problem(key=f"{section}.path", message=message)) from None
+        if "error" in report:
+            raise UserLoadError(Problem(key=f"{section}.{report['key']}", message=report["error"]))
+        self.report = report
 
-    async def send(self, message: Mapping[str, object]) -> None:
-        payload = json.dumps(message).encode()
-        await asyncio.get_running_loop().sock_sendall(self._channel, LENGTH.pack(len(payload)) + payload)
-
-    async def receive(self) -> bytes:
-        """Return the next message; raise EOFError or ConnectionError if there is none."""
-        (size,) = LENGTH.unpack(await self._read(LENGTH.size))
-        if size > MAX_MESSAGE_BYTES:
-            # The user's code may have written to the channel.
-            raise ConnectionError
-        return await self._read(size)
+    async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, object]:
+        """Return the reply to a request; a NoReplyError if there is none."""
+        self._num_requests += 1
+        self.is_whole, began_cpu_s = False, self.cpu_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send({"id": self._num_requests, **request})
+                reply: object = json.loads(await self._receive())
+        except TimeoutError:
+            raise LateReplyError(f"gave no answer within {timeout_s:g} s", cpu_s=self.cpu_s - began_cpu_s) from None
+        except (EOFError, ConnectionError):
+            reason = self._exit_reason()
+            error = CpuLimitError if self._process.returncode == -signal.SIGXCPU else NoReplyError
+            raise error(f"ended its worker process: it {reason}") from None
+        except (ValueError, RecursionError) as no_json:
+            raise ForeignReplyError(no_json) from None
+        if not isinstance(reply, dict) or reply.get("id") != self._num_requests:
+            raise ForeignReplyError("it belongs to another request")
+        self.is_whole = True
+        return reply
 
     def discard(self) -> None:
         """Kill the process and close the channel. No other task may be waiting on the channel."""
@@ -111,12 +170,24 @@ class UserProcess:
         except subprocess.TimeoutExpired:
             logger.warning("worker pid=%d survived SIGKILL seconds=%g", self._process.pid, _KILL_TIMEOUT_S)
 
-    def exit_reason(self) -> str:
+    def _exit_reason(self) -> str:
         """End the process and return how it ended."""
         # A process that has exited keeps its status; the signal only ends what it has started.
         self.kill()
         code = self._process.returncode or 0
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    async def _send(self, message: Mapping[str, object]) -> None:
+        payload = json.dumps(message).encode()
+        await asyncio.get_running_loop().sock_sendall(self._channel, LENGTH.pack(len(payload)) + payload)
+
+    async def _receive(self) -> bytes:
+        """Return the next message; raise EOFError or ConnectionError if there is none."""
+        (size,) = LENGTH.unpack(await self._read(LENGTH.size))
+        if size > MAX_MESSAGE_BYTES:
+            # The user's code may have written to the channel.
+            raise ConnectionError
+        return await self._read(size)
 
     async def _read(self, num_bytes: int) -> bytes:
         while (num_missing := num_bytes - len(self._received)) > 0:
@@ -128,6 +199,96 @@ class UserProcess:
         return read
 
 
+async def try_loading(
+    module: str,
+    task: Mapping[str, object],
+    *,
+    section: str,
+    timeout_s: float = START_TIMEOUT_S,
+    log_path: Path | None = None,
+) -> Mapping[str, object]:
+    """Start one process; return its report, or raise a UserLoadError."""
+    process = UserProcess(module, task, log_path=log_path)
+    try:
+        await process.load(section=section, timeout_s=timeout_s)
+    finally:
+        process.discard()
+    return process.report
+
+
+class UserPool:
+    """At most `workers` processes, started on demand and replaced after `uses_per_worker` uses."""
+
+    def __init__(
+        self,
+        module: str,
+        task: Mapping[str, object],
+        *,
+        section: str,
+        workers: int,
+        uses_per_worker: int,
+        log_path: Path | None = None,
+    ) -> None:
+        self._module = module
+        self._task = task
+        self._section = section
+        self._uses_per_worker = uses_per_worker
+        self._log_path = log_path
+        self._slots = asyncio.Semaphore(workers)
+        self._idle: list[UserProcess] = []
+        self._busy: set[UserProcess] = set()
+        self._sources = _SourceWatch()
+        self.is_closed = False
+
+    async def take(self) -> UserProcess:
+        """Wait for a free place; return a process that has loaded the code, for `give` to take back.
+
+        Raises a UserLoadError, and a RewardError for a file that has changed.
+        """
+        await self._slots.acquire()
+        process = None
+        try:
+            # Running workers have the old code, new ones would have the new.
+            _refuse_change(self._sources.changed())
+            if self.is_closed:
+                raise NoReplyError("has no worker process: the run is over")
+            process = self._idle.pop() if self._idle else UserProcess(self._module, self._task, log_path=self._log_path)
+            self._busy.add(process)
+            if not process.report:
+                await process.load(section=self._section)
+                _refuse_change(self._sources.note(process.report["sources"]))
+        except BaseException:
+            self._drop(process)
+            raise
+        return process
+
+    def give(self, process: UserProcess, *, is_usable: bool, num_uses: int = 1) -> None:
+        """Take a process back, after some uses; one that is not usable is killed."""
+        process.num_uses += num_uses
+        if self.is_closed or not is_usable or process.num_uses >= self._uses_per_worker:
+            self._drop(process)
+            return
+        self._busy.remove(process)
+        self._idle.append(process)
+        self._slots.release()
+
+    def _drop(self, process: UserProcess | None) -> None:
+        if process is not None:
+            self._busy.discard(process)
+            process.discard()
+        self._slots.release()
+
+    def close(self) -> None:
+        """Kill every process, busy or idle, and what it has started. May be called twice."""
+        self.is_closed = True
+        for process in self._idle:
+            process.discard()
+        self._idle.clear()
+        for process in self._busy:
+            # The caller that waits for it reads the end of the channel and gives it back.
+            process.kill()
+
+
 @dataclass(slots=True, kw_only=True)
 class _Source:
     digest: str
@@ -135,18 +296,18 @@ class _Source:
     """Modification time and size: cheaper to compare than the digest. None if the file is gone."""
 
 
-class SourceWatch:
+class _SourceWatch:
     """The files that workers have imported: a change of one would make old and new workers differ."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _Source] = {}
 
-    def note(self, digests: Mapping[str, str]) -> str | None:
+    def note(self, digests: object) -> str | None:
         """Take the files of a worker; return the path of one that another worker has loaded differently."""
+        assert isinstance(digests, dict)
         for path, digest in digests.items():
-            known = self._sources.setdefault(path, _Source(digest=digest, mark=_mark(path)))
-            if known.digest != digest:
-                return path
+            if self._sources.setdefault(path, _Source(digest=digest, mark=_mark(path))).digest != digest:
+                return str(path)
         return None
 
     def changed(self) -> str | None:
@@ -159,6 +320,13 @@ class SourceWatch:
                 return path
             source.mark = mark
         return None
+
+
+def _refuse_change(path: str | None) -> None:
+    if path is not None:
+        raise RewardError(
+            f"{path} changed during the run; scores before and after would not be comparable: start the run again"
+        )
 
 
 def _mark(path: str) -> tuple[int, int] | None:

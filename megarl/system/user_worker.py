@@ -1,11 +1,13 @@
-"""The inside of a `UserProcess`: its channel, its limits, the user's file. Standard library only.
+"""The inside of a `UserProcess`: its channel, its limits, and the loop that replies. Standard library only.
 
-A worker starts in the time that the user's own imports take.
+A program of user code is `serve(load)`: `load` imports the code, and what it returns replies to requests, whatever the
+user's code does.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import inspect
 import json
 import math
 import os
@@ -15,16 +17,17 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Iterator, Mapping
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from megarl.env import USER_WORKER
 from megarl.system.proc import kill_marked
+from megarl.system.user_code import describe_error, import_file, sources
 from megarl.system.user_process import LENGTH
+
+Reply = dict[str, object]
 
 
 class UserError(Exception):
@@ -35,13 +38,68 @@ class UserError(Exception):
         self.key = key
 
 
-class WorkerChannel:
-    """The messages with the process that started this one, from the command line `SOCKET TASK`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCode:
+    """The user's code, imported."""
 
-    def __init__(self) -> None:
-        descriptor, task = sys.argv[1:]
-        self.task: dict[str, object] = json.loads(task)
-        self._socket = socket.socket(fileno=int(descriptor))
+    files: Sequence[Path]
+    report: Mapping[str, object]
+    """Facts about the code for the process that started this one."""
+    reply: Callable[[Mapping[str, object], asyncio.Runner], Reply]
+    """Returns the reply to a request."""
+
+
+def serve(load: Callable[[Mapping[str, object]], LoadedCode]) -> None:
+    """Run the command line `SOCKET TASK`: load the code, report, and reply until the other side closes the channel.
+
+    A task has `memory_bytes` and `cpu_s`, the limit of each request, or None for them.
+    """
+    descriptor, text = sys.argv[1:]
+    task: dict[str, object] = json.loads(text)
+    channel = _Channel(int(descriptor))
+    _limit_memory(task["memory_bytes"])
+    try:
+        code = load(task)
+    except UserError as error:
+        channel.send({"key": error.key, "error": str(error)})
+        return
+    digests = {path: digest for file in code.files for path, digest in sources(file)}
+    channel.send({"sources": digests, **code.report})
+    own = os.getpid()
+    with asyncio.Runner() as runner:
+        while (request := channel.receive()) is not None:
+            _grant_cpu(task["cpu_s"])
+            reply = code.reply(request, runner)
+            if os.getpid() != own:
+                # The user's code forked, and the child returned here too: the parent replies.
+                os._exit(0)
+            channel.send({"id": request["id"], **reply})
+
+
+def load_module(path: Path, *, name: str) -> ModuleType:
+    """Return the user's module; a UserError with the key `path` if importing it fails."""
+    try:
+        return import_file(path, name=name)
+    except BaseException as error:
+        # The user's code may raise anything, SystemExit too.
+        raise UserError("path", f"importing it {describe_error(error, path, memory_key='memory_gib')}") from error
+
+
+def finished(call: Callable[[], object], runner: asyncio.Runner) -> object:
+    """Return the result of a function that may be async."""
+    value = call()
+    return runner.run(_finish(value)) if inspect.isawaitable(value) else value
+
+
+async def _finish(value: Awaitable[object]) -> object:
+    return await value
+
+
+class _Channel:
+    """The messages with the process that started this one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
         # Processes that the user's code starts must not inherit the channel.
         self._socket.set_inheritable(False)
         threading.Thread(target=_exit_with_parent, args=(self._socket,), daemon=True).start()
@@ -56,8 +114,8 @@ class WorkerChannel:
         if len(header) < LENGTH.size:
             return None
         (size,) = LENGTH.unpack(header)
-        asked: dict[str, object] = json.loads(self._socket.recv(size, socket.MSG_WAITALL))
-        return asked
+        message: dict[str, object] = json.loads(self._socket.recv(size, socket.MSG_WAITALL))
+        return message
 
 
 def _exit_with_parent(channel: socket.socket) -> None:
@@ -72,57 +130,14 @@ def _exit_with_parent(channel: socket.socket) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def limit_memory(num_bytes: int | None) -> None:
-    if num_bytes is not None:
+def _limit_memory(num_bytes: object) -> None:
+    if isinstance(num_bytes, int):
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
 
 
-def grant_cpu(cpu_s: int | None) -> None:
+def _grant_cpu(cpu_s: object) -> None:
     """Set the CPU limit of one request: the kernel counts from the start of the process."""
-    if cpu_s is not None:
+    if isinstance(cpu_s, int):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         limit = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_s
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
-def import_file(path: Path, *, name: str) -> ModuleType:
-    """Return the user's module; a UserError with the key `path` if importing it fails."""
-    # Last: files in the user's folder can be imported but do not hide installed packages.
-    sys.path.append(str(path.parent))
-    loader = SourceFileLoader(name, str(path))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None, f"no module spec for {path}"
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        loader.exec_module(module)
-    except BaseException as error:
-        # The user's code may raise anything, SystemExit too.
-        raise UserError("path", f"importing it {describe(error, path)}") from error
-    return module
-
-
-def sources(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and digest of the file and of its imports from the same folder, installed packages excepted."""
-    files = {path}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or "site-packages" in file:
-            continue
-        if Path(file).is_relative_to(path.parent) and not Path(file).is_relative_to(sys.base_prefix):
-            files.add(Path(file))
-    for file in sorted(files):
-        yield str(file), hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def describe(error: BaseException, path: Path, *, memory_key: str = "memory_gib") -> str:
-    """Return the error and the last line of the user's file in its traceback."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):
-        frames.append((error.filename or "", error.lineno))
-    own = [frame for frame in frames if frame[0] == str(path)]
-    file, line = (own or frames)[-1]
-    message = str(error).strip().partition("\n")[0][:500]
-    if isinstance(error, MemoryError):
-        message = message or f"the limit is {memory_key}"
-    return f"raised {type(error).__name__}{f': {message}' if message else ''} ({file}:{line})"

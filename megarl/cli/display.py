@@ -59,8 +59,11 @@ class _LastingConsole(Console):
             super().on_broken_pipe()
 
 
-def make_console() -> Console:
-    return _LastingConsole(no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=True)
+def make_console(width: int | None = None) -> Console:
+    """Return a console whose lines wrap where the terminal ends, or tables at `width`."""
+    return _LastingConsole(
+        width=width, no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=width is None
+    )
 
 
 def show_warnings(console: Console) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.display import make_console
 from megarl.cli.recipe import Overrides
-from megarl.env import NO_COLOR, RAY_ADDRESS
+from megarl.env import RAY_ADDRESS
 from megarl.errors import ConfigError, MachineError, Problem
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from megarl.tools.doctor import Check
     from megarl.tools.doctor.rules import Finding, RunDiagnosis
 
-_WIDTH = 120
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red"}
 
 
@@ -107,7 +107,7 @@ def _findings(diagnosis: RunDiagnosis | None) -> Sequence[Finding]:
 
 
 def _show(checks: Sequence[Check], diagnosis: RunDiagnosis | None, run: Path | None) -> None:
-    console = Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
+    console = make_console(width=120)
     if checks:
         console.print(_checks_table(checks))
         console.print(_count([str(check.status) for check in checks]))

@@ -1,7 +1,7 @@
 """The command line: argv to one call, and an exit code and a message for every way out.
 
-A new command is a file of its own and one line here. Heavy modules are imported by the command that needs them:
-`validate` and `--version` load neither torch nor Ray.
+A new command is a function and one line here. Only the module of the command that runs is imported, and it imports
+heavy ones when it needs them: `validate` and `--version` load neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Protocol
 
 import typer
 from typer.core import TyperGroup
 
 from megarl import __version__
-from megarl.cli.data import data_app
-from megarl.cli.import_verl import import_verl
-from megarl.cli.plan import plan
-from megarl.cli.recipe import schema, validate
-from megarl.cli.train import train
 from megarl.errors import ConfigError, MegarlError
 from megarl.system.secret import masked
 
@@ -30,13 +26,41 @@ EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 GROUPS = {
-    "Write a recipe": ("init", "validate", "plan", "import-verl", "schema", "data"),
-    "Run it": ("train", "doctor", "rehearse", "launch", "fleet"),
-    "Look at runs": ("top", "view", "report", "compare", "samples", "timeline", "rescore", "metrics", "dashboards"),
-    "Use the model": ("evaluate", "export", "checkpoint"),
-    "Compare trainer and engines": ("check-sync", "diagnose"),
+    "Write a recipe": {
+        "init": "prepare:init",
+        "validate": "recipe:validate",
+        "plan": "plan:plan",
+        "import-verl": "prepare:import_verl",
+        "schema": "recipe:schema",
+        "data": "prepare:data_app",
+    },
+    "Run it": {
+        "train": "train:train",
+        "doctor": "doctor:doctor",
+        "rehearse": "trials:rehearse",
+        "launch": "launch:launch_app",
+        "fleet": "run_folder:fleet",
+    },
+    "Look at runs": {
+        "top": "run_folder:top",
+        "view": "run_folder:view",
+        "report": "run_folder:report",
+        "compare": "run_folder:compare",
+        "samples": "run_folder:samples",
+        "timeline": "run_folder:timeline",
+        "rescore": "evaluate:rescore_run",
+        "metrics": "run_folder:metrics_app",
+        "dashboards": "run_folder:dashboards",
+    },
+    "Use the model": {
+        "evaluate": "evaluate:evaluate",
+        "export": "checkpoint:export",
+        "checkpoint": "checkpoint:checkpoint_app",
+    },
+    "Compare trainer and engines": {"check-sync": "trials:check_sync", "diagnose": "trials:diagnose_app"},
 }
-"""The commands in the order of a day."""
+"""The commands in the order of a day, each with its module below `megarl.cli` and its name there."""
+_PLACES = {name: place for commands in GROUPS.values() for name, place in commands.items()}
 
 
 class _HelpText(Protocol):
@@ -65,44 +89,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Reinforcement-learning post-training: Megatron trains, SGLang generates.",
 )
-app.command()(train)
-app.command()(validate)
-app.command()(plan)
-app.command()(schema)
-app.command("import-verl")(import_verl)
-app.add_typer(data_app, name="data")
-
-_QUICK = ("train", "validate", "plan", "schema", "import-verl")
-"""Commands that start without importing the other ones."""
 
 
 @cache
-def complete_app() -> None:
-    """Add the commands that are slow to import."""
-    from megarl.cli.check_sync import check_sync
-    from megarl.cli.checkpoint import checkpoint_app
-    from megarl.cli.compare import compare
-    from megarl.cli.diagnose import diagnose_app
-    from megarl.cli.doctor import doctor
-    from megarl.cli.evaluate import evaluate
-    from megarl.cli.export import export
-    from megarl.cli.init import init
-    from megarl.cli.launch import launch_app
-    from megarl.cli.metrics import dashboards, metrics_app
-    from megarl.cli.rehearse import rehearse
-    from megarl.cli.rescore import rescore_run
-    from megarl.cli.run_folder import fleet, report, samples, timeline, top, view
+def add_command(name: str) -> None:
+    """Import one command and add it to the app."""
+    module, _, attribute = _PLACES[name].partition(":")
+    command = getattr(import_module(f"megarl.cli.{module}"), attribute)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(command)
 
-    for command in (init, doctor, rehearse, evaluate, view, top, compare, report, timeline, samples, fleet):
-        app.command()(command)
-    app.command()(export)
-    app.command()(dashboards)
-    app.command("check-sync")(check_sync)
-    app.command("rescore")(rescore_run)
-    app.add_typer(checkpoint_app, name="checkpoint")
-    app.add_typer(diagnose_app, name="diagnose")
-    app.add_typer(launch_app, name="launch")
-    app.add_typer(metrics_app, name="metrics")
+
+def complete_app() -> None:
+    """Add all commands, as their help needs them."""
+    for name in _PLACES:
+        add_command(name)
 
 
 def main() -> None:
@@ -112,7 +115,9 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    if not arguments or arguments[0] not in _QUICK:
+    if arguments and arguments[0] in _PLACES:
+        add_command(arguments[0])
+    elif list(arguments) != ["--version"]:
         complete_app()
     return run_app(app, arguments, prog_name="megarl")
 

@@ -1,4 +1,6 @@
-"""Commands on the folder of a run: `megarl view`, `report`, `timeline`, `top`, `samples`, `fleet`. Load no torch."""
+"""Commands on the folders of runs: `megarl view`, `report`, `timeline`, `top`, `samples`, `fleet`, `compare`, and their
+metrics for Prometheus and Grafana: `metrics`, `dashboards`. Load no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.display import make_console, make_display, progress_lines
+from megarl.cli.train import format_number
+from megarl.config.document import leaves
+from megarl.config.load import read_recipe
 from megarl.data.rollout_files import (
     Generation,
     SpokenTurn,
@@ -29,13 +35,19 @@ from megarl.data.rollout_files import (
     read_episodes,
     read_generations,
 )
-from megarl.errors import DataError, MachineError
+from megarl.errors import ConfigError, DataError, MachineError, Problem
+from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
 from megarl.observe.history import Progress, advance, fold_history
+from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
+from megarl.run_result import Result
+from megarl.tools.dashboards import write_monitoring
 from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, to_trace
 from megarl.types import JsonValue, TurnKind
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
+
+metrics_app = typer.Typer(no_args_is_help=True, help="List the metrics of runs, and their addresses.")
 
 _MAX_WIDTH = 100
 _TOP_PAUSE_S = 0.5
@@ -264,3 +276,151 @@ def fleet(
         cells = (report.index, report.state, report.version, report.num_outstanding, report.num_restarts)
         table.add_row(*map(str, cells), report.address, report.reason)
     make_console().print(table)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the curves of all runs into one HTML file.")
+    ] = None,
+) -> None:
+    """Show runs side by side: last and best numbers, and every key in which their recipes differ."""
+    if len(runs) < 2:
+        raise ConfigError("megarl compare", (Problem(key="", message="name at least two folders of runs"),))
+    results = [Result(run) for run in runs]
+    names = run_names(results)
+    tables = [table for table in (_results_table(results, names), _recipes_table(results, names)) if table.rows]
+    console = make_console()
+    for table in tables:
+        console.print(table.to_terminal())
+    if len(tables) == 1:
+        console.print("the recipes are the same")
+    if out is not None:
+        from megarl.tools.page.run_data import RunFolder
+        from megarl.tools.page.web_page import comparison_page
+
+        folders = {name: RunFolder(run) for name, run in zip(names, runs, strict=True)}
+        write_text(out, comparison_page(folders, [table.to_page() for table in tables]))
+        print(f"wrote {out}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTable:
+    """A table for the terminal and for the page: a name and a cell for each run."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def to_terminal(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for place, name in enumerate(self.header):
+            # Keys stay whole on a narrow terminal, and no value loses its end.
+            table.add_column(Text(name, overflow="fold"), overflow="fold", no_wrap=place == 0)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def to_page(self) -> JsonValue:
+        return {"title": self.title, "header": list(self.header), "rows": [list(row) for row in self.rows]}
+
+
+def run_names(results: Sequence[Result]) -> list[str]:
+    """Return the names of the folders, or their paths where names repeat."""
+    names = [result.path.name for result in results]
+    return names if len(set(names)) == len(names) else [str(result.path) for result in results]
+
+
+def _results_table(results: Sequence[Result], names: Sequence[str]) -> ComparedTable:
+    from megarl.observe.report import tabulate
+
+    table = [("status", *(result.status for result in results))]
+    table.append(("steps", *(str(len(result.history.summaries)) for result in results)))
+    rows = [{row.name: row for row in tabulate(result.history)} for result in results]
+    for name in dict.fromkeys(name for each in rows for name in each):
+        cells = []
+        for each in rows:
+            row = each.get(name)
+            best = "" if row is None or row.best is None else f" ({format_number(row.best)} at {row.best_step})"
+            cells.append("" if row is None else f"{format_number(row.last)}{best}")
+        table.append((name, *cells))
+    return ComparedTable(title="last (best at step)", header=("", *names), rows=table)
+
+
+def _recipes_table(results: Sequence[Result], names: Sequence[str]) -> ComparedTable:
+    """Return every key in which the recipes differ; no row where they are the same."""
+    values = [{".".join(key): value for key, value in leaves(result.recipe_values)} for result in results]
+    keys = list(dict.fromkeys(key for each in values for key in each))
+    different = [key for key in keys if len({str(each.get(key)) for each in values}) > 1 and key != "run.name"]
+    rows = [(key, *("not set" if each.get(key) is None else str(each[key]) for each in values)) for key in different]
+    return ComparedTable(title="recipes differ in", header=("key", *names), rows=rows)
+
+
+@metrics_app.command("list")
+def list_metrics(
+    is_markdown: Annotated[bool, typer.Option("--docs", help="Print docs/metrics.md instead.")] = False,
+) -> None:
+    """Print every metric: its name, kind, labels and meaning."""
+    if is_markdown:
+        print(metrics_page(), end="")
+        return
+    width = max(len(metric.full_name) for metric in METRICS)
+    for metric in METRICS:
+        labels = f" {{{', '.join(metric.labels)}}}" if metric.labels else ""
+        print(f"{metric.full_name:<{width}}  {metric.kind:<9}  {metric.text}{labels}")
+
+
+@metrics_app.command("targets")
+def write_target_file(
+    run: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN|RECIPE...", help="Folders of runs, or recipes.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.", show_default=False)],
+) -> None:
+    """Write the addresses of runs for Prometheus.
+
+    The file has the exporters and engines in the format of `file_sd_configs`. Every run writes one itself,
+    prometheus_targets.json in its folder; this joins several.
+    """
+    targets: list[Target] = []
+    for path in run:
+        targets += read_targets(_run_folder(path) / TARGETS_FILE)
+    write_targets(out, targets)
+    print(f"wrote {out}: {len(targets)} targets")
+
+
+def dashboards(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
+) -> None:
+    """Write the Grafana dashboards and the Prometheus alerts."""
+    for path in write_monitoring(out):
+        print(f"wrote {path}")
+
+
+def _run_folder(path: Path) -> Path:
+    if path.is_dir():
+        return path
+    if path.suffix in {".yaml", ".yml"}:
+        return read_recipe(path).recipe.run_folder
+    raise DataError(f"{path}: neither the folder of a run nor a recipe")
+
+
+def metrics_page() -> str:
+    """Return the text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `megarl metrics list --docs` from `megarl/observe/catalogue.py`. [monitoring.md](monitoring.md)",
+        "explains how to view them. Every metric also has the label `run`.",
+    ]
+    for section, metrics in groupby(METRICS, key=lambda metric: metric.section):
+        lines += ["", f"## {section}", "", "| metric | kind | labels | |", "|---|---|---|---|"]
+        lines += [_metric_row(metric) for metric in metrics]
+    return "\n".join(lines) + "\n"
+
+
+def _metric_row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    text = metric.text.replace("|", "\\|")
+    return f"| `{metric.full_name}` | {metric.kind} | {labels} | {text} |"

@@ -1,19 +1,26 @@
-"""Builds the scorer of the recipe's `reward` section, also one of several parts, and checks the section."""
+"""Builds the scorer of the recipe's `reward` section, also one of several parts; checks the section, and tries the
+reward on ground truths before a run starts anything.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, cast
 
+import numpy as np
+
+from megarl.config.algorithm import AlgorithmNeeds
 from megarl.config.reward import (
     BySourceRewardConfig,
     CodeTestsRewardConfig,
     ComposedRewardConfig,
     EngineJudgeRewardConfig,
     ExactRewardConfig,
+    FrozenRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
@@ -26,10 +33,9 @@ from megarl.config.reward import (
     single_rewards,
 )
 from megarl.config.section import GIB, MIB
-from megarl.errors import ConfigError, Problem, RewardError
+from megarl.errors import ConfigError, DataError, Problem, RewardError
 from megarl.observe.observer import Observer
-from megarl.reward.frozen import EngineJudgeBackend, FrozenModel, RewardModelBackend
-from megarl.reward.judge import ChatJudge, HttpJudge, read_key
+from megarl.reward.judge import ChatJudge, EngineJudgeBackend, FrozenModel, HttpJudge, RewardModelBackend, read_key
 from megarl.reward.pool import PROGRAM, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.remote_scorer import RemoteScorer, ScoringBackend
@@ -38,7 +44,8 @@ from megarl.reward.scorer import ClosableScorer, ExactScorer
 from megarl.stages import Scorer
 from megarl.system.user_code import describe_error, load_code
 from megarl.system.user_process import START_TIMEOUT_S, UserLoadError, try_loading
-from megarl.types import RolloutGroup, Score, ScoredGroup
+from megarl.tokens import Content
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
@@ -47,6 +54,8 @@ _SANDBOX_GRACE_S = 20.0
 
 
 OpenPool: TypeAlias = Callable[[ScoringTask], ScoringBackend]
+_MAX_TRIED = 64
+"""Data sources whose reward is tried before a run."""
 
 
 def build_scorer(
@@ -335,3 +344,37 @@ class ComposedScorer:
 
 async def _scores(scorer: Scorer, group: RolloutGroup) -> tuple[Score, ...]:
     return (await scorer.score(group)).scores
+
+
+async def try_reward(config: RewardConfig, needs: AlgorithmNeeds, prompts: Sequence[Prompt]) -> None:
+    """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
+    if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
+        return  # its engines do not run yet
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.data_source, prompt)
+    scorer = build_scorer(config)
+    try:
+        for prompt in islice(firsts.values(), _MAX_TRIED):
+            scored = await scorer.score(_ground_truth(prompt))
+            for key, name in needs.components:
+                if not scored.scores[0].is_masked and name not in scored.scores[0].components:
+                    names = ", ".join(scored.scores[0].components) or "none"
+                    raise DataError(
+                        f"{key}: the reward of prompt {prompt.uid} has no component {name}; it has {names}: return it "
+                        "from the reward function or change the recipe"
+                    )
+    finally:
+        scorer.close()
+
+
+def _ground_truth(prompt: Prompt) -> RolloutGroup:
+    """Return a group with one response: the ground truth."""
+    nothing = np.zeros(1, dtype=np.int32)
+    rollout = Rollout(
+        content=Content(token_ids=nothing, logprobs=nothing.astype(np.float32), text=prompt.ground_truth),
+        versions=nothing,
+        loss_mask=nothing.astype(np.bool_),
+        finish_reason=FinishReason.STOP,
+    )
+    return RolloutGroup(prompt=prompt, rollouts=(rollout,))

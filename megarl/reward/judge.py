@@ -1,6 +1,8 @@
-"""Judges over HTTP: one POST per response, paced, retried, its reply checked like any reward. Knows no rollouts.
+"""Models that judge: over HTTP, one POST per response, paced and retried, or on engines of the run. Knows no rollouts.
 
-The API key is read from a file and sent in a header. No message contains it: errors name the URL and the reply.
+A language model chooses one of the recipe's answers, which it writes or finds likeliest; a reward model or a server
+scores by itself. Knows neither engines nor tokens: a `FrozenModel` has both. An API key is read from a file and sent in
+a header; no message contains it: errors name the URL and the reply.
 """
 
 from __future__ import annotations
@@ -8,27 +10,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
+from megarl.config.reward import (
+    EngineJudgeRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
+    QuestionConfig,
+    RewardModelRewardConfig,
+)
 from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
-from megarl.reward.frozen import (
-    RETRY_TEMPERATURE,
-    asked_in_json,
-    judged,
-    read_choice,
-    reply_schema,
-    unknown_answer,
-)
 from megarl.reward.protocol import Answer, Request, check_result
 from megarl.system.secret import Secret
 
@@ -37,10 +39,26 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+Chat = Sequence[Mapping[str, object]]
+RETRY_TEMPERATURE = 0.7
+"""A judge that is asked again would give the same reply at temperature 0."""
 
 
-class _HttpBackend(ABC):
-    """A `ScoringBackend`; a subclass says what is sent and what a reply means."""
+class _Judge(ABC):
+    """A `ScoringBackend` that is asked about one response after the other."""
+
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+        return [await self._ask(request) for request in requests]
+
+    def close(self) -> None:  # noqa: B027 - the same in every subclass
+        """Nothing to close: connections are closed with their requests, and engines belong to the run."""
+
+    @abstractmethod
+    async def _ask(self, request: Request) -> Answer: ...
+
+
+class _HttpBackend(_Judge):
+    """A subclass says what is sent and what a reply means."""
 
     def __init__(self, config: HttpRewardConfig | JudgeRewardConfig) -> None:
         self._config = config
@@ -49,9 +67,6 @@ class _HttpBackend(ABC):
         # Created once: reading the certificates takes longer than most requests.
         self._tls = ssl.create_default_context()
         self._key = None if config.api_key_file is None else read_key(config.api_key_file)
-
-    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
-        return [await self._ask(request) for request in requests]
 
     async def _ask(self, request: Request) -> Answer:
         pause_s = _FIRST_PAUSE_S
@@ -68,9 +83,6 @@ class _HttpBackend(ABC):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ScoreError(f"{complaint}, {self._config.max_attempts} times (reward.max_attempts)")
-
-    def close(self) -> None:  # noqa: B027 - the same in every subclass
-        """Nothing to close: a connection is closed with its request."""
 
     async def _pace(self) -> None:
         """Start requests at even intervals, so that no second has more than `requests_per_second`."""
@@ -227,3 +239,132 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
         if len(reply) > max_bytes:
             raise ScoreError(f"replied with more than {max_bytes} bytes (reward.max_reply_bytes)")
     return reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenReply:
+    text: str
+    num_tokens: int
+    """The cost: tokens of the question and of the reply."""
+    is_cut: bool
+    """The limit of tokens ended it."""
+
+
+class FrozenModel(Protocol):
+    """A model that is never trained, with its own tokenizer and chat template.
+
+    Each call raises a ScoreError where a chat does not fit the model, and a MachineFaultError where no engine answers.
+    """
+
+    async def classify(self, chat: Chat) -> float:
+        """Return the output of a sequence classifier after the last message, the answer."""
+        ...
+
+    async def probabilities(self, question: str, answers: Sequence[str]) -> Sequence[float]:
+        """Return how likely the model begins with each answer, relative to the other answers."""
+        ...
+
+    async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
+        """Return a reply that keeps to a JSON schema unless it is cut: the likeliest first, then sampled ones."""
+        ...
+
+
+class RewardModelBackend(_Judge):
+    """The score of a classifier for the chat and its response."""
+
+    def __init__(self, config: RewardModelRewardConfig, model: FrozenModel) -> None:
+        self._config = config
+        self._model = model
+
+    async def _ask(self, request: Request) -> Answer:
+        messages = request.get("messages", ())
+        if not messages:
+            raise ScoreError("the prompt has no messages; a reward model scores chats")
+        score = await self._model.classify([*messages, {"role": "assistant", "content": request["solution_str"]}])
+        return {"score": self._config.scaled(score), "components": {"raw": score}}
+
+
+class EngineJudgeBackend(_Judge):
+    """The score of the answer that a judge on engines gives to the recipe's question."""
+
+    def __init__(self, config: EngineJudgeRewardConfig, model: FrozenModel) -> None:
+        self._config = config
+        self._model = model
+
+    async def _ask(self, request: Request) -> Answer:
+        max_tokens = self._config.max_tokens
+        return await (self._likeliest(request) if max_tokens is None else self._written(request, max_tokens))
+
+    async def _written(self, request: Request, max_tokens: int) -> Answer:
+        config, num_tokens = self._config, 0
+        question, schema = asked_in_json(config, request), json.dumps(reply_schema(config))
+        for attempt in range(config.max_attempts):
+            reply = await self._model.write(question, schema=schema, max_tokens=max_tokens, attempt=attempt)
+            num_tokens += reply.num_tokens
+            chosen = read_choice(config, reply.text)
+            if chosen is not None:
+                return judged(config, chosen, num_tokens)
+        end = f" and was cut off at {max_tokens} tokens (reward.max_tokens)" if reply.is_cut else ""
+        raise ScoreError(
+            f"{unknown_answer(config, reply.text)}{end}, {config.max_attempts} times (reward.max_attempts)"
+        )
+
+    async def _likeliest(self, request: Request) -> Answer:
+        config, names = self._config, list(self._config.answers)
+        question = f"{filled(config.template, request)}\n\nReply with one of: {', '.join(names)}."
+        found = await self._model.probabilities(question, names)
+        likeliest = max(zip(found, names, strict=True))[1]
+        expected = sum(share * config.answers[name] for share, name in zip(found, names, strict=True))
+        return {
+            "score": expected if config.is_expected else config.answers[likeliest],
+            "components": {"judge_probability": max(found)},
+            "prediction": likeliest,
+        }
+
+
+def asked_in_json(config: QuestionConfig, request: Request) -> str:
+    """Return the question to a judge that writes its answer."""
+    form = '{"reasoning": ..., "answer": ...}' if config.max_reasoning_chars else '{"answer": ...}'
+    answers = json.dumps(list(config.answers), ensure_ascii=False)
+    return f"{filled(config.template, request)}\n\nReply with JSON: {form}, the answer one of {answers}."
+
+
+def reply_schema(config: QuestionConfig) -> dict[str, object]:
+    """Return the JSON schema of a written reply; the reasoning comes first, so that the answer follows from it."""
+    reasoning = {"reasoning": {"type": "string", "maxLength": config.max_reasoning_chars}}
+    answer = {"answer": {"enum": list(config.answers)}}
+    properties = {**reasoning, **answer} if config.max_reasoning_chars else answer
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def read_choice(config: QuestionConfig, text: str) -> str | None:
+    """Return the answer of a written reply; None if it is none of the recipe's."""
+    try:
+        reply = json.loads(text, strict=False)  # grammars allow control characters in strings
+    except (ValueError, RecursionError):
+        return None
+    chosen = reply.get("answer") if isinstance(reply, dict) else None
+    return chosen if isinstance(chosen, str) and chosen in config.answers else None
+
+
+def judged(config: QuestionConfig, chosen: str, num_tokens: int) -> Answer:
+    """Return the score of an answer, with the tokens that all replies to the question cost."""
+    return {
+        "score": config.answers[chosen],
+        "components": {"judge_tokens": float(num_tokens)},
+        "prediction": chosen,
+    }
+
+
+def unknown_answer(config: QuestionConfig, text: str) -> str:
+    return f"answered {text[:80]!r}, not one of {', '.join(config.answers)} (reward.answers)"
+
+
+def filled(template: str, request: Request) -> str:
+    """Return the template with the facts of the sample in place of their names, in one pass: a fact is no template."""
+
+    def fact(match: re.Match[str]) -> str:
+        value = request.get(match.group(1), match.group(0))
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return re.sub(r"\{(\w+)\}", fact, template)

@@ -3,7 +3,7 @@
 Bubblewrap gives the program its own namespaces: no network, no other processes, no files but an interpreter and an
 empty /tmp in memory, no environment. Resource limits bound each process; the memory of all of them is added up while
 they run, and a filter denies memory that is not counted there (`filter_program`). Where control groups are delegated,
-the kernel counts (`groups`). Killing bubblewrap ends everything inside.
+the kernel counts (`ControlGroups`). Killing bubblewrap ends everything inside.
 
 Bubblewrap reports on a descriptor whether it has run the program. A program that it could not run is a SandboxError,
 never a failed program.
@@ -27,11 +27,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megarl.reward.groups import Group, Groups
 from megarl.system.proc import descendants, resident_bytes
 
 SandboxKind = Literal["bubblewrap", "none"]
@@ -59,6 +58,59 @@ _MAX_FILES = 256
 _FIRST_UID = 60_000
 _NUM_UIDS = 5_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# The filter of system calls (seccomp). Denied are memory that no limit counts (memfd, System V), namespaces and mounts,
+# sockets other than Unix and Internet ones, and interfaces of the kernel that a program of a model has no use for. A
+# denied call fails; it does not end the program.
+_ARCHITECTURES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The kernel's numbers of machines."""
+# Numbers on x86_64 and on aarch64; calls since Linux 5.1 have the same number everywhere.
+_DENIED: Mapping[str, tuple[int, int]] = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "io_uring_setup": (425, 425),
+}
+_CLONE, _SOCKET = (56, 220), (41, 198)
+_CLONE3 = 435
+_NEW_NAMESPACES = 0x7E020000
+"""The flags of clone that make a namespace."""
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6."""
+_FIRST_X32 = 0x40000000
+"""Numbers of x86_64's second set of system calls."""
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16
+"""Offsets of what the kernel shows a filter; of an argument the lower half."""
+_CONTROLLERS = ("memory", "pids")
+_MARKS = ("trusted.delegate", "user.delegate")
+"""Attributes that systemd gives to a folder that it delegates."""
+_PREFIX = "megarl-"
+_PROC = Path("/proc/self")
 
 
 class SandboxError(Exception):
@@ -114,7 +166,7 @@ class Sandbox:
             raise SandboxError(f"{', '.join(missing)} not found; install the packages {names}")
         self._prefixes = self._prefixes_of_python()
         self._filter = _filter() if kind == "bubblewrap" else b""
-        self._groups = Groups.find() if kind == "bubblewrap" else None
+        self._groups = ControlGroups.find() if kind == "bubblewrap" else None
         try:
             self._probe()
         except SandboxError:
@@ -194,7 +246,7 @@ class Sandbox:
             except OSError as error:
                 raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
 
-    def _group(self) -> Group | None:
+    def _group(self) -> ControlGroup | None:
         if self._groups is None:
             return None
         limits = self._limits
@@ -205,7 +257,7 @@ class Sandbox:
         )
 
     def _start(
-        self, source: int, rules: int, status: int, group: Group | None, *, stdin: int, errors: int, folder: str
+        self, source: int, rules: int, status: int, group: ControlGroup | None, *, stdin: int, errors: int, folder: str
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
             [*self._with_caller(group), *self._command(source, rules, status)],
@@ -255,7 +307,7 @@ class Sandbox:
                         return bytes(output), None
 
     @staticmethod
-    def _with_caller(group: Group | None) -> list[str]:
+    def _with_caller(group: ControlGroup | None) -> list[str]:
         """Return a prefix that ends the command with its caller, for which bubblewrap asks only after a while, and
         takes it into the group."""
         words = (
@@ -358,58 +410,6 @@ def tree_resident_bytes(root: int) -> int:
     return sum(resident_bytes(pid) for pid in descendants(root))
 
 
-# The filter of system calls (seccomp). Denied are memory that no limit counts (memfd, System V), namespaces and mounts,
-# sockets other than Unix and Internet ones, and interfaces of the kernel that a program of a model has no use for. A
-# denied call fails; it does not end the program.
-_ARCHITECTURES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The kernel's numbers of machines."""
-
-# Numbers on x86_64 and on aarch64; calls since Linux 5.1 have the same number everywhere.
-_DENIED: Mapping[str, tuple[int, int]] = {
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425),
-}
-_CLONE, _SOCKET = (56, 220), (41, 198)
-_CLONE3 = 435
-_NEW_NAMESPACES = 0x7E020000
-"""The flags of clone that make a namespace."""
-_FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET, AF_INET6."""
-_FIRST_X32 = 0x40000000
-"""Numbers of x86_64's second set of system calls."""
-
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16
-"""Offsets of what the kernel shows a filter; of an argument the lower half."""
-
-
 def filter_program(machine: str | None = None) -> bytes:
     """Return the filter for a machine, this one by default; raise KeyError for one whose numbers are not known."""
     name = machine or platform.machine()
@@ -443,3 +443,120 @@ def _steps(architecture: int, column: int) -> Iterator[tuple[int, int, int, int]
         yield _EQUAL, len(_FAMILIES) - place, 0, family
     yield _RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT
     yield _RETURN, 0, 0, _ALLOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlGroup:
+    """The processes of one program."""
+
+    folder: Path
+
+    @property
+    def entrance(self) -> Path:
+        """A process that writes its id into this file belongs to the group, and so does what it starts."""
+        return self.folder / "cgroup.procs"
+
+    @property
+    def exceeded_memory(self) -> bool:
+        """Whether the kernel ended a process of it for its memory."""
+        with suppress(OSError):
+            counts = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
+            return int(counts.get("oom_kill", 0)) > 0
+        return False
+
+    def kill(self) -> None:
+        with suppress(OSError):  # it is empty, or the kernel is older than 5.14: the caller kills its process group
+            (self.folder / "cgroup.kill").write_text("1")
+
+
+@dataclass(slots=True, kw_only=True)
+class ControlGroups:
+    """Makes control groups of the kernel, version 2, in a folder that is delegated to this process.
+
+    A group limits the memory and the number of all processes of a program together. It counts exactly and at every
+    moment what a look at the processes sees now and then: pages they share once, and files in memory as well. Groups
+    can be made where a part of the tree is delegated, as systemd does with `Delegate=` and `DelegateSubgroup=`;
+    elsewhere there are none, and resource limits and the filter of system calls have to do.
+    """
+
+    folder: Path
+    _number: int = 0
+    _made: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def find(cls) -> ControlGroups | None:
+        """Return None where nothing is delegated, or not these limits."""
+        own = _own_folder(_PROC)
+        # A group with limits for others has no processes of its own: this process is one below, with groups beside it.
+        if own is None or not _is_delegated(own.parent):
+            return None
+        try:
+            for controller in _CONTROLLERS:
+                (own.parent / "cgroup.subtree_control").write_text(f"+{controller}")
+        except OSError:
+            return None
+        groups = cls(folder=own.parent)
+        groups._remove_those_of_the_dead()
+        return groups
+
+    def make(self, *, memory_bytes: int, max_processes: int) -> ControlGroup:
+        """Raises OSError."""
+        self._remove_empty()
+        self._number += 1
+        folder = self.folder / f"{_PREFIX}{os.getpid()}-{self._number}"
+        folder.mkdir()
+        self._made.append(folder)
+        (folder / "memory.max").write_text(str(memory_bytes))
+        (folder / "pids.max").write_text(str(max_processes))
+        (folder / "memory.oom.group").write_text("1")
+        swap = folder / "memory.swap.max"
+        if swap.exists():  # not on a kernel without swap
+            swap.write_text("0")
+        return ControlGroup(folder=folder)
+
+    def _remove_empty(self) -> None:
+        """A group is gone when its last process is reaped, which may be a moment after the program's end."""
+        for folder in list(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+            if not folder.exists():
+                self._made.remove(folder)
+
+    def _remove_those_of_the_dead(self) -> None:
+        for folder in self.folder.glob(f"{_PREFIX}*-*"):
+            pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+            if not Path("/proc", pid).exists():
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _own_folder(proc: Path) -> Path | None:
+    """Return the folder of this process's group in the tree of version 2."""
+    try:
+        groups = (proc / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return None
+    below = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), None)
+    # Behind the options of a mount there is a hyphen, and then the kind of file system.
+    points = [words[4] for words in mounts if words[words.index("-") + 1] == "cgroup2"]
+    return Path(points[0], below) if points and below else None
+
+
+def _is_delegated(folder: Path) -> bool:
+    """Whether groups may be made here: root could write anywhere, but only what is marked is not another's."""
+    try:
+        if not set(_CONTROLLERS) <= set((folder / "cgroup.controllers").read_text().split()):
+            return False
+    except OSError:
+        return False
+    if not all(os.access(folder / name, os.W_OK) for name in (".", "cgroup.procs", "cgroup.subtree_control")):
+        return False
+    return os.geteuid() != 0 or any(_attribute(folder, mark) == b"1" for mark in _MARKS)
+
+
+def _attribute(folder: Path, name: str) -> bytes:
+    try:
+        return os.getxattr(folder, name)
+    except OSError:
+        return b""

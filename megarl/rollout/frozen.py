@@ -1,6 +1,6 @@
 """A frozen model on engines: from chats to token ids, requests to the fleet, and checked numbers.
 
-A `reward.frozen.FrozenModel`. A request that an engine loses is asked again elsewhere, or when the engine is back; a
+A `reward.judge.FrozenModel`. A request that an engine loses is asked again elsewhere, or when the engine is back; a
 reply that is not the answer to its request is never used.
 """
 
@@ -25,7 +25,7 @@ from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Fleet
 from megarl.errors import DataError, EngineError, EngineLostError, ScoreError
-from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
+from megarl.reward.judge import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.following import EngineView, FollowingFleet
 from megarl.rollout.teacher import token_scores

@@ -29,7 +29,7 @@ from megarl.observe.metrics import MetricsEndpoint
 from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
-from megarl.reward.trial import try_reward
+from megarl.reward.build import try_reward
 from megarl.run.inputs import Inputs, check_weights, read_inputs, read_shape
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code

@@ -27,7 +27,7 @@ from megarl.errors import DataError, first_line
 from megarl.observe.events import EVENTS_FILE, RunStarted, read_events
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
-from megarl.reward.frozen import FrozenModel
+from megarl.reward.judge import FrozenModel
 from megarl.stages import Scorer
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megarl.reward import sandbox as sandboxes
-from megarl.reward.groups import Groups
-from megarl.reward.sandbox import Limits, Ran, Sandbox
+from megarl.reward.sandbox import ControlGroups, Limits, Ran, Sandbox
 
 MEBIBYTE = 1 << 20
 LIMITS = Limits(memory_bytes=128 * MEBIBYTE, disk_bytes=16 * MEBIBYTE, max_processes=16, max_output_bytes=4096)
@@ -47,7 +46,7 @@ def main(folder: Path) -> None:
     # Nobody but the kernel counts.
     sandboxes.tree_resident_bytes = lambda root: 0
     sandbox = Sandbox("bubblewrap", LIMITS)
-    found = Groups.find()
+    found = ControlGroups.find()
 
     def run(program: str) -> Ran:
         return sandbox.run(program, b"", deadline=time.monotonic() + 300)

@@ -21,7 +21,7 @@ from megarl.engine.lifecycle import Ended, EngineState, RestartPolicy, Started, 
 from megarl.engine.process import EngineProcess
 from megarl.errors import EngineError, ScoreError
 from megarl.reward.build import build_scorer
-from megarl.reward.frozen import WrittenReply
+from megarl.reward.judge import WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.frozen import FrozenEngines, classify, label_logprobs
 from megarl.tokens import Content

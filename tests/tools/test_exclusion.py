@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from megarl.cli.rehearse import write_files
+from megarl.cli.trials import write_files
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, NetworkConfig, Recipe

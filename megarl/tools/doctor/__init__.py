@@ -24,3 +24,18 @@ class Check:
     status: CheckStatus
     remedy: str = ""
     """The remedy, where the status is not OK."""
+
+    @classmethod
+    def of(
+        cls,
+        area: str,
+        name: str,
+        found: str,
+        *,
+        is_ok: bool,
+        remedy: str,
+        otherwise: CheckStatus = CheckStatus.ERROR,
+    ) -> Check:
+        """Return a check that is OK, or else has another status and a remedy."""
+        status = CheckStatus.OK if is_ok else otherwise
+        return cls(area=area, name=name, found=found, status=status, remedy="" if is_ok else remedy)

@@ -182,13 +182,9 @@ def _check_clocks(nodes: Sequence[NodeAnswer]) -> Check:
     worst = max(skews, key=lambda name: skews[name])
     if skews[worst] <= _MAX_SKEW_S:
         return _ok("clocks", f"within {_MAX_SKEW_S:g} s")
-    return Check(
-        area="cluster",
-        name="clocks",
-        found=f"{worst} is {skews[worst]:.1f} s off",
-        status=CheckStatus.WARNING,
-        remedy="events of the nodes cannot be put in order: synchronise the clocks (chrony)",
-    )
+    found = f"{worst} is {skews[worst]:.1f} s off"
+    remedy = "events of the nodes cannot be put in order: synchronise the clocks (chrony)"
+    return Check.of("cluster", "clocks", found, is_ok=False, remedy=remedy, otherwise=CheckStatus.WARNING)
 
 
 def check_group(group: GroupReport) -> Check:

@@ -1,11 +1,13 @@
-"""All checks of a machine and of a recipe, and those of limits, ports, CPUs, sandbox and disk."""
+"""All checks of a machine and of a recipe: GPUs as nvidia-smi reports them, limits, ports, CPUs, sandbox and disk."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,6 @@ from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
 from megarl.tools.doctor import Check, CheckStatus
-from megarl.tools.doctor.gpus import ask_topology, check_gpus, find_gpus
 from megarl.tools.doctor.packages import check_patches, check_torch, check_versions
 from megarl.weights.layouts.canonical import num_parameters
 
@@ -33,6 +34,22 @@ _MIN_CPUS = 4
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _PROBE_LIMITS = Limits(memory_bytes=2 * GIB, disk_bytes=MIB, max_processes=16, max_output_bytes=1 << 16)
+QUERY = (
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks_event_reasons.hw_slowdown",
+    "clocks_event_reasons.sw_thermal_slowdown",
+    "ecc.errors.uncorrected.volatile.total",
+)
+MIN_DRIVER = 580
+"""The oldest driver of CUDA 13."""
+_BUSY_MIB = 1024
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +77,7 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
 def examine_recipe(recipe: Recipe) -> Iterator[Check]:
     problems = [*check_recipe(recipe), *check_packages(recipe.roles, device=recipe.run.device)]
     for problem in problems:
-        yield Check(
-            area="recipe", name=problem.key, found="cannot run", status=CheckStatus.ERROR, remedy=problem.message
-        )
+        yield Check.of("recipe", problem.key, "cannot run", is_ok=False, remedy=problem.message)
     if not problems:
         yield Check(area="recipe", name="recipe", found=f"{recipe.algorithm.kind}, no problem", status=CheckStatus.OK)
     if recipe.observe.metrics_port:
@@ -95,39 +110,44 @@ def check_machine() -> Iterator[Check]:
 
 
 def check_shared_memory(num_bytes: int) -> Check:
-    is_enough = num_bytes >= _MIN_SHM_BYTES
-    return Check(
-        area="machine",
-        name=str(_SHM),
-        found=f"{num_bytes / GIB:.2f} GiB",
-        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
-        remedy="" if is_enough else "Ray and NCCL share memory there: give a container --shm-size 16g, or remount it",
+    return Check.of(
+        "machine",
+        str(_SHM),
+        f"{num_bytes / GIB:.2f} GiB",
+        is_ok=num_bytes >= _MIN_SHM_BYTES,
+        remedy="Ray and NCCL share memory there: give a container --shm-size 16g, or remount it",
     )
 
 
 def check_open_files(limits: tuple[int, int]) -> Check:
     soft, hard = limits
-    is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    return Check(
-        area="machine",
-        name="open files",
-        found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        status=CheckStatus.OK if is_enough else CheckStatus.WARNING,
-        remedy="" if is_enough else f"every request and Ray worker opens some: `ulimit -n 65536` (at most {most} here)",
+    return Check.of(
+        "machine",
+        "open files",
+        _limit(soft),
+        is_ok=_allows(soft, _MIN_OPEN_FILES),
+        remedy=f"every request and Ray worker opens some: `ulimit -n 65536` (at most {_limit(hard)} here)",
+        otherwise=CheckStatus.WARNING,
     )
 
 
 def check_processes(soft: int) -> Check:
     # Threads count as processes, and every library of every rank starts one per core.
-    is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_PROCESSES
-    return Check(
-        area="machine",
-        name="processes",
-        found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
-        remedy="" if is_enough else f"the raylet dies when it cannot start a thread: `ulimit -u {_MIN_PROCESSES}`",
+    return Check.of(
+        "machine",
+        "processes",
+        _limit(soft),
+        is_ok=_allows(soft, _MIN_PROCESSES),
+        remedy=f"the raylet dies when it cannot start a thread: `ulimit -u {_MIN_PROCESSES}`",
     )
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _allows(limit: int, number: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= number
 
 
 def check_ports() -> Check:
@@ -138,13 +158,13 @@ def check_ports() -> Check:
     except OSError as error:
         remedy = f"ranks and engines must be able to listen on {LOOPBACK}: {error.strerror}"
         return Check(area="machine", name="ports", found="none", status=CheckStatus.ERROR, remedy=remedy)
-    is_wide = high - low >= _MIN_PORTS
-    return Check(
-        area="machine",
-        name="ports",
-        found=f"{low} to {high}",
-        status=CheckStatus.OK if is_wide else CheckStatus.WARNING,
-        remedy="" if is_wide else "too few for ranks, engines and Ray: widen net.ipv4.ip_local_port_range",
+    return Check.of(
+        "machine",
+        "ports",
+        f"{low} to {high}",
+        is_ok=high - low >= _MIN_PORTS,
+        remedy="too few for ranks, engines and Ray: widen net.ipv4.ip_local_port_range",
+        otherwise=CheckStatus.WARNING,
     )
 
 
@@ -160,25 +180,14 @@ def _cpus() -> Cpus:
 
 def check_cpus(cpus: Cpus) -> Check:
     """Return an error or a warning where Ray would count more cores than it gets: its workers would time out."""
-    given = cpus.allowed if cpus.slurm is None else min(cpus.allowed, cpus.slurm)
-    found = f"{given} of {cpus.visible}" if given < cpus.visible else str(given)
-    if cpus.slurm is not None and given < _MIN_CPUS and given < cpus.visible:
-        return Check(
-            area="machine",
-            name="cpus",
-            found=f"{found}, by Slurm",
-            status=CheckStatus.ERROR,
-            remedy=f"too few for Ray's own processes: --cpus-per-task {max(_MIN_CPUS, cpus.visible // 2)}",
-        )
-    if given < cpus.visible:
-        return Check(
-            area="machine",
-            name="cpus",
-            found=found,
-            status=CheckStatus.WARNING,
-            remedy=f"start Ray with --num-cpus {given}, as `megarl launch slurm` does; else it counts {cpus.visible}",
-        )
-    return Check(area="machine", name="cpus", found=found, status=CheckStatus.OK)
+    usable = cpus.allowed if cpus.slurm is None else min(cpus.allowed, cpus.slurm)
+    found = f"{usable} of {cpus.visible}" if usable < cpus.visible else str(usable)
+    is_ok = usable >= cpus.visible
+    if cpus.slurm is not None and usable < _MIN_CPUS and not is_ok:
+        remedy = f"too few for Ray's own processes: --cpus-per-task {max(_MIN_CPUS, cpus.visible // 2)}"
+        return Check.of("machine", "cpus", f"{found}, by Slurm", is_ok=False, remedy=remedy)
+    remedy = f"start Ray with --num-cpus {usable}, as `megarl launch slurm` does; else it counts {cpus.visible}"
+    return Check.of("machine", "cpus", found, is_ok=is_ok, remedy=remedy, otherwise=CheckStatus.WARNING)
 
 
 def check_sandbox(*, is_needed: bool) -> Check:
@@ -196,13 +205,14 @@ def check_sandbox(*, is_needed: bool) -> Check:
 
 
 def check_metrics_port(port: int) -> Check:
+    found, is_free = f"{port} is free", True
     try:
         with socket.create_server((LOOPBACK, port)):
-            status, found, remedy = CheckStatus.OK, f"{port} is free", ""
+            pass
     except OSError as error:
-        status, found = CheckStatus.ERROR, f"{port}: {error.strerror}"
-        remedy = "observe.metrics_port: 0 takes any free one"
-    return Check(area="recipe", name="metrics port", found=found, status=status, remedy=remedy)
+        found, is_free = f"{port}: {error.strerror}", False
+    remedy = "observe.metrics_port: 0 takes any free one"
+    return Check.of("recipe", "metrics port", found, is_ok=is_free, remedy=remedy)
 
 
 def checkpoint_bytes(contents: str, shapes: Sequence[ModelShape], *, dtype: str) -> int:
@@ -217,15 +227,147 @@ def check_disk(folder: Path, config: CheckpointConfig, *, bytes_each: int) -> Ch
     free = shutil.disk_usage(existing).free
     # A save is complete before an old one is removed.
     num_checkpoints = config.keep_last + 1 + (config.keep_best is not None)
-    is_enough = free >= num_checkpoints * bytes_each
-    return Check(
-        area="recipe",
-        name="disk",
-        found=f"{_size(free)} free; {num_checkpoints} checkpoints of {_size(bytes_each)}",
-        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
-        remedy="" if is_enough else f"make room at {existing}, or choose another run.folder",
+    return Check.of(
+        "recipe",
+        "disk",
+        f"{_size(free)} free; {num_checkpoints} checkpoints of {_size(bytes_each)}",
+        is_ok=free >= num_checkpoints * bytes_each,
+        remedy=f"make room at {existing}, or choose another run.folder",
     )
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    index: int
+    name: str
+    driver: str
+    memory_mib: int
+    used_mib: int
+    sm_mhz: int
+    max_sm_mhz: int
+    is_slowed: bool
+    num_errors: int
+
+
+def find_gpus() -> list[Gpu] | None:
+    """Return None where there is no driver."""
+    text = _run_nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
+    return None if text is None else parse_gpus(text)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    return [_gpu([word.strip() for word in line.split(",")]) for line in text.splitlines() if line.strip()]
+
+
+def _gpu(words: list[str]) -> Gpu:
+    index, name, driver, total, used, sm, max_sm, hardware, thermal, errors = words
+    return Gpu(
+        index=int(index),
+        name=name,
+        driver=driver,
+        memory_mib=_number(total),
+        used_mib=_number(used),
+        sm_mhz=_number(sm),
+        max_sm_mhz=_number(max_sm),
+        is_slowed="Active" in (hardware, thermal),
+        num_errors=_number(errors),
+    )
+
+
+def _number(word: str) -> int:
+    """Return 0 for a value that a GPU does not have, such as `[N/A]`."""
+    return int(word) if word.isdecimal() else 0
+
+
+def check_gpus(gpus: list[Gpu] | None, *, needed: int, topology: str | None) -> Iterator[Check]:
+    """Return all checks of GPUs; the recipe needs `needed` of them on this machine."""
+    if not gpus:
+        is_needed = needed > 0
+        yield Check(
+            area="gpus",
+            name="gpus",
+            found="nvidia-smi not found" if gpus is None else "none",
+            status=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
+            remedy="install the NVIDIA driver, or set run.device: cpu" if is_needed else "",
+        )
+        return
+    yield _count(gpus, needed=needed)
+    yield _driver(gpus[0].driver)
+    yield _memory(gpus)
+    yield _clocks(gpus)
+    broken = _list([gpu.index for gpu in gpus if gpu.num_errors])
+    found = f"uncorrected on GPU {broken}" if broken else "none"
+    remedy = "drain the node and reset or replace these GPUs"
+    yield Check.of("gpus", "memory errors", found, is_ok=not broken, remedy=remedy)
+    if topology is not None and len(gpus) > 1:
+        yield check_links(topology)
+
+
+def _count(gpus: list[Gpu], *, needed: int) -> Check:
+    kinds = sorted({gpu.name for gpu in gpus})
+    found = f"{len(gpus)} x {' and '.join(kinds)}"
+    if len(gpus) < needed:
+        remedy = f"the recipe's pools need {needed} GPUs on this machine; shrink the pools or use a larger machine"
+        return Check.of("gpus", "gpus", found, is_ok=False, remedy=remedy)
+    remedy = "a step waits for the slowest GPU: use GPUs of one kind"
+    return Check.of("gpus", "gpus", found, is_ok=len(kinds) == 1, remedy=remedy, otherwise=CheckStatus.WARNING)
+
+
+def _driver(version: str) -> Check:
+    is_new_enough = int(version.partition(".")[0]) >= MIN_DRIVER
+    return Check.of(
+        "gpus", "driver", version, is_ok=is_new_enough, remedy=f"CUDA 13 needs driver {MIN_DRIVER} or newer"
+    )
+
+
+def _memory(gpus: list[Gpu]) -> Check:
+    busy = _list([gpu.index for gpu in gpus if gpu.used_mib > _BUSY_MIB])
+    total = f"{min(gpu.memory_mib for gpu in gpus) / 1024:.0f} GiB each"
+    found = f"{total}, in use on GPU {busy}" if busy else total
+    remedy = "stop the processes that use them; `nvidia-smi` lists them"
+    return Check.of("gpus", "gpu memory", found, is_ok=not busy, remedy=remedy, otherwise=CheckStatus.WARNING)
+
+
+def _clocks(gpus: list[Gpu]) -> Check:
+    slowed = _list([gpu.index for gpu in gpus if gpu.is_slowed])
+    found = f"slowed down on GPU {slowed}" if slowed else f"up to {max(gpu.max_sm_mhz for gpu in gpus)} MHz"
+    remedy = "a step waits for the slowest GPU: check cooling and power caps"
+    return Check.of("gpus", "gpu clocks", found, is_ok=not slowed, remedy=remedy, otherwise=CheckStatus.WARNING)
+
+
+def ask_topology() -> str | None:
+    return _run_nvidia_smi("topo", "-m")
+
+
+def check_links(topology: str) -> Check:
+    """Return a warning where a pair of GPUs is not joined by NVLink (such as `NV18`): its traffic goes over PCIe."""
+    rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in topology.splitlines()]
+    gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    links = {word for row in gpu_rows for word in row[1 : len(gpu_rows) + 1]} - {"X"}
+    slow = sorted(link for link in links if not link.startswith("NV"))
+    return Check.of(
+        "gpus",
+        "gpu links",
+        ", ".join(sorted(links)),
+        is_ok=not slow,
+        remedy="some pairs have no NVLink: keep tensor-parallel ranks on pairs that have it, or set tensor: 1",
+        otherwise=CheckStatus.WARNING,
+    )
+
+
+def _list(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))
+
+
+def _run_nvidia_smi(*words: str) -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    done = subprocess.run(  # noqa: S603 - the program was looked up, the words are ours
+        [program, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    return done.stdout if done.returncode == 0 else None

@@ -62,13 +62,7 @@ def local_versions() -> dict[str, str]:
 
 def check_versions(*, has_gpu: bool, installed: Installed = installed) -> Iterator[Check]:
     is_new_enough = sys.version_info[:2] >= MIN_PYTHON
-    yield Check(
-        area="versions",
-        name="python",
-        found=_python_version(),
-        status=CheckStatus.OK if is_new_enough else CheckStatus.ERROR,
-        remedy="" if is_new_enough else "use Python 3.11 or newer",
-    )
+    yield Check.of("versions", "python", _python_version(), is_ok=is_new_enough, remedy="use Python 3.11 or newer")
     tested = pinned_versions()
     for package in REQUIRED:
         yield _check_package(package, installed(package), tested.get(package, ()), missing=CheckStatus.ERROR)
@@ -78,20 +72,15 @@ def check_versions(*, has_gpu: bool, installed: Installed = installed) -> Iterat
 
 
 def _check_package(package: str, version: str | None, tested: Sequence[str], *, missing: CheckStatus) -> Check:
-    wanted = tested[0] if tested else None
-    pin = package if wanted is None else f"{package}=={wanted}"
+    newest = tested[0] if tested else None
+    pin = package if newest is None else f"{package}=={newest}"
     if version is None:
         remedy = "" if missing is CheckStatus.NOTE else f"pip install {pin}"
         return Check(area="versions", name=package, found="not installed", status=missing, remedy=remedy)
     # A local version, as in 2.13.0+cpu, names a build of the same release.
-    is_tested = wanted is None or version.partition("+")[0] in tested
-    return Check(
-        area="versions",
-        name=package,
-        found=version,
-        status=CheckStatus.OK if is_tested else CheckStatus.WARNING,
-        remedy="" if is_tested else f"megarl is tested with {wanted}: pip install {pin}",
-    )
+    is_tested = newest is None or version.partition("+")[0] in tested
+    remedy = f"megarl is tested with {newest}: pip install {pin}"
+    return Check.of("versions", package, version, is_ok=is_tested, remedy=remedy, otherwise=CheckStatus.WARNING)
 
 
 def _python_version() -> str:
@@ -102,9 +91,7 @@ def check_torch(*, has_gpu: bool) -> Iterator[Check]:
     try:
         import torch  # noqa: PLC0415 - a broken torch is what this check reports
     except ImportError as error:
-        yield Check(
-            area="versions", name="torch", found="cannot be imported", status=CheckStatus.ERROR, remedy=str(error)
-        )
+        yield Check.of("versions", "torch", "cannot be imported", is_ok=False, remedy=str(error))
         return
     cuda = torch.version.cuda
     if cuda is None:

@@ -1,18 +1,190 @@
-"""The table of what goes wrong with runs, and its application to one run. A row: symptom, cause, remedy."""
+"""What goes wrong with runs: a table of symptom, cause and remedy, its remedies, and its application to one run.
+
+A remedy returns the changes of the run's recipe, as values which that recipe accepts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from megarl.config.algorithm import KlRewardConfig, PpoLossConfig
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, read_events
-from megarl.tools.doctor import remedies, symptoms
-from megarl.tools.doctor.remedies import RecipeChange, Remedy
-from megarl.tools.doctor.run_history import RunHistory, read_run_history
+from megarl.tools.doctor import symptoms
+from megarl.tools.doctor.symptoms import RunHistory, read_run_history
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeChange:
+    """One key of a recipe, as `--set KEY=VALUE` takes it."""
+
+    key: str
+    value: str
+    """YAML, in one line."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value}"
+
+
+Remedy = Callable[[RunHistory], Sequence[RecipeChange]]
+
+_CLIP_HIGHER = 0.28
+
+
+def halve_learning_rate(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.optimizer.learning_rate", run.recipe.train.optimizer.learning_rate / 2),)
+
+
+def tighten_gradient_clip(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.optimizer.clip_grad_norm", run.recipe.train.optimizer.clip_grad_norm / 2),)
+
+
+def warm_up(run: RunHistory) -> Sequence[RecipeChange]:
+    if run.recipe.train.optimizer.warmup_steps:
+        return ()
+    return (_change("train.optimizer.warmup_steps", max(1, min(10, run.recipe.run.total_steps // 10))),)
+
+
+def hold_to_reference(run: RunHistory) -> Sequence[RecipeChange]:
+    """Add a KL term, or take five times the coefficient of the one that is there."""
+    algorithm = run.recipe.algorithm
+    match algorithm.kl:
+        case None if not algorithm.needs.has_engines:
+            return ()
+        case None:
+            has_reference = run.recipe.roles.reference is not None
+            reference = () if has_reference else (_change("roles.reference", "{}"),)
+            return (*reference, _change("algorithm.kl", "{kind: loss, coef: 0.001}"))
+        case KlRewardConfig(adaptive=adaptive) if adaptive is not None:
+            return (_change("algorithm.kl.adaptive.target", adaptive.target / 2),)
+        case kl:
+            return (_change("algorithm.kl.coef", kl.coef * 5),)
+
+
+def keep_best(run: RunHistory) -> Sequence[RecipeChange]:
+    evaluation = run.recipe.evaluation
+    if run.recipe.checkpoint.keep_best is not None or evaluation is None or evaluation.every_steps is None:
+        return ()
+    return (_change("checkpoint.keep_best", "{metric: accuracy}"),)
+
+
+def more_rollouts(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("sampling.rollouts_per_prompt", 2 * run.recipe.sampling.rollouts_per_prompt),)
+
+
+def filter_groups(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
+    if not algorithm.needs.has_engines or algorithm.filter is not None:
+        return ()
+    return (_change("algorithm.filter", "{}"),)
+
+
+def longer_responses(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
+    limit = 2 * recipe.sampling.max_response_tokens
+    changes = [_change("sampling.max_response_tokens", limit)]
+    needed = recipe.data.max_prompt_tokens + limit
+    if recipe.train.tokens_per_micro_batch < needed:
+        changes.append(_change("train.tokens_per_micro_batch", needed))
+    return changes
+
+
+def penalize_overlong(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
+    if not algorithm.needs.has_engines or algorithm.overlong is not None:
+        return ()
+    buffer_tokens = max(1, run.recipe.sampling.max_response_tokens // 4)
+    return (_change("algorithm.overlong", f"{{buffer_tokens: {buffer_tokens}}}"),)
+
+
+def reward_entropy(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
+    if not algorithm.needs.has_engines:
+        return ()
+    changes = [_change("algorithm.entropy_coef", max(0.001, 2 * algorithm.entropy_coef))]
+    if isinstance(algorithm.loss, PpoLossConfig) and algorithm.loss.clip_high < _CLIP_HIGHER:
+        changes.append(_change("algorithm.loss", f"{{kind: ppo, clip_high: {_CLIP_HIGHER}}}"))
+    return changes
+
+
+def correct_mismatch(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
+    changes = []
+    if algorithm.needs.has_engines and algorithm.correction is None:
+        changes.append(_change("algorithm.correction", "{kind: tis}"))
+    rollout = run.recipe.roles.rollout
+    if rollout is not None and not rollout.is_deterministic_on(run.recipe.run.device):
+        changes.append(_change("roles.rollout.is_deterministic", "true"))
+    return changes
+
+
+def lower_right_from(run: RunHistory) -> Sequence[RecipeChange]:
+    """Lower the limit to the best score of training, where that is below it."""
+    evaluation = run.recipe.evaluation
+    best = max(item.rollouts.reward_max for item in run.history.summaries if item.rollouts is not None)
+    if evaluation is None or best >= evaluation.right_from:
+        return ()
+    return (_change("evaluation.right_from", best),)
+
+
+def longer_evaluation(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
+    if recipe.evaluation is None or recipe.evaluation_response_tokens >= recipe.sampling.max_response_tokens:
+        return ()
+    return (_change("evaluation.max_response_tokens", recipe.sampling.max_response_tokens),)
+
+
+def less_for_engines(run: RunHistory) -> Sequence[RecipeChange]:
+    rollout = run.recipe.roles.rollout
+    if rollout is None:
+        return ()
+    return (
+        _change("roles.rollout.memory_fraction", round(max(0.3, rollout.memory_fraction - 0.1), 2)),
+        _change("roles.rollout.max_running_requests", max(1, rollout.max_running_requests // 2)),
+    )
+
+
+def less_per_micro_batch(run: RunHistory) -> Sequence[RecipeChange]:
+    """Halve the tokens of a micro-batch down to the longest sequence; where that is reached, recompute activations."""
+    recipe = run.recipe
+    tokens = max(recipe.max_context_tokens, recipe.train.tokens_per_micro_batch // 2)
+    if tokens < recipe.train.tokens_per_micro_batch:
+        return (_change("train.tokens_per_micro_batch", tokens),)
+    if "recompute_granularity" in recipe.roles.actor.megatron:
+        return ()
+    return (
+        _change(
+            "roles.actor.megatron",
+            "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
+        ),
+    )
+
+
+def more_engines(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
+    rollout = recipe.roles.rollout
+    if rollout is None or rollout.pool is None or list(recipe.roles.used_pools.values()).count(rollout.pool) > 1:
+        return ()
+    pool = recipe.pools[rollout.pool]
+    if pool.nodes > 1:
+        return (_change(f"pools.{rollout.pool}.nodes", 2 * pool.nodes),)
+    return (_change(f"pools.{rollout.pool}.gpus_per_node", 2 * pool.gpus_per_node),)
+
+
+def longer_deadline(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.operation_timeout_s", 2 * run.recipe.train.operation_timeout_s),)
+
+
+def keep_fewer(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("checkpoint.keep_last", 1),) if run.recipe.checkpoint.keep_last > 1 else ()
+
+
+def _change(key: str, value: str | float) -> RecipeChange:
+    return RecipeChange(key=key, value=value if isinstance(value, str) else f"{value:.6g}")
 
 
 class Severity(StrEnum):
@@ -27,7 +199,7 @@ class FindingRule:
     symptom: Callable[[RunHistory], str | None]
     """Returns the evidence with numbers and steps, or None."""
     cause: str
-    remedy: Remedy
+    remedies: tuple[Remedy, ...]
     advice: str
     """Further steps, or how to confirm the cause. `RUN` stands for the run's folder."""
 
@@ -82,7 +254,7 @@ def _findings(run: RunHistory) -> tuple[Finding, ...]:
             severity=rule.severity,
             evidence=text,
             cause=rule.cause,
-            changes=tuple(rule.remedy(run)),
+            changes=tuple(change for remedy in rule.remedies for change in remedy(run)),
             advice=rule.advice,
         )
         for rule, text in evidence
@@ -96,7 +268,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.not_finite,
         cause="the learning rate is too high, or a batch contains values that the model cannot process",
-        remedy=remedies.all_of(remedies.halve_learning_rate, remedies.tighten_gradient_clip),
+        remedies=(halve_learning_rate, tighten_gradient_clip),
         advice="read the rollouts of that step (`megarl view RUN`); from step 1 on: `megarl diagnose mismatch RECIPE`",
     ),
     FindingRule(
@@ -104,7 +276,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.training_out_of_memory,
         cause="the activations of a micro-batch, or the optimizer and the weights, do not fit",
-        remedy=remedies.less_per_micro_batch,
+        remedies=(less_per_micro_batch,),
         advice="`megarl plan RECIPE` shows what fills the device",
     ),
     FindingRule(
@@ -112,7 +284,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.rollout_out_of_memory,
         cause="the KV cache leaves too little for weights, graphs or another role of the same pool",
-        remedy=remedies.less_for_engines,
+        remedies=(less_for_engines,),
         advice="read RUN/engines/*.log; `megarl plan RECIPE` shows what fills the device",
     ),
     FindingRule(
@@ -120,7 +292,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.nodes_not_talking,
         cause="a process died or hangs, a firewall closes ports, or the nodes use the wrong network interface",
-        remedy=remedies.longer_deadline,
+        remedies=(longer_deadline,),
         advice="`megarl doctor RECIPE --ray-address ADDRESS` tries every node and an all-reduce in every pool; "
         "the longer deadline helps only where the work itself is slow",
     ),
@@ -129,7 +301,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.restart_loop,
         cause="a node, a driver or an option makes engines fail until no restarts are left",
-        remedy=remedies.none,
+        remedies=(),
         advice="read RUN/engines/*.log; `megarl fleet RUN` shows the engines, `megarl doctor RECIPE` their machines",
     ),
     FindingRule(
@@ -137,7 +309,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.went_silent,
         cause="the run was killed from outside (by the kernel for lack of memory, or by a scheduler), or it hangs",
-        remedy=remedies.none,
+        remedies=(),
         advice="read the end of RUN/megarl.log and the kernel's log; `megarl train RECIPE` resumes the run",
     ),
     FindingRule(
@@ -145,7 +317,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.saves_failed,
         cause="the disk is full, or not writable from every node",
-        remedy=remedies.keep_fewer,
+        remedies=(keep_fewer,),
         advice="`megarl checkpoint prune RUN` makes room; `megarl doctor RECIPE` shows how much a save needs",
     ),
     FindingRule(
@@ -153,7 +325,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.never_rewarded,
         cause="the model cannot do the task yet, or the reward does not recognise right answers",
-        remedy=remedies.none,
+        remedies=(),
         advice="`megarl samples RUN --wrong` shows both. Start from a model that gets some right: a larger one, or "
         "one trained with `algorithm.kind: sft` on demonstrations; more rollouts and a filter do not help",
     ),
@@ -162,7 +334,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.equal_rewards,
         cause="the reward is broken or gives everything the same score, or the prompts are far too hard or too easy",
-        remedy=remedies.all_of(remedies.more_rollouts, remedies.filter_groups),
+        remedies=(more_rollouts, filter_groups),
         advice="`megarl samples RUN --wrong` shows wrong answers and the expected ones",
     ),
     FindingRule(
@@ -170,7 +342,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.ERROR,
         symptom=symptoms.eval_always_zero,
         cause="right answers score below evaluation.right_from, or responses are cut before the answer",
-        remedy=remedies.all_of(remedies.lower_right_from, remedies.longer_evaluation),
+        remedies=(lower_right_from, longer_evaluation),
         advice="`megarl samples RUN --wrong` shows the answers and their scores",
     ),
     FindingRule(
@@ -178,7 +350,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.reward_up_eval_down,
         cause="the policy exploits a flaw of the reward, or memorises the training prompts",
-        remedy=remedies.all_of(remedies.hold_to_reference, remedies.keep_best),
+        remedies=(hold_to_reference, keep_best),
         advice="`megarl samples RUN --wrong` shows what the policy does; then correct the reward",
     ),
     FindingRule(
@@ -186,7 +358,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.kl_exploding,
         cause="updates are too large: the policy moves far from the one it was sampled from, or from its reference",
-        remedy=remedies.all_of(remedies.halve_learning_rate, remedies.hold_to_reference),
+        remedies=(halve_learning_rate, hold_to_reference),
         advice="resume from an earlier checkpoint: `megarl train RECIPE --resume PATH`",
     ),
     FindingRule(
@@ -194,7 +366,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.loss_oscillating,
         cause="the learning rate is too high for this batch size",
-        remedy=remedies.all_of(remedies.halve_learning_rate, remedies.warm_up),
+        remedies=(halve_learning_rate, warm_up),
         advice="a larger train.prompts_per_step helps too",
     ),
     FindingRule(
@@ -202,7 +374,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.gradient_rises_with_mismatch,
         cause="trainer and engine drift apart: the policy learns from tokens that it would not have generated",
-        remedy=remedies.correct_mismatch,
+        remedies=(correct_mismatch,),
         advice="`megarl diagnose mismatch RECIPE --checkpoint PATH` names the first module that differs",
     ),
     FindingRule(
@@ -210,7 +382,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.no_signal,
         cause="in nearly every group all rollouts have the same reward: the prompts are too hard or too easy",
-        remedy=remedies.all_of(remedies.filter_groups, remedies.more_rollouts),
+        remedies=(filter_groups, more_rollouts),
         advice="prompts of another difficulty help more than either change",
     ),
     FindingRule(
@@ -218,7 +390,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.empty_responses,
         cause="the reward punishes length or errors more than an empty response",
-        remedy=remedies.hold_to_reference,
+        remedies=(hold_to_reference,),
         advice="`megarl samples RUN` shows them; give an empty response the lowest score",
     ),
     FindingRule(
@@ -226,7 +398,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.cut_responses,
         cause="responses need more tokens than the limit, or repeat themselves because the reward favours length",
-        remedy=remedies.all_of(remedies.longer_responses, remedies.penalize_overlong),
+        remedies=(longer_responses, penalize_overlong),
         advice="`megarl samples RUN` shows which: the first change is for long answers, the second for repetitive ones",
     ),
     FindingRule(
@@ -234,7 +406,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.repetition,
         cause="the reward favours length, or the policy has degenerated and repeats itself until it is cut",
-        remedy=remedies.all_of(remedies.hold_to_reference, remedies.penalize_overlong),
+        remedies=(hold_to_reference, penalize_overlong),
         advice="`megarl samples RUN` shows them; resume from an earlier checkpoint",
     ),
     FindingRule(
@@ -242,7 +414,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.entropy_collapsed,
         cause="the policy repeats one kind of answer and no longer explores others",
-        remedy=remedies.reward_entropy,
+        remedies=(reward_entropy,),
         advice="resume from an earlier checkpoint",
     ),
     FindingRule(
@@ -250,7 +422,7 @@ RULES: tuple[FindingRule, ...] = (
         severity=Severity.WARNING,
         symptom=symptoms.slow_rollout,
         cause="too few engines for the tokens of a step, or a few long responses that hold up every step",
-        remedy=remedies.more_engines,
+        remedies=(more_engines,),
         advice="`megarl plan RECIPE --what-if KEY=VALUE` estimates the effect of a change",
     ),
 )

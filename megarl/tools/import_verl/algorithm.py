@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 
 from megarl.config.document import Tree
-from megarl.tools.import_verl.rules import KeyVerdict
-from megarl.tools.import_verl.translation import ACTOR, Translation
+from megarl.tools.import_verl.translation import ACTOR, KeyVerdict, Translation
 
 ESTIMATORS = {
     "gae": "gae",

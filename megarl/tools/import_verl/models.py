@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.config.lora import ALL_MODULES
-from megarl.tools.import_verl.rules import KeyVerdict
-from megarl.tools.import_verl.translation import ACTOR, Translation, whole
+from megarl.tools.import_verl.translation import ACTOR, KeyVerdict, Translation, whole
 
 SIZES = {
     "tensor_model_parallel_size": "tensor",

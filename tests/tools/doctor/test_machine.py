@@ -1,8 +1,11 @@
+"""Checks of a machine."""
+
 from __future__ import annotations
 
 import resource
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,11 @@ from megarl.config.recipe import Recipe
 from megarl.tools.doctor import CheckStatus
 from megarl.tools.doctor.machine import (
     Cpus,
+    Gpu,
     check_cpus,
     check_disk,
+    check_gpus,
+    check_links,
     check_machine,
     check_metrics_port,
     check_open_files,
@@ -22,6 +28,7 @@ from megarl.tools.doctor.machine import (
     check_sandbox,
     check_shared_memory,
     checkpoint_bytes,
+    parse_gpus,
 )
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 
@@ -112,3 +119,86 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(recipe: Recipe) -> None
     assert everything == pytest.approx(3 * weights, rel=0.02)
     assert checkpoint_bytes("weights", [shape], dtype="float32") * 3 == everything
     assert checkpoint_bytes("everything", [shape, shape], dtype="float32") == 2 * everything
+
+
+# As driver 580 prints them on an H200.
+QUERIED = "0, NVIDIA H200, 580.159.04, 143771, 0, 390, 1980, Not Active, Not Active, 0\n"
+ALONE = """\
+\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \t0-15\t0\t\tN/A
+
+Legend:
+
+  X    = Self
+"""
+NVLINKED = """\
+\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPXB\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t0-47\t0\t\tN/A
+NIC0\tPXB\tSYS\t X \t\t\t\t
+"""
+
+GPU = parse_gpus(QUERIED)[0]
+
+
+def verdicts(*gpus: Gpu, needed: int = 0) -> dict[str, CheckStatus]:
+    return {check.name: check.status for check in check_gpus(list(gpus), needed=needed, topology=None)}
+
+
+def test_what_nvidia_smi_prints_is_read() -> None:
+    assert (
+        Gpu(
+            index=0,
+            name="NVIDIA H200",
+            driver="580.159.04",
+            memory_mib=143771,
+            used_mib=0,
+            sm_mhz=390,
+            max_sm_mhz=1980,
+            is_slowed=False,
+            num_errors=0,
+        )
+        == GPU
+    )
+
+
+def test_a_gpu_without_error_counts_has_none() -> None:
+    (gpu,) = parse_gpus(QUERIED.replace(", 0\n", ", [N/A]\n"))
+    assert gpu.num_errors == 0
+
+
+def test_healthy_gpus_are_fine() -> None:
+    assert set(verdicts(GPU, replace(GPU, index=1), needed=2).values()) == {CheckStatus.OK}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "verdict"),
+    [
+        ({"driver": "570.86"}, "driver", CheckStatus.ERROR),
+        ({"used_mib": 60_000}, "gpu memory", CheckStatus.WARNING),
+        ({"is_slowed": True}, "gpu clocks", CheckStatus.WARNING),
+        ({"num_errors": 2}, "memory errors", CheckStatus.ERROR),
+    ],
+)
+def test_what_is_wrong_with_a_gpu_is_said(changes: dict[str, object], name: str, verdict: CheckStatus) -> None:
+    found = verdicts(replace(GPU, **changes))  # type: ignore[arg-type]
+    assert found.pop(name) is verdict
+    assert set(found.values()) == {CheckStatus.OK}
+
+
+def test_mixed_gpus_are_a_warning_and_too_few_an_error() -> None:
+    assert verdicts(GPU, replace(GPU, name="NVIDIA H100"))["gpus"] is CheckStatus.WARNING
+    assert verdicts(GPU, needed=2)["gpus"] is CheckStatus.ERROR
+
+
+@pytest.mark.parametrize(("needed", "verdict"), [(0, CheckStatus.NOTE), (1, CheckStatus.ERROR)])
+def test_no_driver_matters_where_a_gpu_is_needed(needed: int, verdict: CheckStatus) -> None:
+    (found,) = check_gpus(None, needed=needed, topology=None)
+    assert (found.found, found.status) == ("nvidia-smi not found", verdict)
+
+
+def test_links_between_gpus_are_read_and_those_of_network_cards_left_out() -> None:
+    assert (check_links(NVLINKED).found, check_links(NVLINKED).status) == ("NV18", CheckStatus.OK)
+    pcie = NVLINKED.replace("NV18", "SYS")
+    assert (check_links(pcie).found, check_links(pcie).status) == ("SYS", CheckStatus.WARNING)
+    assert check_links(ALONE).found == ""

@@ -22,9 +22,17 @@ from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.errors import ConfigError
 from megarl.tools.import_verl.algorithm import ESTIMATORS
-from megarl.tools.import_verl.rules import KeyRule, KeyVerdict, Treatment, all_rules, known_keys, rule_for
 from megarl.tools.import_verl.translate import DECAYS, LOGGERS, translate_file
-from megarl.tools.import_verl.translation import Entry, Imported
+from megarl.tools.import_verl.translation import (
+    Entry,
+    Imported,
+    KeyRule,
+    KeyVerdict,
+    Treatment,
+    all_rules,
+    known_keys,
+    rule_for,
+)
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 MULTI = "actor_rollout_ref.rollout.multi_turn."

@@ -1,3 +1,5 @@
+"""Commands that try a recipe here: what they print, and their exit codes."""
+
 from __future__ import annotations
 
 import json
@@ -6,14 +8,81 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.cli.main import run
 from megarl.config.recipe import Recipe
+from megarl.tools.check_sync import ClassVerdict, rehearse
 from megarl.tools.small_recipe import SmallRecipe
+from megarl.weights.algebra.plan import Plan
 from megarl.weights.diagnosis import Conversation, Diagnosis, HookPointError, reach_verdict
 from megarl.weights.hook_points import hook_points
+from tests.repository import ROOT
 from tests.run.runs import write_recipe
 from tests.weights.reference import make_shape
+
+RECIPES = ROOT / "recipes"
+
+
+def test_a_rehearsal_says_for_every_class_that_it_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check-sync", str(RECIPES / "grpo_7b.yaml"), "--rehearse-only", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "every byte is equal"
+    assert "trainer TP4 PP1 DP1 (4 ranks) -> 4 engine(s) of TP1, separate pools" in lines[0]
+    found = json.loads(lines[-2])["rehearsal"]
+    assert (found["num_sources"], found["num_targets"]) == (4, 4)
+    classes = {entry["name"]: entry for entry in found["classes"]}
+    assert set(classes) == {"embedding", "qkv", "attention output", "norms", "feed-forward", "output"}
+    assert all(entry["first_difference"] is None and entry["bytes"] for entry in classes.values())
+
+
+def test_a_difference_is_told_with_its_place_and_another_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearse_wrongly(plan: Plan, model: dict[str, torch.Tensor]) -> list[ClassVerdict]:
+        wrong = ClassVerdict(name="router", num_differing=1, first_difference="target rank 0: here[1, 2] is 3")
+        return [*rehearse(plan, model), wrong]
+
+    monkeypatch.setattr("megarl.tools.check_sync.rehearse", rehearse_wrongly)
+    assert run(["check-sync", str(RECIPES / "grpo_7b.yaml"), "--rehearse-only"]) == 76
+    out = capsys.readouterr().out
+    assert "1 elements differ: target rank 0: here[1, 2] is 3" in out
+    assert out.splitlines()[-1] == "the engines do NOT hold what was published"
+
+
+def test_a_model_that_is_nowhere_is_one_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(RECIPES / "grpo_7b.yaml")
+    assert run(["check-sync", recipe, "--set", f"model.path={tmp_path}/nowhere", "--rehearse-only"]) == 2
+    assert "name a shape with --shape" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize("name", ["grpo_7b", "grpo_70b", "grpo_235b", "dapo_32b"])
+def test_published_weights_are_read_back_equal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check-sync", str(RECIPES / f"{name}.yaml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-2])
+    assert found["real"]["is_equal"]
+    assert found["real"]["num_sources"] >= 2
+
+
+RECIPE = str(ROOT / "recipes" / "dapo_32b.yaml")
+
+
+def test_a_folder_with_a_rehearsal_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    assert run(["rehearse", RECIPE, "--out", str(tmp_path)]) == 5
+    assert capsys.readouterr().err == (f"megarl: {tmp_path} has a rehearsal already; name another folder with --out\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_tensor_parallel_group_over_parts_of_nodes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pools = "pools={all: {nodes: 3, gpus_per_node: 8}}"
+    overrides = [pools, "roles.actor.tensor=3", "roles.actor.pipeline=8"]
+    assert run(["rehearse", RECIPE, *(word for override in overrides for word in ("--set", override))]) == 2
+    message = "roles.actor.tensor: 3 and the 8 gpus of a node of pool all do not divide one another; "
+    assert message in capsys.readouterr().err
+
 
 BROKEN = "model.layers.2.mlp.up_proj"
 Asked = list[tuple[str | int, Path | None]]
@@ -59,7 +128,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, found: Diagnosis) -> Asked:
         on_start(SmallRecipe(recipe=recipe, notes=("smaller than the recipe",)))
         return found
 
-    monkeypatch.setattr("megarl.tools.diagnose.run.diagnose_recipe", answer)
+    monkeypatch.setattr("megarl.tools.diagnose.diagnose_recipe", answer)
     return asked
 
 

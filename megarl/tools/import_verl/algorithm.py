@@ -96,10 +96,8 @@ def put_process_rewards(keys: Translation) -> bool:
         keys.put("algorithm.process_coef", process / outcome)
     else:
         keys.notes.append("algorithm.process_coef: prime has both rewards, of the outcome and of tokens; 1.0 is taken")
-    target = "roles.critic.optimizer.learning_rate"
-    keys.put(target, keys.take("reward_model.model.optim.lr", target, default=1e-6))
-    clip = "roles.critic.optimizer.clip_grad_norm"
-    keys.put(clip, keys.take("reward_model.model.optim.grad_clip", clip, default=10.0))
+    keys.move("reward_model.model.optim.lr", "roles.critic.optimizer.learning_rate", default=1e-6)
+    keys.move("reward_model.model.optim.grad_clip", "roles.critic.optimizer.clip_grad_norm", default=10.0)
     if keys.given.get("algorithm.use_kl_in_reward"):
         text = "prime takes no KL in the reward; set algorithm.kl: {kind: loss} where the policy must stay near"
         keys.report("algorithm.use_kl_in_reward", KeyVerdict.NOT_SUPPORTED, text)
@@ -127,10 +125,10 @@ def put_estimator(keys: Translation) -> None:
     keys.has_critic = kind == "gae"
     if kind == "grpo" and keys.take("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_std") is False:
         keys.put("algorithm.normalize_std", False)
-    if kind in _DISCOUNTED and keys.given.get("algorithm.gamma") is not None:
-        keys.put("algorithm.gamma", keys.take("algorithm.gamma", "algorithm.gamma"))
+    if kind in _DISCOUNTED:
+        keys.move("algorithm.gamma", "algorithm.gamma")
     if keys.has_critic:
-        keys.put("algorithm.lam", keys.take("algorithm.lam", "algorithm.lam", default=1.0))
+        keys.move("algorithm.lam", "algorithm.lam", default=1.0)
 
 
 def _component_weights(keys: Translation) -> dict[str, Tree]:
@@ -171,7 +169,7 @@ def put_distillation(keys: Translation) -> None:
 def _put_teachers(keys: Translation) -> None:
     prefix = "distillation."
     for name, ours, default in (("nnodes", "nodes", 1), ("n_gpus_per_node", "gpus_per_node", 8)):
-        keys.put(f"pools.teacher.{ours}", keys.take(f"{prefix}{name}", f"pools.teacher.{ours}", default=default))
+        keys.move(f"{prefix}{name}", f"pools.teacher.{ours}", default=default)
     if keys.take(f"{prefix}teacher_key", "data.source_key", default="data_source") != "data_source":
         keys.put("data.source_key", keys.given[f"{prefix}teacher_key"])
     found = (re.match(r"distillation\.teacher_models\.(\w+)\.", key) for key in keys.written)
@@ -185,8 +183,7 @@ def _put_teachers(keys: Translation) -> None:
         kind = "engines" if is_served else "ranks"
         keys.put(role, {"kind": kind, "pool": "teacher", "tensor": tensor, "model": model})
         for key, ours in _ENGINE_SIZES.items() if is_served else ():
-            if (value := keys.take(f"{theirs}inference.{key}", f"{role}.{ours}")) is not None:
-                keys.put(f"{role}.{ours}", value)
+            keys.move(f"{theirs}inference.{key}", f"{role}.{ours}")
         source = keys.take(f"{theirs}key", f"{role}.sources")
         if source is not None and len(names) > 1:
             keys.put(f"{role}.sources", [source])
@@ -196,16 +193,15 @@ def put_kl(keys: Translation) -> bool:
     """Put the KL term; return whether there is one. verl can have it in loss and reward at once, a recipe in one."""
     in_reward = keys.take("algorithm.use_kl_in_reward", "algorithm.kl")
     in_loss = keys.take(f"{ACTOR}use_kl_loss", "algorithm.kl")
-    for key in (f"{ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef",):
-        if (in_loss or in_reward) and keys.given.get(key) == 0:
-            keys.report(key, KeyVerdict.NO_EFFECT, "a KL term of weight 0; the recipe has none")
-            return False
+    key = f"{ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    if (in_loss or in_reward) and keys.given.get(key) == 0:
+        keys.report(key, KeyVerdict.NO_EFFECT, "a KL term of weight 0; the recipe has none")
+        return False
     if in_loss:
         keys.put("algorithm.kl.kind", "loss")
         estimate = _estimate(keys, f"{ACTOR}kl_loss_type", default="low_var_kl", known=_KL_ESTIMATES)
         keys.put("algorithm.kl.estimate", estimate)
-        coef = keys.take(f"{ACTOR}kl_loss_coef", "algorithm.kl.coef", default=0.001)
-        keys.put("algorithm.kl.coef", coef)
+        keys.move(f"{ACTOR}kl_loss_coef", "algorithm.kl.coef", default=0.001)
         if in_reward:
             text = "the KL is in the loss already (use_kl_loss), and a recipe has it in one place"
             keys.report("algorithm.use_kl_in_reward", KeyVerdict.NOT_SUPPORTED, text)
@@ -213,12 +209,10 @@ def put_kl(keys: Translation) -> bool:
         keys.put("algorithm.kl.kind", "reward")
         in_rewards = {name: estimate for name, estimate in _KL_ESTIMATES.items() if not name.endswith("+")}
         keys.put("algorithm.kl.estimate", _estimate(keys, "algorithm.kl_penalty", default="kl", known=in_rewards))
-        coef = keys.take("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coef", default=0.001)
-        keys.put("algorithm.kl.coef", coef)
+        keys.move("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coef", default=0.001)
         if keys.take("algorithm.kl_ctrl.type", "algorithm.kl.adaptive", default="fixed") == "adaptive":
-            target = keys.take("algorithm.kl_ctrl.target_kl", "algorithm.kl.adaptive.target", default=0.1)
-            horizon = keys.take("algorithm.kl_ctrl.horizon", "algorithm.kl.adaptive.horizon", default=10000)
-            keys.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
+            keys.move("algorithm.kl_ctrl.target_kl", "algorithm.kl.adaptive.target", default=0.1)
+            keys.move("algorithm.kl_ctrl.horizon", "algorithm.kl.adaptive.horizon", default=10000)
     else:
         for key in ("algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss"):
             keys.report(key, KeyVerdict.NO_EFFECT, "off, as in megarl")
@@ -249,16 +243,15 @@ def put_loss(keys: Translation) -> None:
         keys.report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(_LOSSES)}; the recipe uses ppo")
     else:
         keys.mapped(key, f"algorithm.loss.kind {kind}")
-    loss: dict[str, Tree] = {"kind": kind}
+    keys.put("algorithm.loss", {"kind": kind})
     if kind in _CLIPPED:
-        loss["clip_low"] = keys.take(f"{ACTOR}clip_ratio_low", "algorithm.loss.clip_low", default=0.2)
-        loss["clip_high"] = keys.take(f"{ACTOR}clip_ratio_high", "algorithm.loss.clip_high", default=0.2)
+        keys.move(f"{ACTOR}clip_ratio_low", "algorithm.loss.clip_low", default=0.2)
+        keys.move(f"{ACTOR}clip_ratio_high", "algorithm.loss.clip_high", default=0.2)
     if kind == "ppo":
-        loss["clip_dual"] = keys.take(f"{ACTOR}clip_ratio_c", "algorithm.loss.clip_dual", default=3.0)
+        keys.move(f"{ACTOR}clip_ratio_c", "algorithm.loss.clip_dual", default=3.0)
     if kind == "sapo":
-        loss["tau_positive"] = keys.take(f"{ACTOR}tau_pos", "algorithm.loss.tau_positive", default=1.0)
-        loss["tau_negative"] = keys.take(f"{ACTOR}tau_neg", "algorithm.loss.tau_negative", default=1.05)
-    keys.put("algorithm.loss", loss)
+        keys.move(f"{ACTOR}tau_pos", "algorithm.loss.tau_positive", default=1.0)
+        keys.move(f"{ACTOR}tau_neg", "algorithm.loss.tau_negative", default=1.05)
     mode = str(keys.take(f"{ACTOR}loss_agg_mode", "algorithm.aggregation", default="token-mean"))
     if kind in _BY_SEQUENCE:
         mode = "seq-mean-token-mean"
@@ -320,11 +313,9 @@ def put_reward_model(keys: Translation) -> bool:
                 f"{role}: scores in turns on the GPUs of the others, as in verl without enable_resource_pool; "
                 "`megarl plan` shows whether its max_cached_tokens fit"
             )
-        model = keys.path(f"{prefix}{path_key}", f"{role}.model", default="REWARD_MODEL")
-        keys.put(f"{role}.model", model)
+        keys.put(f"{role}.model", keys.path(f"{prefix}{path_key}", f"{role}.model", default="REWARD_MODEL"))
         for name, ours in {"tensor_model_parallel_size": "tensor", **_ENGINE_SIZES}.items():
-            if (value := keys.take(f"{prefix}rollout.{name}", f"{role}.{ours}")) is not None:
-                keys.put(f"{role}.{ours}", value)
+            keys.move(f"{prefix}rollout.{name}", f"{role}.{ours}")
         keys.put("reward", {"kind": "reward_model"})
         return True
     return False

@@ -195,11 +195,9 @@ def put_lora(keys: Translation) -> None:
     for prefix, rank, alpha, path, default in _SPELLINGS:
         if keys.number(f"{prefix}{rank}", 0) <= 0:
             continue
-        keys.put("model.lora.rank", keys.take(f"{prefix}{rank}", "model.lora.rank"))
-        keys.put("model.lora.alpha", keys.take(f"{prefix}{alpha}", "model.lora.alpha", default=default))
-        folder = keys.path(f"{prefix}{path}", "model.lora.path")
-        if folder is not None:
-            keys.put("model.lora.path", folder)
+        keys.move(f"{prefix}{rank}", "model.lora.rank")
+        keys.move(f"{prefix}{alpha}", "model.lora.alpha", default=default)
+        keys.move_path(f"{prefix}{path}", "model.lora.path")
         for name in ("type", "peft_type"):
             if str(keys.given.get(f"{prefix}{name}", "lora")).lower() == "lora":
                 keys.mapped(f"{prefix}{name}", "model.lora")
@@ -213,13 +211,13 @@ def put_lora(keys: Translation) -> None:
 
 def _put_modules(keys: Translation, key: str) -> None:
     """Translate the names of Megatron and of Hugging Face; all linear layers are the recipe's default."""
-    wanted = keys.take(key, "model.lora.modules")
-    if wanted is None or wanted in ("all-linear", ["all-linear"]):
+    chosen = keys.take(key, "model.lora.modules")
+    if chosen is None or chosen in ("all-linear", ["all-linear"]):
         if _OF_EXPERTS.search(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))):
             keys.put("model.lora.modules", [name for name in ALL_MODULES if name in _ATTENTION])
             keys.notes.append("model.lora.modules: those of the attention; experts have no adapters")
         return
-    names = wanted if isinstance(wanted, list) else [wanted]
+    names = chosen if isinstance(chosen, list) else [chosen]
     modules = [module for name in names for module in _FUSED_MODULES.get(str(name), (str(name),))]
     unknown = [module for module in modules if module not in ALL_MODULES]
     if unknown:

@@ -168,18 +168,11 @@ def _run_section(keys: Translation) -> None:
     name = without_outside(str(keys.written.get("trainer.experiment_name") or "")).strip("-_.") or keys.name
     keys.mapped("trainer.experiment_name", "run.name")
     keys.put("run.name", re.sub(r"[^A-Za-z0-9._-]", "_", name))
-    folder = keys.path("trainer.default_local_dir", "run.folder")
-    if folder is not None:
-        keys.put("run.folder", folder)
-    steps = keys.take("trainer.total_training_steps", "run.steps")
-    if isinstance(steps, int) and steps > 0:
-        keys.put("run.steps", steps)
-    epochs = keys.take("trainer.total_epochs", "run.epochs", default=_SFT_EPOCHS if keys.is_sft else _EPOCHS)
-    keys.put("run.epochs", epochs)
+    keys.move_path("trainer.default_local_dir", "run.folder")
+    keys.move_count("trainer.total_training_steps", "run.steps")
+    keys.move("trainer.total_epochs", "run.epochs", default=_SFT_EPOCHS if keys.is_sft else _EPOCHS)
     for key in ("data.seed", "trainer.seed"):
-        seed = keys.take(key, "run.seed")
-        if isinstance(seed, int):
-            keys.put("run.seed", seed)
+        keys.move(key, "run.seed")
 
 
 def _checkpoint(keys: Translation) -> None:
@@ -190,9 +183,7 @@ def _checkpoint(keys: Translation) -> None:
         text = f"{every}: set checkpoint.save_every_steps; only the last step is saved"
         keys.report("trainer.save_freq", KeyVerdict.NOT_SUPPORTED, text)
     for key in ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"):
-        keep_last = keys.take(key, "checkpoint.keep_last")
-        if isinstance(keep_last, int) and keep_last > 0:
-            keys.put("checkpoint.keep_last", keep_last)
+        keys.move_count(key, "checkpoint.keep_last")
 
 
 def _loggers(keys: Translation) -> None:
@@ -264,9 +255,7 @@ def _batch(keys: Translation) -> None:
 def _engines(keys: Translation) -> None:
     put_ahead(keys)
     put_engine_precision(keys)
-    top_k = keys.take(f"{ROLLOUT}top_k", "sampling.top_k")
-    if isinstance(top_k, int) and top_k > 0:
-        keys.put("sampling.top_k", top_k)
+    keys.move_count(f"{ROLLOUT}top_k", "sampling.top_k")
     expert = keys.number(f"{ROLLOUT}expert_parallel_size", 1)
     if expert > keys.number(f"{ROLLOUT}tensor_model_parallel_size", 2):
         # verl's servers have tensor times data-parallel ranks, and the experts are divided over all of them.
@@ -290,8 +279,7 @@ def _critic(keys: Translation) -> None:
         ("weight_decay", "weight_decay", 0.01),
         ("clip_grad", "clip_grad_norm", 1.0),
     ):
-        target = f"{role}.optimizer.{key}"
-        keys.put(target, keys.take(f"critic.optim.{name}", target, default=default))
+        keys.move(f"critic.optim.{name}", f"{role}.optimizer.{key}", default=default)
     _optimizer(keys, "critic.optim.", f"{role}.optimizer")
     per_update = keys.take("critic.ppo_mini_batch_size", f"{role}.prompts_per_update")
     if isinstance(per_update, int) and per_update != keys.given.get(f"{ACTOR}ppo_mini_batch_size", 256):
@@ -299,7 +287,7 @@ def _critic(keys: Translation) -> None:
     epochs = keys.take("critic.ppo_epochs", f"{role}.epochs", default=keys.number(f"{ACTOR}ppo_epochs", 1))
     if epochs != 1:
         keys.put(f"{role}.epochs", epochs)
-    keys.put(f"{role}.clip", keys.take("critic.cliprange_value", f"{role}.clip", default=0.5))
+    keys.move("critic.cliprange_value", f"{role}.clip", default=0.5)
     warmup = keys.take("trainer.critic_warmup", f"{role}.warmup_steps", default=0)
     if warmup:
         keys.put(f"{role}.warmup_steps", warmup)
@@ -367,9 +355,7 @@ def _evaluation(keys: Translation) -> None:
     keys.put("evaluation", {"every_steps": every} if isinstance(every, int) and every > 0 else {})
     if keys.take("trainer.val_before_train", "evaluation.runs_before_training", default=True) is False:
         keys.put("evaluation.runs_before_training", False)
-    num_prompts = keys.take("data.val_max_samples", "evaluation.max_prompts")
-    if isinstance(num_prompts, int) and num_prompts > 0:
-        keys.put("evaluation.max_prompts", num_prompts)
+    keys.move_count("data.val_max_samples", "evaluation.max_prompts")
     is_sampled = keys.take(f"{_VALIDATION}do_sample", "evaluation.sampled", default=False)
     temperature = keys.take(f"{_VALIDATION}temperature", "evaluation.sampled.temperature", default=0)
     if not is_sampled or temperature == 0:
@@ -395,9 +381,7 @@ def put_demonstrations(keys: Translation) -> None:
         keys.put(target, keys.paths("data.val_files", f"{target} and evaluation"))
         every = keys.take("trainer.test_freq", "evaluation.every_steps")
         keys.put("evaluation", {"every_steps": every} if isinstance(every, int) and every > 0 else {})
-        limit = keys.take("data.val_max_samples", "evaluation.max_prompts")
-        if isinstance(limit, int) and limit > 0:
-            keys.put("evaluation.max_prompts", limit)
+        keys.move_count("data.val_max_samples", "evaluation.max_prompts")
         if isinstance(every, str):
             text = f"{every}: set evaluation.every_steps; the loss is measured before the first and after the last step"
             keys.report("trainer.test_freq", KeyVerdict.NOT_SUPPORTED, text)
@@ -468,9 +452,7 @@ def put_environment(keys: Translation) -> None:
         keys.put("environment.max_turns", turns)
     else:
         keys.notes.append("environment.max_turns: verl sets no limit; the default is 8")
-    calls = keys.take(f"{_TURNS}max_user_turns", "environment.max_calls")
-    if isinstance(calls, int):
-        keys.put("environment.max_calls", calls)
+    keys.move(f"{_TURNS}max_user_turns", "environment.max_calls")
     length = keys.take(f"{_TURNS}max_tool_response_length", "environment.max_result_tokens", default=_RESULT_CHARACTERS)
     keys.put("environment.max_result_tokens", length)
     keys.notes.append(f"environment.max_result_tokens {length}: verl counts characters, megarl tokens")

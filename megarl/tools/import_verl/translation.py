@@ -223,6 +223,23 @@ class Translation:
             self.mapped(key, target)
         return default if value is None else value
 
+    def move(self, key: str, target: str, *, default: Tree = None) -> None:
+        """Put the given value, or the default if there is one, at `target`."""
+        value = self.take(key, target, default=default)
+        if value is not None:
+            self.put(target, value)
+
+    def move_count(self, key: str, target: str) -> None:
+        """Put a given whole number above 0 at `target`; others stand for no limit."""
+        value = self.take(key, target)
+        if isinstance(value, int) and value > 0:
+            self.put(target, value)
+
+    def move_path(self, key: str, target: str) -> None:
+        path = self.path(key, target)
+        if path is not None:
+            self.put(target, path)
+
     def path(self, key: str, target: str, *, default: str | None = None) -> str | None:
         """Return a given path or `default`; what is not known of it becomes a name that the user has to replace."""
         value = self.written.get(key)

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
+from megarl.cli.display import make_console
 from megarl.cli.recipe import Overrides, RecipePath
 from megarl.config.checks.recipe import advise
-from megarl.env import NO_COLOR
 from megarl.errors import ConfigError
 from megarl.planner.deployment import Placement, PublishWay, RankPlace
 from megarl.planner.fit import PlanAnswer, PlanQuestion, Proposal, RunPlan, answer, replay_run
@@ -72,10 +72,8 @@ def plan(
         shown: object = plans if what_if else plans[0]
         print(json.dumps(shown if replayed is None else {"replay": asdict(replayed), "plans": plans}, indent=2))
         raise typer.Exit(_exit_code(first))
-    console = Console(width=WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
+    console = make_console(width=WIDTH)
     if run is not None and replayed is not None:
-        from megarl.cli.plan import replay_tables
-
         console.print(replay_tables(run, replayed, answers))
     else:
         console.print(tables(first) if changed is None else comparison(first, changed, what_if or []))

@@ -1,4 +1,4 @@
-"""What a first run needs: `megarl init` writes a recipe with a layout that fits, `megarl import-verl` turns a verl
+"""Commands before a first run: `megarl init` writes a recipe with a layout that fits, `megarl import-verl` turns a verl
 configuration into one, `megarl data` writes prompt tables of data sets, and models to train on them.
 """
 

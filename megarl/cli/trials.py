@@ -254,7 +254,7 @@ def mismatch(
 
     address = ray_address_of(checked.run)
     with ray_environment(address, checked.cluster):
-        from megarl.tools.diagnose import diagnose_recipe
+        from megarl.tools.diagnose.run import diagnose_recipe
 
         diagnosis = diagnose_recipe(
             checked,

@@ -18,8 +18,8 @@ from megarl.config.recipe import Recipe
 from megarl.data.rollout_files import as_line, generations_file, write_generations
 from megarl.errors import MachineError
 from megarl.observe.catalogue import METRICS
-from megarl.observe.observing import observing
 from megarl.observe.metrics import Targets
+from megarl.observe.observing import observing
 from megarl.tools.page.run_data import RunFolder, compare_overviews
 from scripts.dashboards.monitoring import monitoring_files
 from tests.observe.samples import ListSink, evaluated, generation, make_recipe, step_summary

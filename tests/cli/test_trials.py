@@ -128,7 +128,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, found: Diagnosis) -> Asked:
         on_start(SmallRecipe(recipe=recipe, notes=("smaller than the recipe",)))
         return found
 
-    monkeypatch.setattr("megarl.tools.diagnose.diagnose_recipe", answer)
+    monkeypatch.setattr("megarl.tools.diagnose.run.diagnose_recipe", answer)
     return asked
 
 

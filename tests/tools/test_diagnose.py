@@ -14,7 +14,7 @@ from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, MODEL_FOLDER, Manifest, digest_file
 from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
-from megarl.tools.diagnose import diagnose_recipe
+from megarl.tools.diagnose.run import diagnose_recipe
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.small_recipe import SmallRecipe
 from tests.run.runs import write_recipe

@@ -18,7 +18,7 @@ from megarl.config.roles import ActorConfig
 from megarl.engine import admin
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
-from megarl.tools.diagnose import compare
+from megarl.tools.diagnose.comparison import compare
 from megarl.train.rank_spec import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.diagnosis import Diagnosis, Verdict

@@ -1,4 +1,4 @@
-"""What goes wrong with runs: a table of symptom, cause and remedy, its remedies, and its application to one run.
+"""Rules of what goes wrong with runs, each with symptom, cause and remedies, and their application to one run.
 
 A remedy returns the changes of the run's recipe, as values which that recipe accepts.
 """

@@ -1,28 +1,20 @@
-"""Compare one trainer and one engine of a recipe, with the same weights, on one prompt, and reach a verdict.
+"""Start one trainer and one engine of a recipe with the same weights, compare them on one prompt, and reach a verdict.
 
-Both are recorded at every hook point of the forward pass; `weights.diagnosis` finds the first point where they differ
-and the tensors to blame. Import this module inside `ray_environment`.
+`comparison` records both; `weights.diagnosis` finds the first point where they differ and the tensors to blame. Import
+this module inside `ray_environment`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, verify
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.config.roles import FP8_TOKENS
-from megarl.data.packing import Packing
-from megarl.data.shares import make_shares
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.engine.fleet import Fleet
-from megarl.engine.tool_commands import FILE_PREFIX
 from megarl.engine.tool_control import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.ranks.calls import ActorCalls
@@ -31,23 +23,16 @@ from megarl.run.inputs import read_inputs
 from megarl.serving.connect import started_roles
 from megarl.serving.engine_transfer import transfer_spec
 from megarl.serving.serving import ManagedServing
-from megarl.stages import Generator, Phases
+from megarl.tools.diagnose.comparison import compare
 from megarl.tools.small_recipe import SmallRecipe, single_copy
-from megarl.train.rank_spec import RECORD_PREFIX, TrainerRecord
-from megarl.types import PolicyVersion, Prompt, RolloutGroup, TrainBatch, TrainSample
-from megarl.weights.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
-from megarl.weights.hook_points import hook_points
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from megarl.weights.layouts.transfer_spec import TransferSpec
-from megarl.weights.recordings import DigestedModel, Recording, differing_tensors
+from megarl.types import PolicyVersion, Prompt
+from megarl.weights.diagnosis import Diagnosis
 
 _FOLDER = "diagnose"
 """Inside the folder of the run."""
 _MAX_CPU_PROCESSES = 8
 NUM_SAMPLED_TOKENS = 8
 """Enough to see the engine decode; it reads the prompt in one pass."""
-RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
-"""Scores a batch on every rank; each rank writes its recording into the folder. Returns the records in rank order."""
 
 
 def diagnose_recipe(
@@ -142,77 +127,3 @@ def _prompt_of_row(prompts: Sequence[Prompt], row: int) -> Prompt:
     if row >= len(prompts):
         raise DataError(f"--row {row}: data.train has {len(prompts)} prompts, counted from 0; choose a smaller number")
     return prompts[row]
-
-
-async def compare(
-    prompt: Prompt,
-    *,
-    phases: Phases,
-    record_trainer: RecordTrainer,
-    fleet: Fleet,
-    control: ToolControl,
-    generator: Generator,
-    transfer: TransferSpec,
-    temperature: float,
-    folder: Path,
-) -> Diagnosis:
-    """Let the engine answer the prompt, run prompt and answer through the trainer, and return what differs.
-
-    The fleet has one engine, the generator makes one rollout, and the recordings go to `folder`.
-    """
-    _clear(folder)
-    async with phases.generating():
-        # A prompt whose prefix is cached would not be computed.
-        await fleet.engines[0].client.flush_cache()
-        await control.start_recording(transfer)
-        group = await generator.generate(prompt)
-        engine_digests = await control.write_recording(folder)
-    batch = _batch(group, transfer.parallel, temperature)
-    async with phases.comparing():
-        records = await record_trainer(batch, folder)
-    (rollout,) = group.rollouts
-    (of_trainer,) = (record.logprobs for record in records if record.logprobs is not None)
-    conversation = Conversation(
-        prompt_ids=prompt.token_ids,
-        response_ids=rollout.token_ids,
-        engine_logprobs=rollout.logprobs,
-        trainer_logprobs=of_trainer,
-        temperature=temperature,
-    )
-    trainer_layout = megatron_layout(transfer.shape, transfer.parallel, dtype=transfer.trainer_dtype)
-    num_tokens = conversation.num_positions
-    return diagnose(
-        hook_points(transfer.shape),
-        Recording(sorted(folder.glob(f"{RECORD_PREFIX}*")), num_tokens=num_tokens),
-        Recording(sorted(folder.glob(f"{FILE_PREFIX}*")), num_tokens=num_tokens),
-        conversation,
-        differing_tensors=differing_tensors(
-            DigestedModel(layout=trainer_layout, digests=[record.weight_digests for record in records]),
-            DigestedModel(layout=transfer.engine_layout(), digests=engine_digests),
-        ),
-        tolerance=TOLERANCES[transfer.engine_dtype],
-    )
-
-
-def _clear(folder: Path) -> None:
-    """Remove the files of an earlier diagnosis, which may have had more ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for prefix in (RECORD_PREFIX, FILE_PREFIX):
-        for path in folder.glob(f"{prefix}*.safetensors"):
-            path.unlink()
-
-
-def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) -> TrainBatch:
-    (rollout,) = group.rollouts
-    sample = TrainSample(
-        prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(rollout.num_tokens, np.float32)
-    )
-    packing = Packing(
-        data_parallel=1,
-        tokens_per_micro_batch=len(sample.prompt_ids) + rollout.num_tokens,
-        samples_per_update=None,
-        pad_multiple=max(FP8_TOKENS.values()) * parallel.tensor * parallel.context,
-        micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-    )
-    (share,) = make_shares([sample], packing, temperature=temperature)
-    return share.fill()

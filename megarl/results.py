@@ -149,6 +149,18 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorState:
+    """The state of the watch over the mismatch between trainer and engine, saved in checkpoints."""
+
+    worst_reported: float = 0.0
+    """The highest threshold reported so far."""
+    has_switched_correction_on: bool = False
+    baseline_sum: float = 0.0
+    """Sum of the mismatch over the steps of the baseline, if the recipe asks for one."""
+    num_baseline_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishResult:
     version: PolicyVersion
     num_bytes: int

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, sync, verify
 from megarl.config.document import leaves
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError, FinishedError, first_line
+from megarl.results import MonitorState
 from megarl.system.faults import reach, step_in
 
 STATE_FILE = "state.json"

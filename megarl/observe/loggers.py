@@ -67,8 +67,7 @@ class LoggerSink:
         self._status = RunStatus.FAILED
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._work, name="loggers", daemon=True)
-        if self._loggers:
-            self._thread.start()
+        self._thread.start()
 
     def record(self, record: Record) -> None:
         match record.event:
@@ -81,8 +80,6 @@ class LoggerSink:
 
     def close(self) -> None:
         """Wait until the loggers have all numbers, for a limited time."""
-        if not self._loggers:
-            return
         with suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -91,9 +88,8 @@ class LoggerSink:
             logger.warning("%s did not store all numbers within %.0f s", names, _CLOSE_TIMEOUT_S)
 
     def _put(self, step: int, sections: tuple[Section, ...]) -> None:
-        if self._loggers:
-            with suppress(queue.Full):
-                self._waiting.put_nowait((step, self._meter.values(*sections)))
+        with suppress(queue.Full):
+            self._waiting.put_nowait((step, self._meter.values(*sections)))
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:

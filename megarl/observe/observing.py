@@ -17,6 +17,7 @@ import psutil
 
 from megarl import __version__
 from megarl.config.recipe import Recipe
+from megarl.env import FAULTS
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     EVENTS_FILE,
@@ -87,9 +88,13 @@ def observing(
         stack.callback(_close, display)
         targets = Targets(folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
         stack.callback(targets.close)
-        loggers = LoggerSink(meter, open_loggers(recipe.observe, started))
-        stack.callback(loggers.close)
-        sinks = (log, metrics, targets, loggers, display, StepFaults())
+        sinks: list[Sink] = [log, metrics, targets, display]
+        if loggers := open_loggers(recipe.observe, started):
+            logging_sink = LoggerSink(meter, loggers)
+            stack.callback(logging_sink.close)
+            sinks.append(logging_sink)
+        if FAULTS.read():
+            sinks.append(StepFaults())
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(started)
             if retired is not None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens
-from megarl.algo.monitor import MismatchMonitor
-from megarl.algo.objective import actor_loss
+from megarl.algo.objective import MismatchMonitor, actor_loss
 from megarl.checkpoint.resume import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig
 from megarl.config.roles import OptimizerConfig

@@ -201,13 +201,7 @@ def test_the_value_loss_has_the_golden_values(value: float, old: float, target: 
 def test_sums_and_means_are_over_loss_tokens_whatever_the_others_hold() -> None:
     assert SEGMENTS.sums(VALUES).tolist() == [3, 5, 0]
     assert SEGMENTS.means(VALUES).tolist() == [1.5, 5, 0]
-
-
-def test_every_token_gets_the_value_of_its_sequence() -> None:
     assert SEGMENTS.spread(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7, 7, 7, 8, 8, 9, 9]
-
-
-def test_gradients_flow_back_to_loss_tokens_only() -> None:
     values = VALUES.clone().requires_grad_()
     (SEGMENTS.spread(SEGMENTS.means(values)) * torch.arange(1.0, 8.0)).sum().backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.resume import TrainerState
@@ -25,6 +24,7 @@ from megarl.data.stream import PromptStream
 from megarl.env import FAULTS
 from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
+from megarl.results import MonitorState
 from megarl.run.buffer import Buffer
 from megarl.run.preemption import Preemption
 from megarl.run.saver import RunSaver, SavedModel

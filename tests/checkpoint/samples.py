@@ -6,12 +6,12 @@ import json
 import random
 from pathlib import Path
 
-from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
 from megarl.checkpoint.resume import Best, Ledger, RunState, TrainerState, write_state
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.recipe import Recipe
+from megarl.results import MonitorState
 
 DATA_DIGEST = "of the data"
 

@@ -107,6 +107,9 @@ def test_contradictions_are_refused_for_every_role() -> None:
     assert texts(list(check_kernels(roles, is_adapted=True, device="cuda"))) == [
         "roles.reference.kernels: local has no FP8; use auto or te with precision fp8",
     ]
+    (problem,) = check_kernels(actor(precision="fp8", kernels="torch"), is_adapted=False, device="cuda")
+    assert str(problem) == "roles.actor.kernels: torch has no FP8; use auto or te with precision fp8"
+    assert not actor(kernels="torch").actor.is_fused
 
 
 def test_a_gpu_without_fp8_is_not_asked_for_it() -> None:
@@ -168,12 +171,6 @@ def test_float32_is_for_a_critic() -> None:
     assert (critic.dtype_on("cuda"), roles.actor.dtype_on("cuda")) == ("float32", "bfloat16")
     (problem,) = check_kernels(actor(precision="fp32"), is_adapted=False, device="cuda")
     assert str(problem).startswith("roles.actor.precision: fp32 is for a critic without model.lora")
-
-
-def test_torch_has_no_fp8() -> None:
-    (problem,) = check_kernels(actor(precision="fp8", kernels="torch"), is_adapted=False, device="cuda")
-    assert str(problem) == "roles.actor.kernels: torch has no FP8; use auto or te with precision fp8"
-    assert not actor(kernels="torch").actor.is_fused
 
 
 def test_exchanges_of_long_sequences_are_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,12 +98,6 @@ def test_a_slow_logger_does_not_hold_up_the_run() -> None:
     assert len(slow.logged) == 4
 
 
-def test_without_loggers_there_is_no_thread(tmp_path: Path) -> None:
-    before = threading.active_count()
-    LoggerSink(Meter("sample"), opened(tmp_path, {})).close()
-    assert threading.active_count() == before
-
-
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     (logger,) = opened(tmp_path, {"tensorboard": {}})
     assert isinstance(logger, TensorboardLogger)

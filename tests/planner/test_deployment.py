@@ -6,25 +6,18 @@ from megarl.planner.deployment import StepWorkload
 from tests.planner.recipes import PPO, placement_of
 
 
-def test_ranks_have_the_coordinates_of_the_weights_layout() -> None:
+def test_ranks_have_the_coordinates_of_the_weights_layout_and_groups_and_engines_share_a_node() -> None:
     placement = placement_of()
     assert len(placement.ranks) == 16
     for rank in placement.ranks:
         found = placement.parallel.rank(tensor=rank.tensor, data=rank.data, pipeline=rank.pipeline)
         assert found == rank.rank
-
-
-def test_tensor_neighbours_share_a_node() -> None:
-    placement = placement_of()
     for first in range(0, 16, 4):
-        assert len({rank.place.node for rank in placement.ranks[first : first + 4]}) == 1
-
-
-def test_an_engine_stays_on_one_node() -> None:
-    placement = placement_of("pools.rollout.nodes=2")
-    assert placement.num_engines == 8
+        assert len({rank.place.node for rank in placement.ranks[first : first + 4]}) == 1, "tensor neighbours"
+    engines = placement_of("pools.rollout.nodes=2")
+    assert engines.num_engines == 8
     for engine in range(8):
-        assert len({rank.place.node for rank in placement.engine_ranks if rank.engine == engine}) == 1
+        assert len({rank.place.node for rank in engines.engine_ranks if rank.engine == engine}) == 1
 
 
 def test_separate_pools_share_no_gpu_and_a_shared_one_is_counted_once() -> None:

@@ -39,13 +39,8 @@ def test_each_proposal_makes_the_recipe_fit() -> None:
         assert sizes.fits
         assert sizes.worst is not None
         assert sizes.worst.margin_bytes == proposal.margin_bytes
-
-
-def test_the_smallest_change_of_a_key_is_proposed() -> None:
-    recipe = make_recipe("roles.rollout.memory_fraction=0.98")
-    found = proposals_for(recipe)
-    (assignment,) = next(item.assignments for item in found if "memory_fraction" in item.assignments[0])
-    assert assignment == "roles.rollout.memory_fraction=0.75"
+    # The smallest change of a key.
+    assert ("roles.rollout.memory_fraction=0.75",) in [proposal.assignments for proposal in found]
 
 
 def test_two_changes_are_proposed_where_one_is_not_enough() -> None:

@@ -22,6 +22,7 @@ from megarl.planner.ledger import (
 )
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES, bare_weights, stage_memory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
+from megarl.weights.layouts.canonical import num_parameters
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
@@ -102,15 +103,6 @@ def test_a_shared_pool_whose_nodes_lack_weights_publishes_through_host_memory() 
     assert lanes == 2 * 8 * 2 * DEFAULT_BUCKET_BYTES
 
 
-def test_trainers_start_beside_engines_that_sleep() -> None:
-    for release, has_weights in (("kv_cache", True), ("everything", False)):
-        recipe = make_recipe("roles.rollout.pool=train", f"roles.rollout.release={release}")
-        found = found_in(recipe)["actor + engine", MemoryPhase.STARTING]
-        assert {"weights", "gradients", "optimizer", "engine graphs"} <= set(found)
-        assert "KV cache" not in found
-        assert ("engine weights" in found) == has_weights
-
-
 def test_a_publish_to_another_pool_meets_the_memory_that_the_last_pass_left_with_the_allocator() -> None:
     found = found_in(make_recipe())
     training, publishing = (found["actor", phase] for phase in (MemoryPhase.TRAINING, MemoryPhase.PUBLISHING))
@@ -119,10 +111,17 @@ def test_a_publish_to_another_pool_meets_the_memory_that_the_last_pass_left_with
     assert "allocator" not in shared["actor + engine", MemoryPhase.PUBLISHING]
 
 
-def test_an_engine_that_releases_everything_leaves_its_weights_to_the_trainer_until_the_publish() -> None:
-    found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=everything"))
-    with_weights = {phase for (_, phase), items in found.items() if "engine weights" in items}
-    assert with_weights == {MemoryPhase.GENERATING, MemoryPhase.PUBLISHING}
+def test_engines_sleep_beside_trainers_and_release_everything_leaves_their_weights_until_the_publish() -> None:
+    awake = {MemoryPhase.GENERATING, MemoryPhase.PUBLISHING}
+    for release, expected in (
+        ("kv_cache", {*awake, MemoryPhase.STARTING, MemoryPhase.TRAINING}),
+        ("everything", awake),
+    ):
+        found = found_in(make_recipe("roles.rollout.pool=train", f"roles.rollout.release={release}"))
+        assert {phase for (_, phase), items in found.items() if "engine weights" in items} == expected
+        starting = found["actor + engine", MemoryPhase.STARTING]
+        assert {"weights", "gradients", "optimizer", "engine graphs"} <= set(starting)
+        assert "KV cache" not in starting
 
 
 def test_blocks_that_the_allocator_cannot_use_are_counted_in_a_pass() -> None:
@@ -228,16 +227,20 @@ def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
     assert found[MemoryPhase.TRAINING] == pytest.approx(20_781, rel=0.15)
 
 
-def test_the_engines_of_a_frozen_model_fill_their_own_pool() -> None:
-    recipe = make_recipe(
-        "pools.scores={gpus_per_node: 4}",
-        "roles.reward_model.helpful={pool: scores, tensor: 2, model: qwen2.5-7b, max_cached_tokens: 1000}",
-        "reward={kind: reward_model}",
-    )
-    items = found_in(recipe)["reward_model.helpful", MemoryPhase.JUDGING]
-    body = PUBLIC_MODELS["qwen2.5-7b"]
-    assert items["frozen KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 2 * body.head_dim * 2
-    assert 7e9 < items["frozen weights"] < 8e9, "half of 7.6 billion parameters of two bytes"
+@pytest.mark.parametrize(
+    ("role", "others", "size"),
+    [
+        ("reward_model.helpful", ("reward={kind: reward_model}",), "7b"),
+        ("teacher.large", ("roles.teacher.large.kind=engines", "algorithm={kind: distill}"), "72b"),
+    ],
+)
+def test_the_engines_of_a_frozen_model_fill_their_own_pool(role: str, others: tuple[str, ...], size: str) -> None:
+    name = f"qwen2.5-{size}"
+    config = f"roles.{role}={{pool: scores, tensor: 4, model: {name}, max_cached_tokens: 1000}}"
+    items = found_in(make_recipe("pools.scores={gpus_per_node: 4}", config, *others))[role, MemoryPhase.JUDGING]
+    body = PUBLIC_MODELS[name]
+    assert items["frozen KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 4 * body.head_dim * 2
+    assert items["frozen weights"] == pytest.approx(2 * num_parameters(body) / 4, rel=0.02)
 
 
 def test_a_frozen_model_in_a_shared_pool_has_memory_only_in_its_turn() -> None:
@@ -273,16 +276,6 @@ def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:
     assert weights == pytest.approx(2 * 72.7e9 / 8, rel=0.01)
     assert not {"gradients", "optimizer"} & names(scoring)
     assert not any("teacher" in ledger.where for ledger in host_ledgers(deployment, recipe.checkpoint))
-
-
-def test_a_teacher_on_engines_is_counted_in_its_pool_like_other_frozen_models() -> None:
-    recipe = make_recipe(
-        "pools.teacher={gpus_per_node: 8}",
-        "roles.teacher.large={kind: engines, pool: teacher, tensor: 8, model: qwen2.5-72b, max_cached_tokens: 1000}",
-        "algorithm={kind: distill}",
-    )
-    items = found_in(recipe)["teacher.large", MemoryPhase.JUDGING]
-    assert items["frozen weights"] == pytest.approx(2 * 72.7e9 / 8, rel=0.02)
 
 
 def test_the_reward_model_of_prime_is_a_language_model_with_its_first_weights_in_host_memory() -> None:

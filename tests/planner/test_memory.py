@@ -81,11 +81,12 @@ def test_buffers_are_padded_as_megatron_pads_them() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_engine_weights_are_those_of_the_full_layout(tensor: int) -> None:
-    recipe = make_recipe(f"roles.rollout.tensor={tensor}")
+    recipe = make_recipe(f"roles.rollout.tensor={tensor}", "roles.rollout.max_cached_tokens=5000")
     assert recipe.roles.rollout is not None
     layout = sglang_layout(SHAPE, tensor=tensor, dtype="bfloat16")
     engine = engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes)
     assert engine.weight_bytes == max(holding.num_bytes for holding in layout.holdings)
+    assert engine.cached_tokens == 5000
 
 
 def test_the_cache_takes_what_the_fraction_leaves() -> None:
@@ -96,12 +97,6 @@ def test_the_cache_takes_what_the_fraction_leaves() -> None:
     limit = 0.6 * (H100.memory_bytes - ENGINE_CONTEXT_BYTES)
     assert limit - engine.cache_bytes_per_token < engine.weight_bytes + engine.cache_bytes <= limit
     assert planned_cached_tokens(SHAPE, recipe.roles.rollout, H100) == engine.cached_tokens
-
-
-def test_the_cache_has_the_tokens_that_were_asked_for() -> None:
-    recipe = make_recipe("roles.rollout.max_cached_tokens=5000")
-    assert recipe.roles.rollout is not None
-    assert engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes).cached_tokens == 5000
 
 
 @pytest.mark.parametrize(

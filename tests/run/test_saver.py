@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import CRITIC_FOLDER, Contents, FileDigest, digest_file, verify
 from megarl.checkpoint.resume import Ledger, RunState, TrainerState, read_state
@@ -22,6 +21,7 @@ from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, FleetError, PreemptedError, WorkerError
 from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
+from megarl.results import MonitorState
 from megarl.run.buffer import Buffer
 from megarl.run.preemption import Preemption
 from megarl.run.saver import RunSaver, SavedModel

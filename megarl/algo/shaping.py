@@ -85,9 +85,9 @@ class Selection:
 def component(score: Score, name: str, group: ScoredGroup) -> float:
     """Return one named part of a score; its absence is an error, never a zero."""
     if name not in score.components:
-        known = ", ".join(sorted(score.components)) or "none"
+        names = ", ".join(sorted(score.components)) or "none"
         raise DataError(
-            f"the reward of prompt {group.group.prompt.uid} has no component {name}; it has {known}: "
+            f"the reward of prompt {group.group.prompt.uid} has no component {name}; it has {names}: "
             "return it from the reward function or change the recipe"
         )
     return score.components[name]

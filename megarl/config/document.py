@@ -76,9 +76,9 @@ def override_value(document: Document, key: Key, value: Tree) -> Document:
     for length in range(1, len(key)):
         if not isinstance(_at(document.tree, key[:length]), dict | None):
             raise _override_error(".".join(key), f"{key[length - 1]} is a value, not a section")
-    kept = {known: origin for known, origin in document.origins.items() if known[: len(key)] != key}
+    others = {leaf: origin for leaf, origin in document.origins.items() if leaf[: len(key)] != key}
     origins = {leaf: ValueOrigin(source=OVERRIDE) for leaf, _ in leaves(value, key)}
-    return Document(tree=_with(document.tree, key, value), origins={**kept, **origins})
+    return Document(tree=_with(document.tree, key, value), origins={**others, **origins})
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -191,12 +191,12 @@ def _read_family(path: Path, heirs: tuple[Path, ...]) -> Document:
 
 def _lay_over(base: Document, own: Document) -> Document:
     replaced = set(_replaced(base.tree, own.tree, ()))
-    kept = {
+    inherited = {
         key: origin
         for key, origin in base.origins.items()
         if not any(key[:length] in replaced for length in range(len(key) + 1))
     }
-    return Document(tree=_merged(base.tree, own.tree), origins={**kept, **own.origins})
+    return Document(tree=_merged(base.tree, own.tree), origins={**inherited, **own.origins})
 
 
 def _merged(base: dict[str, Tree], own: dict[str, Tree]) -> dict[str, Tree]:

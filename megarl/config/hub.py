@@ -42,28 +42,28 @@ def hub_folder(name: str, *, kind: RepoKind, downloads: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError  # noqa: PLC0415
 
     hint = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
-    wanted = list(_FILES[kind])
+    patterns = list(_FILES[kind])
     try:
         # With the same patterns: without them a folder that lacks other files of the repository counts as incomplete.
-        folder = Path(snapshot_download(name, repo_type=kind, allow_patterns=wanted, local_files_only=True))
+        folder = Path(snapshot_download(name, repo_type=kind, allow_patterns=patterns, local_files_only=True))
         if kind == "model" and not (missing := missing_shards(folder)):
             return folder
         if kind == "dataset" and not downloads:
             return folder
-        found = "is in the local cache of the Hugging Face hub only in part" + (
+        state = "is in the local cache of the Hugging Face hub only in part" + (
             f" ({missing[0]} is missing)" if kind == "model" and missing else ""
         )
     except LocalEntryNotFoundError:
-        found = "is neither a folder nor in the local cache of the Hugging Face hub"
+        state = "is neither a folder nor in the local cache of the Hugging Face hub"
     if not downloads:
-        raise HubError(f"{found}; `megarl train` downloads it, or `{hint}`")
+        raise HubError(f"{state}; `megarl train` downloads it, or `{hint}`")
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=wanted))
+        return Path(snapshot_download(name, repo_type=kind, allow_patterns=patterns))
     except RepositoryNotFoundError:
-        raise HubError(f"{found}, and the hub has no {kind} of this name that you may read") from None
+        raise HubError(f"{state}, and the hub has no {kind} of this name that you may read") from None
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = "offline" if isinstance(error, LocalEntryNotFoundError) else type(error).__name__
-        raise HubError(f"{found}, and the hub cannot be reached ({reason}); run `{hint}` where it can") from None
+        raise HubError(f"{state}, and the hub cannot be reached ({reason}); run `{hint}` where it can") from None
 
 
 def missing_shards(folder: Path) -> list[str]:

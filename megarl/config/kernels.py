@@ -55,8 +55,8 @@ def check_kernels(
     """Yield kernels and precisions that contradict one another, the device or `model.lora`."""
     for role, split in roles.megatron_roles.items():
         prefix = f"roles.{role}."
-        wanted = {"kernels": split.kernels == "te", "precision": split.precision == "fp8"}
-        for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        needs_te = {"kernels": split.kernels == "te", "precision": split.precision == "fp8"}
+        for name in (name for name, is_wanted in needs_te.items() if is_wanted):
             key, value = f"{prefix}{name}", getattr(split, name)
             if device == "cpu":
                 message = f"{value} needs Transformer Engine, which runs on GPUs only, and run.device is cpu; remove it"
@@ -163,11 +163,11 @@ def _kept(shape: ModelShape, keep: Sequence[str]) -> Iterator[Problem]:
         if not kept_modules(shape, [pattern]):
             message = f"{pattern} matches no module in FP8; they are such as {', '.join(_modules(shape, 0))}"
             yield Problem(key=key, message=message)
-    kept = set(kept_modules(shape, keep))
+    in_bf16 = set(kept_modules(shape, keep))
     for index in range(shape.num_layers):
         modules = {name.rpartition(".")[2]: name for name in _modules(shape, index)}
         for fused in (names for names in _FUSED if names[0] in modules):
-            apart = {modules[name] in kept for name in fused}
+            apart = {modules[name] in in_bf16 for name in fused}
             if len(apart) > 1:
                 message = (
                     f"keeps a part of {', '.join(fused)} in layer {index}, which engines stack in one parameter; "
@@ -243,13 +243,13 @@ def check_packages(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
     if device == "cpu":
         return
     for role, split in roles.megatron_roles.items():
-        wanted = {
+        packages = {
             "kernels": "te" if split.kernels == "te" else None,
             "precision": "te" if split.precision == "fp8" else None,
             "dispatcher": "deepep" if split.dispatcher == "deepep" else None,
             "context_exchange": "te" if split.context_exchange != "gather" else None,
         }
-        for name, package in wanted.items():
+        for name, package in packages.items():
             if package is not None and find_spec(_PACKAGES[package]) is None:
                 message = (
                     f"{getattr(split, name)} needs the package {_PACKAGES[package]}, which is not installed here; "

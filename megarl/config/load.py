@@ -90,8 +90,8 @@ def _checked(
     read: ReadRecipe, checks: Sequence[Callable[[Recipe], list[Problem]]], *, downloads: bool
 ) -> CheckedRecipe:
     recipe, missing = with_local_models(read.recipe, downloads=downloads)
-    found = [problem for check in checks for problem in check(recipe)]
-    others = [problem for problem in found if problem.key not in {each.key for each in missing}]
+    problems = [problem for check in checks for problem in check(recipe)]
+    others = [problem for problem in problems if problem.key not in {each.key for each in missing}]
     return CheckedRecipe(recipe=recipe, problems=tuple(others), not_cached=tuple(missing))
 
 
@@ -113,9 +113,9 @@ def _further_problems(
     except ValidationError:
         return []
     checked = _checked(read, checks, downloads=False)
-    found = (*checked.not_cached, *checked.problems)
+    problems = (*checked.not_cached, *checked.problems)
     doubted = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, in_doubt))})(?=\.|: )")
-    return [problem for problem in found if not doubted.search(str(problem))]
+    return [problem for problem in problems if not doubted.search(str(problem))]
 
 
 def _without(tree: dict[str, Tree], key: Sequence[str]) -> dict[str, Tree]:
@@ -239,28 +239,28 @@ def _problem(details: object, root: type[BaseModel]) -> Problem:
 
 def _suggestion(location: _Location, root: type[BaseModel]) -> str:
     """Return the key with this word in another section, else the nearest one, else the keys of the section."""
-    word, known = str(location[-1]), _siblings(location, root)
+    word, siblings = str(location[-1]), _siblings(location, root)
     keys = list(keys_of(root))
     is_of_another_kind = tuple(map(str, _without_tags(location, root))) in keys
     if word in FOREIGN_WORDS:
         return f"did you mean {FOREIGN_WORDS[word]}?"
     same: list[Key] = [] if is_of_another_kind else [key for key in keys if key[-1] == word]
-    near = None if same else _nearest(word, known)
+    near = None if same else _nearest(word, siblings)
     if near is None and not same and not is_of_another_kind:
         nearest = _nearest(word, [key[-1] for key in keys], cutoff=0.85)
         same = [key for key in keys if key[-1] == nearest]
     if same:
         near = ".".join(sorted(same, key=lambda key: (key[0] != location[0], len(key)))[0])
-    return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+    return f"did you mean {near}?" if near else f"known are {', '.join(siblings)}"
 
 
-def _nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+def _nearest(word: str, words: Sequence[str], *, cutoff: float = 0.6) -> str | None:
     lowered = word.lower().replace("-", "_")
-    if lowered in known:
+    if lowered in words:
         return lowered
-    near = difflib.get_close_matches(lowered, [each for each in known if each != word], n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(lowered, [each for each in words if each != word], n=1, cutoff=cutoff)
     foreign = _FOREIGN_KINDS.get(lowered)
-    return foreign if foreign in known else (near[0] if near else None)
+    return foreign if foreign in words else (near[0] if near else None)
 
 
 def keys_of(model: type[BaseModel], path: Key = ()) -> Iterator[Key]:

@@ -144,10 +144,10 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
 
 def check_served_modules(lora: LoraConfig) -> Iterator[Problem]:
     """Yield which modules engines lack to serve the adapter: they fuse some, and take all adapters of a fusion."""
-    given = set(lora.modules)
+    modules = set(lora.modules)
     for part, needed in _NEEDED.items():
-        missing = sorted(needed - given)
-        if part in given and missing:
+        missing = sorted(needed - modules)
+        if part in modules and missing:
             yield Problem(
                 key="model.lora.modules",
                 message=f"engines do not serve an adapter of {part} without {missing[0]}; add {missing[0]}",
@@ -165,25 +165,25 @@ def check_adapter_file(lora: LoraConfig | None, shape: ModelShape) -> Iterator[P
 def adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | None:
     """Return why training cannot start from an adapter; None if it can."""
     try:
-        found, _ = read_adapter_config(folder)
+        adapter, _ = read_adapter_config(folder)
         shapes = _header_shapes(folder / ADAPTER_FILE)
     except ValueError as error:
         return str(error)
     for key, own, its in (
-        ("rank", lora.rank, found.rank),
-        ("alpha", lora.alpha, found.alpha),
-        ("modules", sorted(lora.modules), sorted(found.modules)),
+        ("rank", lora.rank, adapter.rank),
+        ("alpha", lora.alpha, adapter.alpha),
+        ("modules", sorted(lora.modules), sorted(adapter.modules)),
     ):
         if own != its:
             return f"{folder} has {key} {its}, the recipe {own}; set model.lora.{key} to that of the adapter"
     for layer in range(shape.num_layers):
         for module in lora.modules:
             rows, columns = _matrix_shape(module, shape)
-            for part, wanted in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
+            for part, expected in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
                 name = f"base_model.model.model.layers.{layer}.{block_of(module, shape)}.{module}.lora_{part}.weight"
-                if shapes.get(name) != wanted:
+                if shapes.get(name) != expected:
                     seen = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
-                    return f"{folder} is an adapter of another base: {name} {seen}, model.path needs {list(wanted)}"
+                    return f"{folder} is an adapter of another base: {name} {seen}, model.path needs {list(expected)}"
     return None
 
 

@@ -163,8 +163,8 @@ def read_model_shape(folder: Path) -> ModelShape:
     is_critic = architectures[0] in _CRITICS
     family = (_FAMILIES | _CRITICS).get(architectures[0])
     if family is None:
-        known = ", ".join(_FAMILIES)
-        raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
+        supported = ", ".join(_FAMILIES)
+        raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {supported}")
     if not TRAITS[family].has_qkv_bias and (raw.get("attention_bias") or raw.get("mlp_bias")):
         raise _error(f"{path}: attention_bias and mlp_bias are not supported for {family}; choose a model without")
     if not raw.get("qkv_bias", True):

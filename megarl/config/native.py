@@ -383,14 +383,14 @@ def refusal(library: Library, name: str, value: object, *, device: Device) -> st
     remedy = owned(library, name, device=device)
     if remedy is not None:
         return remedy
-    known = read_library(library)
-    field = known.fields.get(name)
+    options = read_library(library)
+    field = options.fields.get(name)
     if field is None:
-        return f"{known.name} {known.version} has no such option{_nearest(library, name, known, device)}"
+        return f"{options.name} {options.version} has no such option{_nearest(library, name, options, device)}"
     if not field.types:
         return "takes an object of Python, which a recipe cannot hold; remove it"
     if not any(_fits(value, kind) for kind in field.types):
-        return f"{json.dumps(value)}: {known.name} takes {' or '.join(field.types)} here"
+        return f"{json.dumps(value)}: {options.name} takes {' or '.join(field.types)} here"
     return _outside_choices(field, value)
 
 
@@ -418,8 +418,8 @@ def _buckets(options: Mapping[str, object], section: str) -> Iterator[Problem]:
         yield Problem(key=f"{section}.bucket_size", message=message)
 
 
-def _nearest(library: Library, name: str, known: NativeLibrary, device: Device) -> str:
-    near = difflib.get_close_matches(name.replace("-", "_"), known.fields, n=1, cutoff=0.6)
+def _nearest(library: Library, name: str, options: NativeLibrary, device: Device) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), options.fields, n=1, cutoff=0.6)
     if not near:
         return "; remove it"
     remedy = owned(library, near[0], device=device)

@@ -317,6 +317,6 @@ def longest_reply(config: RewardConfig) -> int | None:
 
 def frozen_role(config: FrozenRewardConfig, names: Iterable[str]) -> str | None:
     """Return the key below `roles` of the model that scores; None if `names`, those roles of its kind, lack it."""
-    kind, known = ("reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"), list(names)
-    name = known[0] if config.role is None and len(known) == 1 else config.role
-    return f"{kind}.{name}" if name in known else None
+    kind, roles = ("reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"), list(names)
+    name = roles[0] if config.role is None and len(roles) == 1 else config.role
+    return f"{kind}.{name}" if name in roles else None

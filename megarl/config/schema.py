@@ -37,10 +37,10 @@ def json_schema() -> Schema:
     schema = _plain_schema()
     complete = schema.pop("required")
     for section in _children(schema, "$defs").values():
-        kept = [key for key in _strings(section, "required") if key == "kind"]
+        kinds = [key for key in _strings(section, "required") if key == "kind"]
         section.pop("required", None)
-        if kept:
-            section["required"] = kept
+        if kinds:
+            section["required"] = kinds
     _children(schema, "properties")[EXTENDS] = {"type": "string", "title": "Extends", "description": _EXTENDS_TEXT}
     schema["if"] = {"not": {"required": [EXTENDS]}}
     schema["then"] = {"required": complete}
@@ -97,10 +97,10 @@ class _Table:
 
 def _unique_tables(root: Schema) -> list[_Table]:
     """Return all tables in the order of the recipe; kinds of an algorithm share the tables of their losses."""
-    found: dict[str, _Table] = {}
+    tables: dict[str, _Table] = {}
 
     def add(table: _Table) -> None:
-        if found.setdefault(table.heading, table) is table or table.title != found[table.heading].title:
+        if tables.setdefault(table.heading, table) is table or table.title != tables[table.heading].title:
             for _, children in table.inner:
                 for child in children:
                     add(child)
@@ -109,7 +109,7 @@ def _unique_tables(root: Schema) -> list[_Table]:
         is_required = name in _strings(root, "required")
         for heading, section in _sections_of(root, field):
             add(_table(root, section, field, key=name, heading=f"{name}{heading}", is_required=is_required))
-    return list(found.values())
+    return list(tables.values())
 
 
 def _table(root: Schema, section: Schema, field: Schema, *, key: str, heading: str, is_required: bool) -> _Table:

@@ -200,10 +200,10 @@ class PromptReader:
     def _refuse_overlong(self, excess: Sequence[_Excess], *, num_rows: int, num_prompts: int) -> None:
         """Raise a DataError for rows that are too long, unless the recipe drops them and others are left."""
         complaints = [
-            f"{found.num_rows} of {num_rows} rows are longer than {limit.key} {limit.max_tokens} "
-            f"(longest: {found.longest} with {found.num_tokens} tokens); raise it"
-            for found, limit in zip(excess, self._limits, strict=True)
-            if found.num_rows
+            f"{rows.num_rows} of {num_rows} rows are longer than {limit.key} {limit.max_tokens} "
+            f"(longest: {rows.longest} with {rows.num_tokens} tokens); raise it"
+            for rows, limit in zip(excess, self._limits, strict=True)
+            if rows.num_rows
         ]
         if complaints and self.config.overlong_prompts == "refuse":
             raise DataError(f"{'; '.join(complaints)}; or set data.overlong_prompts to drop")

@@ -77,12 +77,12 @@ def row_keys(config: DataConfig) -> tuple[str, ...]:
 
 def row_batches(files: Sequence[Path], keys: Sequence[str]) -> Iterator[RowBatch]:
     """Yield all rows in order; one batch after the other is in memory."""
-    wanted = dict.fromkeys(part for key in keys for part in (key, key.partition(".")[0]))
+    columns = dict.fromkeys(part for key in keys for part in (key, key.partition(".")[0]))
     for path, name in zip(files, _file_names(files), strict=True):
         first = 0
         try:
             with pq.ParquetFile(path) as file:
-                present = [column for column in wanted if column in file.schema_arrow.names]
+                present = [column for column in columns if column in file.schema_arrow.names]
                 for rows in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
                     yield RowBatch(path=path, name=name, first=first, rows=rows)
                     first += len(rows)

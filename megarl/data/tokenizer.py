@@ -342,15 +342,15 @@ class Tokenizer:
     def encode_spans(self, conversations: Sequence[Sequence[TextSpan]]) -> list[tuple[TokenArray, BoolArray]]:
         """Return the tokens of each conversation, and which of them are imitated."""
         encoded = iter(self.encode([span.text for spans in conversations for span in spans]))
-        found = []
+        encoded_conversations = []
         for spans in conversations:
             parts = []
             for span in spans:
                 ends = [] if span.end_id is None else [span.end_id]
                 parts.append(np.concatenate([next(encoded), np.array(ends, np.int32)]))
             masks = [np.full(len(part), span.is_imitated) for part, span in zip(parts, spans, strict=True)]
-            found.append((np.concatenate(parts), np.concatenate(masks)))
-        return found
+            encoded_conversations.append((np.concatenate(parts), np.concatenate(masks)))
+        return encoded_conversations
 
     def decode(self, token_ids: TokenArray) -> str:
         """Return the text, special tokens included."""

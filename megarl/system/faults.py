@@ -137,7 +137,7 @@ def reach(
         return None
     for fault in _planned(text):
         meant = ((fault.step, step), (fault.rank, rank), (fault.engine, engine), (fault.of, of))
-        if fault.point == point and all(wanted in (None, given) for wanted, given in meant) and _is_first(fault):
+        if fault.point == point and all(planned in (None, reached) for planned, reached in meant) and _is_first(fault):
             return _happen(fault)
     return None
 

@@ -21,8 +21,8 @@ def address_in(network: str) -> str:
     own = _own_addresses()
     if network == PRIVATE:
         return _private_address(own)
-    wanted = ipaddress.ip_network(network, strict=False)
-    address = next((each for each in own if ipaddress.ip_address(each) in wanted), None)
+    addresses = ipaddress.ip_network(network, strict=False)
+    address = next((each for each in own if ipaddress.ip_address(each) in addresses), None)
     if address is None:
         raise MachineError(f"network.bind: {socket.gethostname()} has no address in {network}; it has {', '.join(own)}")
     return address
@@ -31,11 +31,13 @@ def address_in(network: str) -> str:
 def _private_address(own: Iterable[str]) -> str:
     """Return the only address that is not public; of several, the one by which this machine leaves its network."""
     parsed = [ipaddress.ip_address(each) for each in own]
-    found = [str(each) for each in parsed if not (each.is_global or each.is_loopback or each.is_link_local)]
-    leaving = _leaving_address() if len(found) > 1 else None
-    if len(found) == 1 or leaving in found:
-        return leaving or found[0]
-    what = f"none of these is used by its default route: {', '.join(found)}" if found else "it has no private address"
+    private = [str(each) for each in parsed if not (each.is_global or each.is_loopback or each.is_link_local)]
+    leaving = _leaving_address() if len(private) > 1 else None
+    if len(private) == 1 or leaving in private:
+        return leaving or private[0]
+    what = "it has no private address"
+    if private:
+        what = f"none of these is used by its default route: {', '.join(private)}"
     raise MachineError(
         f"network.bind: {socket.gethostname()}: {what}; name the network that the machines share, such as 10.1.0.0/16"
     )

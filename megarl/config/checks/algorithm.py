@@ -200,10 +200,10 @@ def _distillation(algorithm: EstimatorConfig, roles: RolesConfig, temperature: f
         yield Problem(key="roles.teacher", message=f"missing; {key} needs a teacher")
     if len({role.kind for role in roles.teacher.values()}) > 1:
         yield Problem(key="roles.teacher", message="some are on ranks and some on engines; give all the same kind")
-    given = [role for role, config in roles.teachers.items() if config.kind == "engines" and config.endpoints]
-    if temperature != 1 and given:
+    at_endpoints = [role for role, config in roles.teachers.items() if config.kind == "engines" and config.endpoints]
+    if temperature != 1 and at_endpoints:
         message = f"score at temperature 1, not {temperature:g}; set sampling.temperature to 1, or give it a pool"
-        yield Problem(key=f"roles.{given[0]}.endpoints", message=message)
+        yield Problem(key=f"roles.{at_endpoints[0]}.endpoints", message=message)
     if isinstance(algorithm, PairConfig):
         yield Problem(key=key, message=f"the loss of pairs has no place for a teacher; remove it from {algorithm.kind}")
     elif algorithm.distillation.kind == "reverse_kl" and algorithm.loss.averages_advantages:

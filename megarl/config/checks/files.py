@@ -63,8 +63,8 @@ def check_key_files(roles: Mapping[str, EngineRoleConfig]) -> Iterator[Problem]:
 
 def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:
     """Look for the packages of loggers without importing them."""
-    wanted = {"tensorboard": observe.tensorboard, "wandb": observe.wandb, "mlflow": observe.mlflow}
-    for key, config in wanted.items():
+    configs = {"tensorboard": observe.tensorboard, "wandb": observe.wandb, "mlflow": observe.mlflow}
+    for key, config in configs.items():
         package = _LOGGER_PACKAGES[key]
         if config is not None and find_spec(package) is None:
             yield Problem(
@@ -79,8 +79,8 @@ def check_mirror(mirror: MirrorConfig | None) -> Iterator[Problem]:
         return
     protocol, separator, place = mirror.url.partition("://")
     if not separator or protocol not in _STORE_PACKAGES:
-        known = ", ".join(f"{name}://" for name in _STORE_PACKAGES)
-        yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url!r} does not begin with one of {known}")
+        protocols = ", ".join(f"{name}://" for name in _STORE_PACKAGES)
+        yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url!r} does not begin with one of {protocols}")
     elif protocol == "file" and not place.startswith("/"):
         yield Problem(key="checkpoint.mirror.url", message=f"{mirror.url} is relative; write file:///FOLDER")
     elif not place.strip("/"):

@@ -52,9 +52,9 @@ def check_frozen(
         scoring = frozen_role(single, names)
         used.add(scoring)
         if scoring is None:
-            known = f"roles.{kind} has {', '.join(names)}" if names else f"add roles.{kind}"
+            remedy = f"roles.{kind} has {', '.join(names)}" if names else f"add roles.{kind}"
             wrong = "is missing" if single.role is None else f"{single.role} is not there"
-            yield Problem(key=f"{key}.role", message=f"{wrong}; {known}")
+            yield Problem(key=f"{key}.role", message=f"{wrong}; {remedy}")
         if isinstance(single, RewardModelRewardConfig) and single.clip is not None and single.clip[0] >= single.clip[1]:
             low, high = single.clip
             yield Problem(key=f"{key}.clip", message=f"{low:g} is not below {high:g}; swap them")
@@ -113,9 +113,9 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
 def _kind(role: str, folder: Path, shape: ModelShape) -> Iterator[Problem]:
     needs_classifier, key = role.startswith("reward_model."), f"roles.{role}.model"
     if shape.has_value_head is not needs_classifier:
-        found = "a sequence classifier" if shape.has_value_head else "a language model"
+        actual = "a sequence classifier" if shape.has_value_head else "a language model"
         needed = "a ...ForSequenceClassification folder" if needs_classifier else "a language model"
-        yield Problem(key=key, message=f"{folder} is {found}; name {needed}")
+        yield Problem(key=key, message=f"{folder} is {actual}; name {needed}")
     elif needs_classifier and (num_labels := _num_labels(folder)) != 1:
         message = f"{folder} has {num_labels} labels; a reward model has one output (num_labels 1)"
         yield Problem(key=key, message=message)

@@ -213,10 +213,10 @@ def check_endpoints(role: str, engines: EngineRoleConfig) -> Iterator[Problem]:
 
 def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Problem]:
     used = roles.used_pools
-    known = ", ".join(sorted(pools))
+    names = ", ".join(sorted(pools))
     for role, pool in used.items():
         if pool not in pools:
-            yield Problem(key=f"roles.{role}.pool", message=f"no pool named {pool}; pools are {known}")
+            yield Problem(key=f"roles.{role}.pool", message=f"no pool named {pool}; pools are {names}")
     for role, split in roles.megatron_roles.items():
         pool = used[role]
         if pool in pools and pools[pool].gpus % split.model_parallel:

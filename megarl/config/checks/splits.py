@@ -119,10 +119,10 @@ def _layers(num_layers: int, split: MegatronSplit, *, key: str) -> Iterator[Prob
     if uneven:
         stages, layers = split.pipeline - len(uneven), num_layers - sum(uneven)
         if (layers % stages if stages else layers) or layers < stages:
-            given = " and ".join(str(number) for number in uneven)
+            numbers = " and ".join(str(number) for number in uneven)
             yield Problem(
                 key=key,
-                message=f"with {given} of the model's {num_layers} layers given, {stages} other stages "
+                message=f"with {numbers} of the model's {num_layers} layers given, {stages} other stages "
                 f"cannot have {layers} in equal parts",
             )
         return

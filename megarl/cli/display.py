@@ -30,6 +30,7 @@ from megarl.observe.events import (
     Evaluated,
     Event,
     Noted,
+    Progress,
     PublishFailed,
     Record,
     Restarted,
@@ -39,8 +40,8 @@ from megarl.observe.events import (
     StepFinished,
     Straggled,
     Warned,
+    advance,
 )
-from megarl.observe.history import Progress, advance
 from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
 from megarl.system.secret import masked

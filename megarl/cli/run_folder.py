@@ -37,8 +37,8 @@ from megarl.data.rollout_files import (
 )
 from megarl.errors import ConfigError, DataError, MachineError, Problem
 from megarl.observe.catalogue import METRICS, Metric
-from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
-from megarl.observe.history import Progress, advance, fold_history
+from megarl.observe.events import EVENTS_FILE, EventTail, Progress, RunFinished, advance, read_events
+from megarl.observe.history import fold_history
 from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.run_result import Result
 from megarl.tools.dashboards import write_monitoring

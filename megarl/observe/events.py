@@ -1,4 +1,4 @@
-"""The events of a run and their log, `<run>/events.jsonl`: one typed, numbered line each, flushed, never rewritten.
+"""The events of a run, its progress by them, and their log, `<run>/events.jsonl`: one line each, never rewritten.
 
 The report, the run page and `megarl doctor` are made from this file; its last line shows where a dead run stopped.
 """
@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -213,6 +213,49 @@ class Record:
     """From 0, without gaps, over the whole file, unless lines were lost or damaged."""
     time: datetime
     event: Annotated[Event, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is, folded from its records."""
+
+    steps: int = 0
+    step: int = 0
+    """The last finished step."""
+    first_step: int = 0
+    """The last step finished before this process; 0 in a new run."""
+    phase: Phase | None = None
+    phase_began: datetime | None = None
+    steps_began: datetime | None = None
+    """Start of the first step; the time before it does not count in the pace."""
+    summary: StepSummary | None = None
+    evaluation: EvalResult | None = None
+    eta_s: float | None = None
+    """Seconds until the last step ends, at the mean pace so far, evaluations between steps included."""
+
+
+def advance(progress: Progress, record: Record) -> Progress:
+    match record.event:
+        case RunStarted(steps=steps, resumed_step=resumed_step):
+            return Progress(steps=steps, step=resumed_step, first_step=resumed_step)
+        case PhaseStarted(phase=phase):
+            began = progress.steps_began or (record.time if phase == "generate" else None)
+            return replace(progress, phase=phase, phase_began=record.time, steps_began=began)
+        case StepFinished(summary=summary):
+            # Behind a damaged checkpoint a process goes on from an earlier step than it began with.
+            progress = replace(progress, first_step=min(progress.first_step, summary.step - 1))
+            eta_s = _eta_s(progress, record.time, step=summary.step)
+            return replace(progress, step=summary.step, summary=summary, eta_s=eta_s)
+        case Evaluated(result=result):
+            return replace(progress, evaluation=result)
+        case _:
+            return progress
+
+
+def _eta_s(progress: Progress, now: datetime, *, step: int) -> float | None:
+    if progress.steps_began is None:
+        return None
+    return (now - progress.steps_began).total_seconds() / (step - progress.first_step) * (progress.steps - step)
 
 
 class Sink(Protocol):

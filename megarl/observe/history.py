@@ -1,95 +1,15 @@
-"""The state of a run, folded from its records: progress, totals over all its processes, numbers by step. Pure."""
+"""The numbers of a run by step, and the idle time of its roles, folded from its records for reports. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from statistics import median
 from typing import Literal, TypeAlias
 
 from megarl.observe.events import Evaluated, PhaseEnded, PhaseStarted, Record, RunStarted, StepFinished
 from megarl.observe.summary import Phase, RolloutSummary, StepSummary
 from megarl.results import EvalResult, UpdateStats
-
-_NUM_BASELINE_STEPS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    steps: int = 0
-    step: int = 0
-    """The last finished step."""
-    first_step: int = 0
-    """The last step finished before this process; 0 in a new run."""
-    phase: Phase | None = None
-    phase_began: datetime | None = None
-    steps_began: datetime | None = None
-    """Start of the first step; the time before it does not count in the pace."""
-    summary: StepSummary | None = None
-    evaluation: EvalResult | None = None
-    eta_s: float | None = None
-    """Seconds until the last step ends, at the mean pace so far, evaluations between steps included."""
-
-
-def advance(progress: Progress, record: Record) -> Progress:
-    match record.event:
-        case RunStarted(steps=steps, resumed_step=resumed_step):
-            return Progress(steps=steps, step=resumed_step, first_step=resumed_step)
-        case PhaseStarted(phase=phase):
-            began = progress.steps_began or (record.time if phase == "generate" else None)
-            return replace(progress, phase=phase, phase_began=record.time, steps_began=began)
-        case StepFinished(summary=summary):
-            # Behind a damaged checkpoint a process goes on from an earlier step than it began with.
-            progress = replace(progress, first_step=min(progress.first_step, summary.step - 1))
-            eta_s = _eta_s(progress, record.time, step=summary.step)
-            return replace(progress, step=summary.step, summary=summary, eta_s=eta_s)
-        case Evaluated(result=result):
-            return replace(progress, evaluation=result)
-        case _:
-            return progress
-
-
-def _eta_s(progress: Progress, now: datetime, *, step: int) -> float | None:
-    if progress.steps_began is None:
-        return None
-    return (now - progress.steps_began).total_seconds() / (step - progress.first_step) * (progress.steps - step)
-
-
-class RunTotals:
-    """Effective time and mismatch baseline of a run. Needs all its records, those of earlier processes included."""
-
-    def __init__(self) -> None:
-        self._began: datetime | None = None
-        self._seconds: dict[int, float] = {}
-        """By step; a step trained again after a crash counts once."""
-        self._mismatch: dict[int, float] = {}
-
-    def record(self, record: Record) -> None:
-        match record.event:
-            case RunStarted(resumed_step=resumed_step):
-                self._began = self._began or record.time
-                # Steps after the checkpoint are lost.
-                self._seconds = {step: s for step, s in self._seconds.items() if step <= resumed_step}
-                self._mismatch = {step: m for step, m in self._mismatch.items() if step <= resumed_step}
-            case StepFinished(summary=summary):
-                self._seconds[summary.step] = summary.seconds
-                # Only tokens of the trained version: the others also differ because the policy has changed since.
-                mismatch = None if summary.update is None else summary.update.engine_mismatch
-                if mismatch is not None and len(self._mismatch) < _NUM_BASELINE_STEPS:
-                    self._mismatch[summary.step] = mismatch
-
-    def effective_time_ratio(self, now: datetime) -> float | None:
-        """Time of steps that were not lost, over all time since the run first started."""
-        if self._began is None or now <= self._began:
-            return None
-        return min(1.0, sum(self._seconds.values()) / (now - self._began).total_seconds())
-
-    @property
-    def mismatch_baseline(self) -> float | None:
-        """Median engine mismatch of the first steps; None before they are done."""
-        return median(self._mismatch.values()) if len(self._mismatch) == _NUM_BASELINE_STEPS else None
-
 
 Role: TypeAlias = Literal["driver", "rollout", "trainer"]
 

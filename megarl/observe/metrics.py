@@ -15,8 +15,10 @@ import collections
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from numbers import Real
 from pathlib import Path
+from statistics import median
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
@@ -32,6 +34,7 @@ from megarl.observe.events import (
     EngineChanged,
     Evaluated,
     Event,
+    Progress,
     Published,
     PublishFailed,
     Record,
@@ -40,8 +43,8 @@ from megarl.observe.events import (
     StepFinished,
     Straggled,
     Warned,
+    advance,
 )
-from megarl.observe.history import Progress, RunTotals, advance
 from megarl.observe.summary import Flow
 from megarl.results import EvalResult, TrainingWork
 from megarl.system.network import LOOPBACK
@@ -53,6 +56,7 @@ LINKS_FOLDER = ".prometheus"
 EXPORTER_JOB = "megarl"
 ENGINE_JOB = "sglang"
 
+_NUM_BASELINE_STEPS = 8
 _COUNTED: Mapping[type[Event], Metric] = {
     Published: names.PUBLISHES,
     PublishFailed: names.PUBLISH_FAILURES,
@@ -155,6 +159,41 @@ def _sources() -> Mapping[str, Sequence[tuple[Metric, Sequence[str]]]]:
 
 
 _SOURCES = _sources()
+
+
+class RunTotals:
+    """Effective time and mismatch baseline of a run. Needs all its records, those of earlier processes included."""
+
+    def __init__(self) -> None:
+        self._began: datetime | None = None
+        self._seconds: dict[int, float] = {}
+        """By step; a step trained again after a crash counts once."""
+        self._mismatch: dict[int, float] = {}
+
+    def record(self, record: Record) -> None:
+        match record.event:
+            case RunStarted(resumed_step=resumed_step):
+                self._began = self._began or record.time
+                # Steps after the checkpoint are lost.
+                self._seconds = {step: s for step, s in self._seconds.items() if step <= resumed_step}
+                self._mismatch = {step: m for step, m in self._mismatch.items() if step <= resumed_step}
+            case StepFinished(summary=summary):
+                self._seconds[summary.step] = summary.seconds
+                # Only tokens of the trained version: the others also differ because the policy has changed since.
+                mismatch = None if summary.update is None else summary.update.engine_mismatch
+                if mismatch is not None and len(self._mismatch) < _NUM_BASELINE_STEPS:
+                    self._mismatch[summary.step] = mismatch
+
+    def effective_time_ratio(self, now: datetime) -> float | None:
+        """Time of steps that were not lost, over all time since the run first started."""
+        if self._began is None or now <= self._began:
+            return None
+        return min(1.0, sum(self._seconds.values()) / (now - self._began).total_seconds())
+
+    @property
+    def mismatch_baseline(self) -> float | None:
+        """Median engine mismatch of the first steps; None before they are done."""
+        return median(self._mismatch.values()) if len(self._mismatch) == _NUM_BASELINE_STEPS else None
 
 
 class Metrics:

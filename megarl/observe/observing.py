@@ -37,7 +37,7 @@ from megarl.observe.observer import Observer
 from megarl.observe.summary import Phase
 from megarl.system.faults import reach
 from megarl.system.network import LOOPBACK, address_in
-from megarl.system.secret import masked
+from megarl.system.secret import MaskingFormatter
 
 LOG_FILE = "megarl.log"
 _RESULT_FOLDERS = ("checkpoints", "rollouts", "evaluations")
@@ -164,11 +164,6 @@ def _version(package: str) -> str:
         return "none"
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
-
-
 class _LogFile(logging.FileHandler):
     """Says once that it cannot write; the lines of that time are lost, and the run goes on."""
 
@@ -189,7 +184,7 @@ class _LogFile(logging.FileHandler):
 def logging_to(path: Path) -> Iterator[None]:
     """Append everything that megarl logs at INFO and above to `path`, with UTC times."""
     handler = _LogFile(path, encoding="utf-8")
-    formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = MaskingFormatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     logger = logging.getLogger("megarl")

@@ -5,6 +5,8 @@ A recipe holds none, only the names of files that do, so that a stored recipe ca
 
 from __future__ import annotations
 
+import logging
+
 _MASK = "***"
 _MIN_CHARACTERS = 4
 """Shorter values are not masked: they would mask half of a text."""
@@ -43,3 +45,10 @@ def masked(text: str) -> str:
     for value in _known:
         text = text.replace(value, _MASK)
     return text
+
+
+class MaskingFormatter(logging.Formatter):
+    """Masks the secrets of this process in what it logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))

@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from megarl.observe.events import Event, PhaseEnded, PhaseStarted, StepFinished
-from megarl.observe.history import Progress, advance, fold_history
+from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Progress, StepFinished, advance
+from megarl.observe.history import fold_history
 from megarl.observe.summary import Phase
 from tests.observe.samples import BEGAN, evaluated, records, run_started, step_finished
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_from, buckets_to
-from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.algebra.slices import on_gpus
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 

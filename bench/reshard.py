@@ -28,7 +28,7 @@ from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.commands import Rendezvous
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess, EngineSpec
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config

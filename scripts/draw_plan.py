@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.model import Family, ModelShape
-from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Move, Plan, plan
-from megarl.weights.algebra.slices import Holding, Layout, Slice
+from megarl.weights.algebra.slices import Holding, Layout, Slice, on_gpus
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 

@@ -9,8 +9,9 @@ import json
 
 import torch
 
+from megarl.train.attention import Rotation, rotated
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
-from megarl.train.layers import Rotation, gated, rotated
+from megarl.train.layers import gated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, _bits, _seeds, bits_of_matrix, digest

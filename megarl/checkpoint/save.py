@@ -28,9 +28,8 @@ from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
-from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
-from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
 from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype

@@ -35,7 +35,7 @@ from megarl.env import visible_gpus
 from megarl.errors import MachineError, first_line
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
-from megarl.weights.algebra.locality import Gpu
+from megarl.weights.algebra.slices import Gpu
 
 PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0

@@ -16,7 +16,6 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from pydantic import Field, TypeAdapter
 
-from megarl.engine.tool_commands import ToolCommand
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import Backend, StoreAddress
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -69,6 +68,39 @@ class Receive:
     op: Literal["receive"] = "receive"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Reply with a hash of the bytes of every parameter."""
+
+    op: Literal["fingerprint"] = "fingerprint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """Write every parameter into a file of `folder`; see `dump_file`."""
+
+    folder: str
+    op: Literal["dump"] = "dump"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecording:
+    """Record the outputs of the modules from now on."""
+
+    transfer: TransferSpec
+    op: Literal["start_recording"] = "start_recording"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRecording:
+    """Stop recording, write the recording into a file of `folder`, and reply with a digest per canonical box."""
+
+    folder: str
+    op: Literal["write_recording"] = "write_recording"
+
+
+ToolCommand: TypeAlias = Fingerprint | Dump | StartRecording | WriteRecording
+"""Only tools and tests send these; `tool_commands` handles them."""
 PublishCommand: TypeAlias = Inspect | Join | Receive
 Command: TypeAlias = Annotated[PublishCommand | ToolCommand, Field(discriminator="op")]
 

@@ -1,7 +1,7 @@
 """Released SGLang on a machine without a GPU: `python -m megarl.engine.cpu <arguments of sglang.launch_server>`.
 
-SGLang's wheel has no compiled kernels for CPUs; this module installs stand-ins before SGLang starts. It is never loaded
-on a machine with a GPU. SGLang's workers are forked, with the stand-ins in place.
+SGLang's wheel has no compiled kernels for CPUs; this module installs stand-ins in torch before SGLang starts. It is
+never run on a machine with a GPU. SGLang's workers are forked, with the stand-ins in place.
 """
 
 from __future__ import annotations
@@ -9,29 +9,32 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from multiprocessing.context import ForkContext
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from megarl.engine.cpu_kernels import (
-    StandIn,
-    add_gated,
-    add_product_in_blocks,
-    addmm_in_blocks,
-    assign_req_to_token_pool,
-    mm_in_blocks,
-    murmur_hash32,
-    own_experts,
-    provide_torchvision,
-)
 from megarl.engine.server import run
 
+ROWS_PER_BLOCK = 16
+"""Rows per block of a matrix product, so that a row's result does not depend on its neighbours."""
 
-def _install() -> None:
+
+_MASK = 0xFFFFFFFF
+
+
+def install() -> None:
     """Install everything that SGLang lacks on a CPU, once per process."""
+    if torch.cuda.is_available():
+        raise RuntimeError("megarl.engine.cpu is for machines without a GPU; on this one start megarl.engine.server")
     provide_torchvision()
-    sys.modules["sgl_kernel"] = _kernel_module()
+    kernels = StandIn("sgl_kernel", version="0.0.0+cpu")
+    kernels.__dict__["assign_req_to_token_pool_cpu"] = assign_req_to_token_pool
+    sys.modules["sgl_kernel"] = kernels
     torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", murmur_hash32)
     _use_gloo_on_arm()
@@ -40,12 +43,6 @@ def _install() -> None:
     _gate_shared_experts()
     _unpin_memory()
     _fork_workers()
-
-
-def _kernel_module() -> types.ModuleType:
-    module = StandIn("sgl_kernel", version="0.0.0+cpu")
-    module.__dict__["assign_req_to_token_pool_cpu"] = assign_req_to_token_pool
-    return module
 
 
 def _use_gloo_on_arm() -> None:
@@ -142,9 +139,158 @@ def _enable_batch_invariant_mode() -> None:
     torch.library.impl("aten::addmm_", "CPU", add_product_in_blocks)
 
 
-if torch.cuda.is_available():
-    raise RuntimeError("megarl.engine.cpu is for machines without a GPU; on this one start megarl.engine.server")
-_install()
+def assign_req_to_token_pool(
+    rows: torch.Tensor,  # [R]
+    table: torch.Tensor,  # [requests, positions], updated
+    starts: torch.Tensor,  # [R]
+    ends: torch.Tensor,  # [R]
+    locations: torch.Tensor,  # [sum of ends - starts]
+    _num_positions: int,
+) -> None:
+    """Write the cache locations of the new tokens of each request into `table`."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = locations[done : done + end - start].to(table.dtype)
+        done += end - start
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """Return MurmurHash3 of (64-bit seed [n], position [n], column [m]) as uint32 [n, m], equal to the GPU's.
+
+    int64 products wrap, which leaves their low 32 bits right.
+    """
+    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    state = torch.zeros_like(seed)
+    for word in (seed, seed >> 32, positions.to(torch.int64)):
+        state = _mix(state, word & _MASK)
+    state = _mix(state[:, None], (cols.to(torch.int64) & _MASK)[None, :]) ^ 16  # bytes hashed
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _MASK
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _MASK
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    word = (word * 0xCC9E2D51) & _MASK
+    word = ((word << 15) | (word >> 17)) & _MASK
+    state = state ^ ((word * 0x1B873593) & _MASK)
+    state = ((state << 13) | (state >> 19)) & _MASK
+    return (state * 5 + 0xE6546B64) & _MASK
+
+
+def mm_in_blocks(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ right` from products of one shape: BLAS chooses its kernel by rows, and kernels round differently.
+
+    The last block is padded with zeros. Uses `bmm`, so that it can replace `mm` itself.
+    """
+    num_rows, width = left.shape
+    num_blocks = -(-num_rows // ROWS_PER_BLOCK)
+    blocks = left.new_zeros(num_blocks * ROWS_PER_BLOCK, width)
+    blocks[:num_rows] = left
+    product = torch.bmm(blocks.view(num_blocks, ROWS_PER_BLOCK, width), right.expand(num_blocks, *right.shape))
+    return product.view(num_blocks * ROWS_PER_BLOCK, right.shape[1])[:num_rows]
+
+
+def addmm_in_blocks(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return mm_in_blocks(left, right) * alpha + bias * beta
+
+
+def add_product_in_blocks(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Do as `addmm_in_blocks`, in place."""
+    product = mm_in_blocks(left, right) * alpha
+    return total.copy_(product if beta == 0 else product + total * beta)
+
+
+def own_experts(
+    tokens: torch.Tensor,  # [N, hidden]
+    weights: torch.Tensor,  # [N, experts of a token]
+    ids: torch.Tensor,  # [N, experts of a token]; negative where another rank has the expert
+    gate_up: torch.Tensor,  # [experts of this rank, 2 * ffn, hidden]
+    down: torch.Tensor,  # [experts of this rank, hidden, ffn]
+) -> torch.Tensor:
+    """Return the weighted sum over the experts of this rank for each token; other ranks add theirs."""
+    output = torch.zeros_like(tokens)
+    for expert in range(len(gate_up)):
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        gate, up = F.linear(tokens[rows], gate_up[expert]).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate) * up, down[expert])
+        output.index_add_(0, rows, made * weights[rows, choices, None].to(made.dtype))
+    return output
+
+
+def add_gated(
+    tokens: torch.Tensor,  # [N, hidden]
+    gate: torch.Tensor,  # [hidden]
+    shared: torch.Tensor,  # [N, hidden]
+    output: torch.Tensor,  # [N, hidden]
+) -> None:
+    """Add the output of a shared expert, times the sigmoid of its gate, to that of the others, in place."""
+    output += torch.sigmoid(F.linear(tokens, gate[None])) * shared
+
+
+class StandIn(types.ModuleType):
+    """Replaces a package that is not installed: importing a name succeeds, calling it fails."""
+
+    def __init__(self, name: str, *, version: str) -> None:
+        super().__init__(name)
+        self.__version__ = version
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_arguments: object, **_options: object) -> object:
+            raise NotImplementedError(f"{self.__name__}.{name} has no stand-in on a CPU")
+
+        return missing
+
+
+class _InterpolationMode(Enum):
+    """torchvision's, of which transformers builds a table when it is imported."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+def provide_torchvision() -> None:
+    """Let SGLang import torchvision where it is not installed; call it before transformers is imported.
+
+    No build of torchvision on PyPI fits a CPU build of torch. transformers works without one, but SGLang's server
+    imports it, and through transformers' image processors again. Only models of images call it.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    modules = {
+        name: StandIn(name, version="0.28.0")
+        for name in (
+            "torchvision",
+            "torchvision.io",
+            "torchvision.transforms",
+            "torchvision.transforms.functional",
+            "torchvision.transforms.v2",
+            "torchvision.transforms.v2.functional",
+        )
+    }
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], leaf, module)
+        module.__dict__["InterpolationMode"] = _InterpolationMode
+    sys.modules.update(modules)
+
 
 if __name__ == "__main__":
+    install()
     run()

@@ -22,10 +22,10 @@ from megarl.engine.commands import (
     PublishCommand,
     Receive,
     Reply,
+    ToolCommand,
     read_message,
     to_bytes,
 )
-from megarl.engine.tool_commands import ToolCommand, ToolCommandHandler
 from megarl.errors import WeightSyncError, first_line
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.fp8 import probe_products
@@ -63,7 +63,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 def _handle(message: CommandMessage, model: torch.nn.Module) -> Reply:
     command = message.command
     if isinstance(command, ToolCommand):
-        return Reply(digests=_TOOLS.handle(command, model, engine=message.engine, tp_rank=message.tp_rank))
+        from megarl.engine.tool_commands import HANDLER  # noqa: PLC0415 - no publish needs it
+
+        return Reply(digests=HANDLER.handle(command, model, engine=message.engine, tp_rank=message.tp_rank))
     return _MEMBER.handle(command, message, model)
 
 
@@ -135,7 +137,6 @@ class _Member:
 
 
 _MEMBER = _Member()
-_TOOLS = ToolCommandHandler()
 
 
 def _one_line(error: BaseException) -> str:

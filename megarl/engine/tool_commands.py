@@ -1,30 +1,29 @@
-"""The commands that only tools and tests send to the TP ranks of an engine, and their handling there.
-
-No publish uses them; `commands` has those of a publish.
-"""
+"""Both ends of the commands that only tools and tests send to the TP ranks of an engine; no publish loads this file."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, assert_never
+from typing import assert_never
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.engine.commands import Dump, Fingerprint, StartRecording, ToolCommand, WriteRecording
+from megarl.engine.control import EngineControl
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.tensors import bytes_of
-from megarl.weights.hook_points import LM_HEAD, module_hooks
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from megarl.weights.recordings import (
+    LM_HEAD,
     ActivationPatch,
     PatchPlace,
     Recorder,
     WeightDigests,
+    module_hooks,
     weight_digests,
     write_patches,
 )
@@ -34,38 +33,24 @@ FILE_PREFIX = "engine_"
 _LOGITS = "logits_processor"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
-    """Reply with a hash of the bytes of every parameter."""
+class ToolControl(EngineControl):
+    """An EngineControl with the commands that only tools and tests send."""
 
-    op: Literal["fingerprint"] = "fingerprint"
+    async def fingerprints(self) -> list[Mapping[str, int]]:
+        """Return a hash of the bytes of every parameter, per target rank."""
+        return [reply.digests for reply in await self.ask(Fingerprint())]
 
+    async def dump(self, folder: Path) -> None:
+        """Let every target rank write its parameters into a file of `folder`."""
+        await self.ask(Dump(folder=str(folder)))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dump:
-    """Write every parameter into a file of `folder`; see `dump_file`."""
+    async def start_recording(self, transfer: TransferSpec) -> None:
+        """Let every target rank record the outputs of its modules."""
+        await self.ask(StartRecording(transfer=transfer))
 
-    folder: str
-    op: Literal["dump"] = "dump"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartRecording:
-    """Keep the outputs of the modules from now on."""
-
-    transfer: TransferSpec
-    op: Literal["start_recording"] = "start_recording"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteRecording:
-    """Stop recording, write the recording into a file of `folder`, and reply with a digest per canonical box."""
-
-    folder: str
-    op: Literal["write_recording"] = "write_recording"
-
-
-ToolCommand: TypeAlias = Fingerprint | Dump | StartRecording | WriteRecording
+    async def write_recording(self, folder: Path) -> list[WeightDigests]:
+        """Let every target rank write its recording into a file of `folder`; return the digests of its weights."""
+        return [reply.digests for reply in await self.ask(WriteRecording(folder=str(folder)))]
 
 
 def dump_file(*, engine: int, tp_rank: int) -> str:
@@ -102,8 +87,11 @@ class ToolCommandHandler:
         if recorder is None:
             raise WeightSyncError("nothing was recorded; start_recording comes first")
         recorder.close()
-        recorder.write(folder)
-        return recorder.weight_digests()
+        return recorder.write(folder)
+
+
+HANDLER = ToolCommandHandler()
+"""That of this process."""
 
 
 class EngineRecorder:
@@ -120,16 +108,15 @@ class EngineRecorder:
         self._recorder = Recorder(modules, module_hooks(layout.by_rank[rank]))
         self._logits: list[tuple[int, Tensor]] = []
         self._num_tokens = 0
-        self._handle = modules[_LOGITS].register_forward_hook(self._keep_logits, with_kwargs=True)
+        self._handle = modules[_LOGITS].register_forward_hook(self._record_logits, with_kwargs=True)
 
     def close(self) -> None:
         self._recorder.close()
         self._handle.remove()
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> WeightDigests:
+        """Write the recording into a file of `folder`; return the digests of the weights."""
         write_patches(folder / f"{FILE_PREFIX}{self._rank}.safetensors", self._patches())
-
-    def weight_digests(self) -> WeightDigests:
         tensors = dict(self._model.named_parameters())
         return weight_digests(self._layout.by_rank[self._rank], self._layout.canonical, tensors)
 
@@ -138,10 +125,10 @@ class EngineRecorder:
         for token, values in self._logits:
             yield ActivationPatch(place=PatchPlace(hook_point=LM_HEAD, token=token, column=0), values=values)
 
-    def _keep_logits(
+    def _record_logits(
         self, _: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, object], output: object
     ) -> None:
-        """Keep the logits, which exist for the last position of a pass; every rank has all their columns."""
+        """Record the logits, which exist for the last position of a pass; every rank has all their columns."""
         logits = getattr(output, "next_token_logits", None)
         input_ids = arguments[0] if arguments else named["input_ids"]
         assert isinstance(input_ids, Tensor), f"input_ids is a {type(input_ids).__name__}"

@@ -18,11 +18,10 @@ from megarl.planner.deployment import Deployment, GpuPlace, Placement, PublishWa
 from megarl.planner.hardware import GLOO_GB_PER_S, LINK_EFFICIENCY, ROUND_S, GpuModel
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
-from megarl.weights.algebra.locality import Gpu as GpuNumber
-from megarl.weights.algebra.locality import Link, nearest_order, on_gpus
-from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Layout
-from megarl.weights.algebra.traffic import giver_location
+from megarl.weights.algebra.plan import Plan, giver_location, plan
+from megarl.weights.algebra.routing import nearest_order
+from megarl.weights.algebra.slices import Gpu as GpuNumber
+from megarl.weights.algebra.slices import Layout, Link, on_gpus
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import megatron_layout

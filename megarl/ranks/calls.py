@@ -86,7 +86,7 @@ class ActorCalls(TrainedCalls, PolicyCalls, Protocol):
 
 
 class CriticCalls(TrainedCalls, Protocol):
-    """Calls to the critic (`train.critic.CriticRank`, for `prime` `train.implicit_reward.ImplicitRewardRank`)."""
+    """Calls to the critic (`train.critic.CriticRank`, for `prime` `ImplicitRewardRank`)."""
 
     def update(self, batch: TrainBatch) -> CriticResult: ...
 

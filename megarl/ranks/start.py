@@ -306,8 +306,7 @@ def _build_critic(
     start_folder: Path,
 ) -> CriticCalls:
     """`start_folder` has the model's first weights, which implicit rewards are relative to."""
-    from megarl.train.critic import CriticRank  # noqa: PLC0415 - as above
-    from megarl.train.implicit_reward import ImplicitRewardRank  # noqa: PLC0415 - as above
+    from megarl.train.critic import CriticRank, ImplicitRewardRank  # noqa: PLC0415 - as above
 
     if algorithm.needs.implicit_reward_beta is not None:
         rewards = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)

@@ -22,7 +22,7 @@ from megarl.config.load import CheckedRecipe
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_rows, row_batches, row_keys
-from megarl.engine.endpoints import check_running
+from megarl.engine.admin import check_running
 from megarl.episodes.build import rehearse
 from megarl.errors import ConfigError, DataError, MachineError, MegarlError, Problem
 from megarl.observe.metrics import MetricsEndpoint

@@ -10,7 +10,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.serving.processes import Engines
-from megarl.weights.algebra.locality import nearest_order
+from megarl.weights.algebra.routing import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

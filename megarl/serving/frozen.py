@@ -19,8 +19,8 @@ from megarl.cluster.cluster import Pool
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
 from megarl.config.roles import FrozenRoleConfig, TeacherEnginesConfig
+from megarl.engine.admin import check_running, endpoints_of
 from megarl.engine.client import EngineClient, EngineKeys
-from megarl.engine.endpoints import check_running, endpoints_of
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus
 from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, restart_policy

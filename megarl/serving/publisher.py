@@ -33,8 +33,8 @@ from megarl.serving.pauses import paused
 from megarl.stages import Phases, Publisher
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
-from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import Link
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import Backend, StoreServer, abandon_group
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -16,8 +16,8 @@ from megarl.cluster.cluster import Cluster, Pool, own_address
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
+from megarl.engine.admin import endpoints_of
 from megarl.engine.client import EngineClient, EngineEndpoint
-from megarl.engine.endpoints import endpoints_of
 from megarl.engine.fleet import UNFILLED, Fleet
 from megarl.engine.lifecycle import FellBehind, RestartPolicy
 from megarl.engine.process import EngineDeadlines, deadlines_of, restart_policy

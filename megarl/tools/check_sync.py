@@ -23,8 +23,7 @@ from megarl.config.model import TRAITS, ModelShape, YarnScaling
 from megarl.config.recipe import Recipe
 from megarl.engine import admin
 from megarl.engine.fleet import Fleet
-from megarl.engine.tool_commands import dump_file
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import WeightSyncError
 from megarl.serving.connect import Roles, started_roles
 from megarl.serving.engine_transfer import transfer_spec

@@ -17,13 +17,13 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleColumn
+from megarl.train.frozen import Reference
 from megarl.train.logprob import TokenScores
-from megarl.train.memory import measure_usage
 from megarl.train.rank_spec import RECORD_PREFIX, RankSpec, TrainerRecord
 from megarl.train.recording import recorded
-from megarl.train.reference import Reference
 from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
+from megarl.train.topology import measure_usage
 from megarl.train.trained import TrainedRank
 from megarl.types import DEMONSTRATION, MiniBatch, PolicyVersion, TrainBatch
 from megarl.weights.recordings import weight_digests

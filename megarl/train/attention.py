@@ -10,10 +10,11 @@ or Transformer Engine exchanges them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.config.model import ModelShape, RopeScaling, YarnScaling
 from megarl.data.packing import runs, zigzag
 from megarl.train import cudnn
-from megarl.train.layers import Rotation, rotated
 from megarl.train.routing import RankRoutes
 from megarl.train.topology import Topology
 
@@ -262,3 +264,95 @@ def _causal_grouped() -> dict[str, Any]:
 
 
 _CAUSAL_GROUPED = _causal_grouped()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Rotary angles per position of a pack."""
+
+    cosines: Tensor  # [N, head_dim / 2], float32
+    sines: Tensor  # [N, head_dim / 2], float32
+    is_fused: bool = True
+    """Whether a kernel of Triton rotates, where there is a GPU."""
+
+    @classmethod
+    def by(cls, angles: Tensor, magnitude: float = 1.0, *, is_fused: bool = True) -> Rotation:
+        """Return the rotation by these angles, which also multiplies by `magnitude`."""
+        return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude, is_fused=is_fused)
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """Return the angle per position of each pair of channels. [head_dim / 2], float32"""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    match shape.rope_scaling:
+        case None:
+            return frequencies
+        case RopeScaling() as scaling:
+            return _stretched(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _interpolated(frequencies, scaling, shape.rope_theta)
+        case _:
+            assert_never(shape.rope_scaling)
+
+
+def rotary_magnitude(shape: ModelShape) -> float:
+    """Return the factor of rotated queries and keys."""
+    return shape.rope_scaling.magnitude if isinstance(shape.rope_scaling, YarnScaling) else 1.0
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Scale as Llama 3.1 does: slow channels by 1 / `factor`, fast ones not at all, interpolated between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """Scale as YaRN does: the channels between two bounds change from kept to stretched linearly by their number."""
+    num_channels = 2 * len(frequencies)
+
+    def channel(turns: float) -> float:
+        """Return which channel turns so often in the original context."""
+        wavelength = scaling.original_max_position / turns
+        return num_channels * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_channels - 1)
+    kept = 1 - ((torch.arange(len(frequencies)) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def rotated(values: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary position embedding, the two halves of the channels as pairs. [N, heads, head_dim]"""
+    if values.is_cuda and rotation.is_fused:
+        return _Rotated.apply(values, rotation.cosines, rotation.sines)  # type: ignore[no-any-return, no-untyped-call]
+    halves = rotation.cosines, rotation.sines
+    cosines, sines = (torch.cat((half, half), dim=-1)[:, None].to(values.dtype) for half in halves)
+    first, second = values.chunk(2, dim=-1)
+    return values * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class _RotationContext(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _RotationContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        from megarl.train.kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
+
+        ctx.save_for_backward(cosines, sines)
+        return rotate(values, cosines, sines, direction=1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _RotationContext, grad: Tensor) -> tuple[Tensor, None, None]:
+        from megarl.train.kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
+
+        cosines, sines = ctx.saved_tensors
+        return rotate(grad, cosines, sines, direction=-1.0), None, None

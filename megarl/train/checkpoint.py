@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -39,9 +40,8 @@ from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
-from megarl.train.optimizer import ModelOptimizer
+from megarl.train.optimizer import MOMENTS, ModelOptimizer, Shard
 from megarl.train.rank_spec import RankSpec
-from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
@@ -341,6 +341,21 @@ def load_optimizer(
     for kind in MOMENTS:  # one after the other: host memory holds one copy at most
         for name, values in load(kind).items():
             shards[name].restore({kind: values}, num_updates=num_updates)
+
+
+def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: Index, shape: Index) -> Tensor:
+    """Return a view of a box of a tensor of which `flat` has the elements in `held`; the box lies within them."""
+    strides = [prod(tensor_shape[axis + 1 :]) for axis in range(len(tensor_shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - held[0]
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    assert 0 <= first <= last < flat.numel(), f"elements {first}..{last} of {flat.numel()}"
+    flat = flat.detach()
+    return flat.as_strided(shape, strides, flat.storage_offset() + first)
+
+
+def cut(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """Copy the ranges out of host tensors that have the shapes of their parameters."""
+    return {name: tensor.view(-1)[slice(*shards[name].range)].clone() for name, tensor in tensors.items()}
 
 
 def _all_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:

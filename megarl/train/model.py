@@ -1,7 +1,7 @@
 """Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2, Qwen3 and
 its mixtures of experts; and the micro-batch that goes through them.
 
-The layers are those of `layer_spec`. Weights are zero until they are loaded.
+The layers are those of `layers`. Weights are zero until they are loaded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
-from megarl.train.attention import PackedSequences, packed_sequences
-from megarl.train.layer_spec import layer_spec, mixture_fields, precision_fields
-from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
+from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
+from megarl.train.layers import RMSNorm, layer_spec, mixture_fields, precision_fields
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes

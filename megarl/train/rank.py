@@ -10,30 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleColumn
 from megarl.train import cpu
-from megarl.train.layer_spec import forget_buffers, forget_scales
+from megarl.train.layers import forget_buffers, forget_scales
 from megarl.train.logprob import TokenScores
-from megarl.train.memory import free_cache
-from megarl.train.model import (
-    DeviceMicroBatch,
-    Model,
-    build_chunks,
-    named_weights,
-    to_device,
-    whole_column,
-)
-from megarl.train.passes import forward
+from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
 from megarl.train.rank_spec import RankSpec
-from megarl.train.topology import initialize, shut_down
+from megarl.train.topology import free_cache, initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
@@ -44,6 +37,11 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 _PRODUCT_CPU, _PRODUCT_GPU = 256, 2048
 """Sizes of the matrices of `measure`: a few milliseconds, and on a GPU 48 MiB."""
 _NUM_PRODUCTS = 32
+
+Output = TypeVar("Output")
+Result = TypeVar("Result")
+Loss = Callable[[int, Output], tuple[Tensor, Result]]
+"""(index of the micro-batch, the model's output) -> its part of the loss, and a report."""
 
 
 class ModelRank:
@@ -102,7 +100,7 @@ class ModelRank:
 
     def release(self) -> None:
         """Free all memory that the recipe's `offload` says; here that is what `trim` frees."""
-        free_cache(self._topology.device)
+        self.trim()
 
     def reload(self) -> None:
         """Take back what `release` freed; here that is nothing."""
@@ -160,7 +158,11 @@ class ModelRank:
         self._reach("asked")
         columns = []
         for mini_batch in batch.mini_batches:
-            outputs: list[TokenScores | Tensor] = forward(self._chunks, self._to_device(batch, mini_batch))
+            micro_batches = self._to_device(batch, mini_batch)
+            with torch.no_grad():
+                outputs: list[TokenScores | Tensor] = run_passes(
+                    self._chunks, micro_batches, _no_loss, has_backward=False
+                )
             columns.append([each.logprobs if isinstance(each, TokenScores) else each for each in outputs])
         return columns
 
@@ -175,6 +177,7 @@ class ModelRank:
         topology = self._topology
         if not (topology.is_last_stage and topology.tensor_rank == 0):
             return None
+        # Ranks that share sequences gather their parts; one of them returns the whole.
         whole = [
             [
                 whole_column(column, micro_batch, topology)
@@ -183,3 +186,42 @@ class ModelRank:
             for of_share, mini_batch in zip(columns, batch.mini_batches, strict=True)
         ]
         return unpack(batch, whole) if topology.context_rank == 0 else None
+
+
+def run_passes(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[DeviceMicroBatch],
+    loss: Loss[Output, Result],
+    *,
+    has_backward: bool,
+) -> list[Result]:
+    """Run micro-batches through Megatron's pipeline schedule; return the reports in order, [] but on the last stage.
+
+    The gradients are those of the sum of all losses over ranks.
+    """
+
+    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
+        index = next(indices)
+
+        def loss_of(output: Output) -> tuple[Tensor, Tensor, Result]:
+            value, report = loss(index, output)
+            # Megatron sums the second one, a number of tokens; `optimizer` ignores the sum.
+            return value, torch.zeros((), dtype=torch.int), report
+
+        return model(micro_batches[index]), loss_of
+
+    reports: list[Result] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(range(len(micro_batches))) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].num_pack_tokens,
+        micro_batch_size=1,
+        forward_only=not has_backward,
+    )
+    return reports
+
+
+def _no_loss(_: int, output: Output) -> tuple[Tensor, Output]:
+    """Stand in for a loss: without one Megatron reads the device of the output if there are experts."""
+    return torch.zeros(()), output

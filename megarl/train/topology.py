@@ -1,6 +1,7 @@
-"""This rank's place among the others. The only file that starts torch.distributed or asks Megatron for ranks.
+"""This rank's place among the others, and the memory of its device.
 
-Ranks are numbered tensor fastest, then context, data, pipeline: neighbours share a node and exchange most.
+The only file that starts torch.distributed or asks Megatron for ranks. Ranks are numbered tensor fastest, then context,
+data, pipeline: neighbours share a node and exchange most.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import datetime
 import socket
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,6 +22,7 @@ from torch.distributed import TCPStore
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.errors import MachineError, first_line
+from megarl.results import RankUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,3 +163,46 @@ def shut_down() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that was submitted."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_cache(device: torch.device) -> None:
+    """Give back the memory that torch keeps for later: other processes of the device need it now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def measure_usage(topology: Topology) -> RankUsage:
+    """Return the worst of all ranks since the last call; collective, the same on every rank."""
+    host = psutil.virtual_memory()
+    # The maximum of the negated available memory is the minimum over ranks.
+    values = [psutil.Process().memory_info().rss, -host.available, host.total]
+    gpu_name = None
+    if topology.device.type == "cuda":
+        gpu_name = torch.cuda.get_device_name(topology.device)
+        values += [
+            torch.cuda.max_memory_allocated(topology.device),
+            torch.cuda.max_memory_reserved(topology.device),
+            torch.cuda.mem_get_info(topology.device)[1],
+        ]
+        torch.cuda.reset_peak_memory_stats(topology.device)
+    worst = torch.tensor(values, dtype=torch.int64, device=topology.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    resident, negated_available, total, *of_gpu = worst.tolist()
+    allocated, reserved, gpu_total = of_gpu or (None, None, None)
+    return RankUsage(
+        resident_bytes=resident,
+        host_available_bytes=-negated_available,
+        host_total_bytes=total,
+        gpu_allocated_bytes=allocated,
+        gpu_reserved_bytes=reserved,
+        gpu_total_bytes=gpu_total,
+        gpu_name=gpu_name,
+    )

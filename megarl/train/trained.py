@@ -19,8 +19,7 @@ from megarl.train.lora import attach_adapters, dropout_keys, initialize_adapters
 from megarl.train.model import DeviceMicroBatch, named_weights
 from megarl.train.offload import build_optimizer
 from megarl.train.optimizer import learning_rate
-from megarl.train.passes import Loss, Output, accumulate_gradients
-from megarl.train.rank import ModelRank
+from megarl.train.rank import Loss, ModelRank, Output, run_passes
 from megarl.train.rank_spec import RankSpec
 from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
@@ -93,7 +92,7 @@ class TrainedRank(ModelRank):
                 each.sequences.dropout_keys = dropout_keys(*tokens, seed=self._spec.seed, update=self._num_updates)
         self._reach("forward")
         self._optimizer.zero_grad()
-        return accumulate_gradients(self._chunks, micro_batches, loss=loss_of)
+        return run_passes(self._chunks, micro_batches, loss_of, has_backward=True)
 
     def _apply(self, loss: float, rate: float) -> float | None:
         """Apply the gradients and return their norm; None, with no weight changed, if norm or loss is not finite."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.types import FloatArray, TokenArray
-from megarl.weights.hook_points import LM_HEAD, LOGPROBS, HookPoint
-from megarl.weights.recordings import Recording
+from megarl.weights.recordings import LM_HEAD, LOGPROBS, HookPoint, Recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

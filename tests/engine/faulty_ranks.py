@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from megarl.engine.commands import Rendezvous
 from megarl.tools.check_sync import hold
-from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import fastest_digest
-from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

@@ -9,17 +9,18 @@ import torch
 from megarl.engine.commands import (
     Command,
     CommandMessage,
+    Fingerprint,
     Inspect,
     Join,
     Receive,
     Rendezvous,
     Reply,
+    StartRecording,
     read_message,
     read_reply,
     to_bytes,
     to_payload,
 )
-from megarl.engine.tool_commands import Fingerprint, StartRecording
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress
 from tests.weights.layouts.test_transfer_spec import placed_transfer, transfer_spec

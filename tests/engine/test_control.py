@@ -16,7 +16,7 @@ import pytest
 from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel

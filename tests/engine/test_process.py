@@ -94,7 +94,8 @@ def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_pat
 
 READ_BY_SGLANG = """
 import json, sys
-import megarl.engine.cpu
+from megarl.engine import cpu
+cpu.install()
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 config = Fp8Config.from_config(json.loads(sys.argv[1])["quantization_config"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests

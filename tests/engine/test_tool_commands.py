@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.engine.loader import load
-from megarl.engine.tool_commands import dump_file
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import TensorSpec
 from tests.engine.engines import scripted_fleet

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.engine.commands import Rendezvous
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import check_digests, fastest_digest
-from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -24,8 +24,7 @@ from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.commands import Rendezvous
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
-from megarl.engine.tool_commands import _fingerprint
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl, _fingerprint
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import DigestSums, Summand, check_digests, digest

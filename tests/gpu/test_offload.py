@@ -17,13 +17,12 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.train import shards
 from megarl.train.actor import ActorRank
-from megarl.train.host_memory import Offload
-from megarl.train.memory import free_cache
+from megarl.train.offload import Offload
 from megarl.train.rank_spec import RankSpec
-from megarl.weights.algebra.locality import Link, on_gpus
+from megarl.train.topology import free_cache
 from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.algebra.slices import Link, on_gpus
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
@@ -94,7 +93,7 @@ def test_fifty_phases_change_no_bit_and_leak_nothing(offload: Offloaded, tmp_pat
 
 def test_an_optimizer_in_host_memory_updates_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = write_tiny_model(tmp_path / "model", "qwen2", tied=True)
-    monkeypatch.setattr(shards, "PIECE_ELEMENTS", 10_000)
+    monkeypatch.setattr("megarl.train.offload.PIECE_ELEMENTS", 10_000)
     found: list[dict[str, torch.Tensor]] = []
     offloads: tuple[Offloaded, ...] = ("nothing", "optimizer")
     for offload in offloads:

@@ -9,9 +9,8 @@ import pytest
 
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls, TrainedCalls
 from megarl.ranks.publishing import PublishingActor
-from megarl.train.critic import CriticRank
+from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.frozen import ReferenceRank, TeacherRank
-from megarl.train.implicit_reward import ImplicitRewardRank
 from megarl.train.rank import ModelRank
 from megarl.train.trained import TrainedRank
 

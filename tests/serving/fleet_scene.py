@@ -19,7 +19,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.process import EngineProcess
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.serving.publisher import TransferPublisher
 from megarl.serving.supervisor import Supervisor
 from megarl.system.network import LOOPBACK

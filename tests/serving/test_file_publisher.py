@@ -13,8 +13,8 @@ import pytest
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.roles import EndpointConfig
 from megarl.engine import admin
+from megarl.engine.admin import endpoints_of
 from megarl.engine.client import EngineClient
-from megarl.engine.endpoints import endpoints_of
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState
 from megarl.engine.process import EngineProcess

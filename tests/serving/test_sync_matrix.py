@@ -18,7 +18,7 @@ from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -22,11 +22,10 @@ from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleColumn
-from megarl.train import cpu, shards
+from megarl.train import cpu, offload
 from megarl.train.actor import ActorRank
-from megarl.train.critic import CriticRank
+from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.frozen import ReferenceRank, TeacherRank
-from megarl.train.implicit_reward import ImplicitRewardRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank_spec import RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
@@ -320,7 +319,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Make weights bfloat16, so that they have master weights apart, and pieces of a few elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roles, "dtype_on", lambda _: "bfloat16")
-        patch.setattr(shards, "PIECE_ELEMENTS", 997)
+        patch.setattr(offload, "PIECE_ELEMENTS", 997)
         yield
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.train.layers import RMSNorm, Rotation, gated, rotated
+from megarl.train.attention import Rotation, rotated
+from megarl.train.layers import RMSNorm, gated
 from megarl.train.logprob import _summed
 
 TOLERANCES = {"activation": 1e-5, "rotation": 1e-6, "scores": 1e-5}

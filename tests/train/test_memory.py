@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.train import optimizer as optimizer_module
-from megarl.train.host_memory import Offload, host_places, host_zeros
+from megarl.train.offload import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster

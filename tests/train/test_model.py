@@ -13,7 +13,7 @@ from megarl.config.model import read_model_shape
 from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.train import model as model_module
-from megarl.train.layers import rotary_frequencies, rotary_magnitude
+from megarl.train.attention import rotary_frequencies, rotary_magnitude
 from megarl.train.model import transformer_config
 
 LLAMA3 = {

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.hook_points import hook_points
-from megarl.weights.recordings import Recording
+from megarl.weights.recordings import Recording, hook_points
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models

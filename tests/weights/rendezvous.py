@@ -9,7 +9,7 @@ from threading import Condition
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weights.executors.channel import WATCH_S, Message
+from megarl.weights.executors.group import WATCH_S, Message
 
 
 class Wire:

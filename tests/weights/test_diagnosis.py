@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.weights.diagnosis import Conversation, Diagnosis, HookPointError, Verdict, reach_verdict
-from megarl.weights.hook_points import LOGPROBS, HookPoint
+from megarl.weights.recordings import LOGPROBS, HookPoint
 
 NAMES = ("model.embed_tokens", "model.layers.0.mlp.up_proj", "model.norm", "lm_head")
 POINTS = (*(HookPoint(name=name, weights=(f"{name}.weight",)) for name in NAMES), HookPoint(name=LOGPROBS, weights=()))

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.model import Family, ModelShape
-from megarl.weights.algebra.locality import Locations, on_gpus
 from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import Holding, Layout
+from megarl.weights.algebra.slices import Holding, Layout, Locations, on_gpus
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors

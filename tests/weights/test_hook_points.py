@@ -4,10 +4,10 @@ import pytest
 
 from megarl.config.model import TRAITS, Family
 from megarl.weights.algebra.slices import Layout
-from megarl.weights.hook_points import LM_HEAD, LOGPROBS, hook_points, module_hooks
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
+from megarl.weights.recordings import LM_HEAD, LOGPROBS, hook_points, module_hooks
 from tests.weights.reference import make_shape
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megarl.config.model import ModelShape
 from megarl.weights.algebra.buckets import staging_bound
-from megarl.weights.algebra.locality import Gpu, Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Layout
+from megarl.weights.algebra.slices import Gpu, Layout, Link, on_gpus
 from megarl.weights.layouts.megatron import megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.execution import Buckets, buckets_of, execute

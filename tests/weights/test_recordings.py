@@ -12,10 +12,18 @@ from torch import Tensor
 from megarl.config.model import Family
 from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.tensors import box_of
-from megarl.weights.hook_points import Columns, ModuleHook, module_hooks
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
-from megarl.weights.recordings import ActivationPatch, PatchPlace, Recorder, Recording, write_patches
+from megarl.weights.recordings import (
+    ActivationPatch,
+    Columns,
+    ModuleHook,
+    PatchPlace,
+    Recorder,
+    Recording,
+    module_hooks,
+    write_patches,
+)
 from tests.weights.reference import make_shape
 
 NUM_TOKENS = 5

@@ -12,16 +12,14 @@ from megarl.config.roles import FP8_TOKENS
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
 from megarl.engine.fleet import Fleet
-from megarl.engine.tool_commands import FILE_PREFIX
-from megarl.engine.tool_control import ToolControl
+from megarl.engine.tool_commands import FILE_PREFIX, ToolControl
 from megarl.stages import Generator, Phases
 from megarl.train.rank_spec import RECORD_PREFIX, TrainerRecord
 from megarl.types import Prompt, RolloutGroup, TrainBatch, TrainSample
 from megarl.weights.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
-from megarl.weights.hook_points import hook_points
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
-from megarl.weights.recordings import DigestedModel, Recording, differing_tensors
+from megarl.weights.recordings import DigestedModel, Recording, differing_tensors, hook_points
 
 RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
 """Scores a batch on every rank; each rank writes its recording into the folder. Returns the records in rank order."""

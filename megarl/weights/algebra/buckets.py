@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Move, Plan, SourceBox
-from megarl.weights.algebra.slices import ITEM_BYTES, Slice, shift
+from megarl.weights.algebra.slices import ITEM_BYTES, Link, Slice, shift
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl.errors import WeightSyncError
-from megarl.weights.executors.channel import WATCH_S, Message
+from megarl.weights.executors.group import WATCH_S, Message
 
 logger = logging.getLogger(__name__)
 

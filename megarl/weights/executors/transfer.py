@@ -27,9 +27,8 @@ from megarl.weights.algebra.buckets import (
     buckets_to,
     rounds,
 )
-from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Move, Plan
-from megarl.weights.executors.channel import Message
+from megarl.weights.algebra.slices import Link
 from megarl.weights.executors.digest import (
     MODULUS,
     BoxDigest,
@@ -40,7 +39,7 @@ from megarl.weights.executors.digest import (
     digest_bytes,
     digest_tensor,
 )
-from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
 from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.config.model import ModelShape
-from megarl.weights.algebra.locality import Gpu, Link, Locations, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Layout
+from megarl.weights.algebra.slices import Gpu, Layout, Link, Locations, on_gpus
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

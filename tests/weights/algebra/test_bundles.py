@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.hub import PUBLIC_MODELS
-from megarl.weights.algebra.bundles import Box, atoms, bundles
+from megarl.weights.algebra.routing import Box, atoms, bundles
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

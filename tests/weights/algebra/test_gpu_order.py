@@ -7,8 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from megarl.weights.algebra.locality import Gpu, Link, _best_tp_ranks, nearest_order, on_gpus
 from megarl.weights.algebra.plan import plan
+from megarl.weights.algebra.routing import _best_tp_ranks, nearest_order
+from megarl.weights.algebra.slices import Gpu, Link, on_gpus
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import make_shape

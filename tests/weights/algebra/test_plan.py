@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Family, ModelShape
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.locality import Link, on_gpus, same_processes
 from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
+from megarl.weights.algebra.slices import Holding, Layout, Link, Piece, Slice, TensorSpec, on_gpus, same_processes
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import (

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from megarl.checkpoint.save import assign_tensors
-from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import plan
+from megarl.weights.algebra.slices import same_processes
 from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.weights.executors.test_rounds import join_all, tensors_of

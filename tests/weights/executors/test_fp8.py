@@ -13,9 +13,8 @@ from torch import Tensor
 
 from megarl.config.model import Family
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Layout
+from megarl.weights.algebra.slices import Layout, Link, on_gpus
 from megarl.weights.executors.digest import check_digests, digest_bytes
 from megarl.weights.executors.fp8 import Fp8Tensors, probe_products, quantise, restored
 from megarl.weights.executors.group import StoreServer, TransferGroup

@@ -11,7 +11,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.executors import nccl
-from megarl.weights.executors.channel import Message
+from megarl.weights.executors.group import Message
 
 REMOTE_ERROR = 6
 

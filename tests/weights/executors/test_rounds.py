@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import Message, StoreServer, TransferGroup
 from megarl.weights.executors.transfer import Receiver, Sender
 from tests.weights.reference import Arrays, fill_from_canonical, numbered
 from tests.weights.rendezvous import Wire

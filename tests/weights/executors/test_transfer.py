@@ -9,9 +9,8 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
-from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup, abandon_group
+from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup, abandon_group
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

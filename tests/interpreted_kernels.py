@@ -12,7 +12,7 @@ import torch
 from megarl.train.attention import Rotation, rotated
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
 from megarl.train.layers import gated
-from megarl.train.logprob import _grad_logits, _RowGradients, _summed
+from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, _bits, _seeds, bits_of_matrix, digest
 from megarl.weights.executors.fp8 import LARGEST, quantise
@@ -51,7 +51,7 @@ def scores() -> float:
     columns = torch.tensor([4, -1, 4999])
     sums = _summed(logits, columns, 0.7)
     worst = max(distance(*pair) for pair in zip(sum_rows(logits, columns, 0.7), sums, strict=True))
-    rows = _RowGradients(
+    rows = RowGradients(
         log_norms=sums.maximum + sums.total.log(),
         entropy=sums.total.log() - sums.weighted / sums.total,
         logprobs=torch.randn(3),

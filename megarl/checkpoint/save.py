@@ -2,7 +2,7 @@
 
 Each rank is assigned whole canonical tensors, receives their pieces by plan and writes one file; no rank gathers the
 model. A rank saves from a snapshot in host memory while the trainer already changes its tensors; it copies only the
-boxes that the plan takes from it, so that replicas share the work and nothing is held twice.
+boxes that the plan takes from it, so that replicas divide the work and nothing is held twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
-from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes
 from megarl.weights.executors.group import TransferGroup
@@ -60,45 +59,27 @@ def save_hf(
     layout: Layout,
     tensors: Mapping[str, torch.Tensor],
     group: TransferGroup,
-    dtype: str | None = None,
     is_critic: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    adapter_fields: Mapping[str, object] | None = None,
 ) -> dict[str, FileDigest]:
     """Write the model that `layout` spreads over the peers of `group`; every peer calls this with its own tensors.
 
     It calls `save_tensors`, and peer 0 adds configuration and tokenizer of `source_folder`, a language model even for
-    a critic.
+    a critic. With `adapter_fields`, its configuration, an adapter is written as a folder of PEFT, which takes it from
+    one file: peer 0 receives and writes all of it.
     """
-    files = save_tensors(folder, layout=layout, tensors=tensors, group=group, dtype=dtype, bucket_bytes=bucket_bytes)
+    file_name = None if adapter_fields is None else ADAPTER_FILE
+    files = save_tensors(folder, layout=layout, tensors=tensors, group=group, file_name=file_name)
     with _failing_as_save(folder, group):
-        if group.peer == 0:
-            files |= copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
-            reach("companions_copied", step=step_in(folder), rank=group.peer)
-        group.barrier()
-    return files
-
-
-def save_adapter(
-    folder: Path,
-    *,
-    source_folder: Path,
-    fields: Mapping[str, object],
-    layout: Layout,
-    tensors: Mapping[str, torch.Tensor],
-    group: TransferGroup,
-) -> dict[str, FileDigest]:
-    """Write a folder of PEFT, which takes an adapter from one file: peer 0 receives and writes all of it.
-
-    `fields` are its configuration; the tokenizer comes from `source_folder`, the folder of the base.
-    """
-    files = save_tensors(folder, layout=layout, tensors=tensors, group=group, file_name=ADAPTER_FILE)
-    with _failing_as_save(folder, group):
-        if group.peer == 0:
+        if group.peer == 0 and adapter_fields is None:
+            files |= copy_companions(source_folder, folder, is_critic=is_critic)
+        elif group.peer == 0:
             path = folder / ADAPTER_CONFIG_FILE
-            path.write_text(json.dumps(fields, indent=2) + "\n")
+            path.write_text(json.dumps(adapter_fields, indent=2) + "\n")
             # With the base's configuration the folder would pass for a whole model.
             files |= copy_companions(source_folder, folder, without=("config.json",))
             files[path.name] = _finish(path)
+        if group.peer == 0:
             reach("companions_copied", step=step_in(folder), rank=group.peer)
         group.barrier()
     return files
@@ -110,16 +91,14 @@ def save_tensors(
     layout: Layout,
     tensors: Mapping[str, torch.Tensor],
     group: TransferGroup,
-    dtype: str | None = None,
     file_name: str | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> dict[str, FileDigest]:
     """Write canonical tensors and their index into a new folder, and return the files that this peer wrote, by name.
 
-    Peer r of the (gloo) group is rank r of the layout. The default `dtype` is that of the canonical tensors. With
-    `file_name` peer 0 writes one file of that name, without an index.
+    Peer r of the (gloo) group is rank r of the layout. With `file_name` peer 0 writes one file of that name, without an
+    index.
     """
-    target = assign_tensors(layout, dtype=dtype) if file_name is None else _all_on_one(layout)
+    target = assign_tensors(layout) if file_name is None else _all_on_one(layout)
     moves = plan(layout, target, locations=same_processes(layout, target))
     files: dict[str, FileDigest] = {}
     with _failing_as_save(folder, group):
@@ -128,7 +107,7 @@ def save_tensors(
         group.barrier()
         names = _file_names(target) if file_name is None else {0: file_name}
         path = folder / names[group.peer] if group.peer in names else None
-        written = receive_into(path, moves, tensors, group, bucket_bytes=bucket_bytes)
+        written = receive_into(path, moves, tensors, group)
         if path is not None and written is not None:
             files[path.name] = written
             reach("file_written", step=step_in(folder), rank=group.peer)
@@ -151,25 +130,22 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
         raise CheckpointError(f"{folder} was not saved: {error}") from error
 
 
-def assign_tensors(layout: Layout, *, dtype: str | None = None) -> Layout:
+def assign_tensors(layout: Layout) -> Layout:
     """Assign every canonical tensor to one of the ranks that hold a part of it: largest first, to the least loaded."""
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for holding in layout.holdings:
         for piece in holding.pieces:
             holders[piece.slice.name].add(holding.rank)
     load = {holding.rank: 0 for holding in layout.holdings}
-    share: defaultdict[int, list[str]] = defaultdict(list)
+    assigned: defaultdict[int, list[str]] = defaultdict(list)
     for name in sorted(layout.canonical, key=lambda name: (-layout.canonical[name].num_bytes, name)):
         if not holders[name]:
             raise CheckpointError(f"no rank holds any of {name}")
         rank = min(holders[name], key=lambda rank: (load[rank], rank))
         load[rank] += layout.canonical[name].num_bytes
-        share[rank].append(name)
-    canonical = {
-        name: TensorSpec(shape=spec.shape, dtype=dtype or spec.dtype) for name, spec in layout.canonical.items()
-    }
-    holdings = [_whole_holding(rank, sorted(share[rank]), canonical) for rank in sorted(load)]
-    return Layout(canonical=canonical, holdings=tuple(holdings))
+        assigned[rank].append(name)
+    holdings = [_whole_holding(rank, sorted(assigned[rank]), layout.canonical) for rank in sorted(load)]
+    return Layout(canonical=layout.canonical, holdings=tuple(holdings))
 
 
 def _all_on_one(layout: Layout) -> Layout:
@@ -185,10 +161,10 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
 
 
 class GatheringPlan(Plan):
-    """A plan that keeps its moves and its memory: they take longer to find than the bytes of an adapter to travel."""
+    """A plan that stores its moves and its memory: they take longer to find than the bytes of an adapter to travel."""
 
     @cached_property
-    def share(self) -> dict[str, torch.Tensor]:
+    def parts(self) -> dict[str, torch.Tensor]:
         """The tensors of the first rank, one after the other in one buffer; the next gathering writes to it again."""
         specs = self.target.by_rank[0].tensors
         (dtype,) = {spec.dtype for spec in specs.values()}
@@ -197,18 +173,18 @@ class GatheringPlan(Plan):
         return {name: part.view(spec.shape) for (name, spec), part in zip(specs.items(), parts, strict=True)}
 
     @cached_property
-    def _kept(self) -> dict[tuple[bool, int], tuple[Move, ...]]:
+    def _moves(self) -> dict[tuple[bool, int], tuple[Move, ...]]:
         return {}
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
-        if (True, rank) not in self._kept:
-            self._kept[True, rank] = super().moves_from(rank)
-        return self._kept[True, rank]
+        if (True, rank) not in self._moves:
+            self._moves[True, rank] = super().moves_from(rank)
+        return self._moves[True, rank]
 
     def moves_to(self, rank: int) -> tuple[Move, ...]:
-        if (False, rank) not in self._kept:
-            self._kept[False, rank] = super().moves_to(rank)
-        return self._kept[False, rank]
+        if (False, rank) not in self._moves:
+            self._moves[False, rank] = super().moves_to(rank)
+        return self._moves[False, rank]
 
     @cached_property
     def _boxes(self) -> dict[int, tuple[SourceBox, ...]]:
@@ -233,9 +209,9 @@ def gather(
     moves: GatheringPlan, tensors: Mapping[str, torch.Tensor], group: TransferGroup
 ) -> Mapping[str, torch.Tensor]:
     """Return the tensors of the plan on peer 0, in host memory, and none elsewhere; every peer calls this."""
-    share = {} if group.peer else moves.share
-    exchange(moves, tensors, share, group, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    return share
+    parts = {} if group.peer else moves.parts
+    exchange(moves, tensors, parts, group)
+    return parts
 
 
 def _file_names(target: Layout) -> dict[int, str]:
@@ -364,8 +340,6 @@ def receive_into(
     moves: Plan,
     tensors: Mapping[str, torch.Tensor],
     group: TransferGroup,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> FileDigest | None:
     """Receive this peer's targets of a plan and write them to a new file, which is not synced; every peer calls this.
 
@@ -373,25 +347,25 @@ def receive_into(
     what was received are compared last.
     """
     if path is None:
-        exchange(moves, tensors, {}, group, bucket_bytes=bucket_bytes)
+        exchange(moves, tensors, {}, group)
         return None
     specs = moves.target.by_rank[group.peer].tensors
-    share = _room_for_share(moves, tensors, group.peer)
+    parts = _room_for_parts(moves, tensors, group.peer)
     headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs.items()}
     with closing(TensorFile(path, headers)) as file, ThreadPoolExecutor(1) as writer:
         entries, written = {entry.name: entry for entry in file.entries}, dict[str, Future[None]]()
 
         def write(name: str) -> None:
-            refuse_unfinite({name: share[name]})
-            file.write(entries[name], [bytes_of(share[name])])
+            refuse_unfinite({name: parts[name]})
+            file.write(entries[name], [bytes_of(parts[name])])
 
         def begin(name: str) -> None:
             written[name] = writer.submit(write, name)
 
         try:
-            exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes, filled=begin)
+            exchange(moves, tensors, parts, group, filled=begin)
             reach("tensors_received", step=step_in(path), rank=group.peer)
-            for name in share.keys() - written.keys():  # nothing is sent of an empty tensor
+            for name in parts.keys() - written.keys():  # nothing is sent of an empty tensor
                 begin(name)
             for future in written.values():
                 future.result()
@@ -400,7 +374,7 @@ def receive_into(
         return file.digest()
 
 
-def _room_for_share(moves: Plan, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+def _room_for_parts(moves: Plan, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Return this rank's whole tensors in host memory, to be filled; those that it has already are not copied."""
     local = {
         move.target_name: box
@@ -417,13 +391,13 @@ def _room_for_share(moves: Plan, tensors: Mapping[str, torch.Tensor], rank: int)
     }
 
 
-def refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
+def refuse_unfinite(parts: Mapping[str, torch.Tensor]) -> None:
     """Raise on NaN or infinite values: a checkpoint of broken weights would replace a good one."""
     # Sums need no second tensor of the same size; because they may overflow, what has a bad one is checked again.
-    sums = [tensor.sum(dtype=torch.float32) for tensor in share.values()]
+    sums = [tensor.sum(dtype=torch.float32) for tensor in parts.values()]
     if not sums or torch.isfinite(torch.stack(sums)).all():
         return
-    for name, tensor in share.items():
+    for name, tensor in parts.items():
         if not torch.isfinite(tensor).all():
             num_broken = int((~torch.isfinite(tensor)).sum())
             raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")

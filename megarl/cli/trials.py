@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from megarl.config.model import ModelShape
     from megarl.config.recipe import Recipe
     from megarl.tools.check_sync import SyncCheck
+    from megarl.tools.diagnose.verdict import Diagnosis, HookPointError
     from megarl.tools.rehearse import RehearsalReport
     from megarl.tools.small_recipe import SmallRecipe
-    from megarl.weights.diagnosis import Diagnosis, HookPointError
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why trainer and engines differ.")
 

@@ -7,7 +7,7 @@ per engine; SGLang returns from it when all its TP ranks have replied, so a miss
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any, Self, TypeAlias
@@ -137,11 +137,10 @@ class EngineControl:
         The engines report `version` afterwards. The first failure ends the wait. The calls to the other engines
         continue: cutting off a weight update would leave its session open.
         """
-
-        async def ask_one(engine: Engine, position: int) -> _Replies:
-            return await self._ask(engine, position, command, version=version)
-
-        tasks = self._start(ask_one)
+        tasks = [
+            asyncio.create_task(self._ask(engine, position, command, version=version))
+            for position, engine in enumerate(self._engines)
+        ]
         done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for engine, task in zip(self._engines, tasks, strict=True):
             if task in unfinished:
@@ -155,15 +154,6 @@ class EngineControl:
             raise WeightSyncError("; ".join(str(error) for error in failures))
         return [reply for task in tasks for reply in task.result()]
 
-    def _start(self, call: Callable[[Engine, int], Coroutine[None, None, _Replies]]) -> list[asyncio.Task[_Replies]]:
-        async def call_in_turn(engine: Engine, position: int) -> _Replies:
-            late = self._late.pop(engine.client, None)
-            if late is not None:
-                await asyncio.wait([late])
-            return await call(engine, position)
-
-        return [asyncio.create_task(call_in_turn(engine, position)) for position, engine in enumerate(self._engines)]
-
     async def _ask(
         self,
         engine: Engine,
@@ -172,6 +162,9 @@ class EngineControl:
         *,
         version: PolicyVersion | None,
     ) -> _Replies:
+        late = self._late.pop(engine.client, None)
+        if late is not None:
+            await asyncio.wait([late])
         endpoint = engine.client.endpoint
         messages = [
             CommandMessage(

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from megarl.checkpoint.mirroring import refuse_occupied
+from megarl.checkpoint.mirror import refuse_occupied
 from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.local_ray import private_ray, run_lease
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig

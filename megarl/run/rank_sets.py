@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.mirroring import Mirroring
+from megarl.checkpoint.mirror import Mirroring
 from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Pool
 from megarl.cluster.lost_nodes import RankNodes, wait_for_nodes

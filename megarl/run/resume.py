@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
-from megarl.checkpoint.mirroring import Fetched, MirroredRun
+from megarl.checkpoint.mirror import Fetched, MirroredRun
 from megarl.checkpoint.resume import Decision, Ledger, ResumePoint, decide, open_complete, open_named
 from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
 from megarl.config.model import ModelShape, read_model_shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest, verify_tensors
 from megarl.checkpoint.save import (
-    BoxView,
     Contribution,
     GatheringPlan,
     UnfiniteError,
@@ -32,18 +30,15 @@ from megarl.checkpoint.save import (
     gather,
     plan_gathering,
     refuse_unfinite,
-    save_adapter,
     save_hf,
     save_tensors,
 )
-from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import MOMENTS, ModelOptimizer, Shard
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import Topology
-from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
+from megarl.weights.algebra.slices import Index, Layout, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
@@ -85,49 +80,51 @@ class RankCheckpoints:
         optimizer: ModelOptimizer,
         topology: Topology,
     ) -> None:
-        self._rank = spec.rank
-        self._layout = layout
-        self._tensors = tensors
-        self._optimizer = optimizer
-        peers = Peers(topology, spec.master_address, timeout_s=spec.timeout_s)
-        self.saver, self.exporter = (
-            RankSaver(
-                layout=layout,
-                tensors=tensors,
-                optimizer=optimizer,
-                topology=topology,
-                peers=peers,
-                shape=spec.shape,
-                lora=spec.lora,
-                purpose=purpose,
-            )
-            for purpose in ("save", "export")
-        )
+        self.spec = spec
+        self.layout = layout
+        self.tensors = tensors
+        self.optimizer = optimizer
+        self.topology = topology
+        # Rank 0 serves the store at which all ranks meet, as long as its process lives.
+        self._server = StoreServer(spec.master_address) if topology.rank == 0 else None
+        port = torch.tensor(self._server.address.port if self._server else 0, device=topology.device)
+        dist.broadcast(port, src=0)
+        self.store = StoreAddress(host=spec.master_address, port=int(port))
+        self.saver, self.exporter = RankSaver(self, "save"), RankSaver(self, "export")
 
     def verify(self, checkpoint: Path, inner: str) -> None:
         """Compare tensors that `restore` reads from the inner folder of a checkpoint with their digests.
 
         Each tensor is compared by one of the ranks that read it, so that all ranks together compare all of them once.
         """
-        mine = assign_tensors(self._layout).by_rank[self._rank].tensors
+        mine = assign_tensors(self.layout).by_rank[self.spec.rank].tensors
         read = (each.relative_to(checkpoint).as_posix() for each in folders_read(checkpoint / inner))
         verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
-        """Load the weights and the optimizer's states from a checkpoint of any layout."""
+        """Load weights, moments and, if `folder` has them, master weights from a checkpoint of any layout."""
         self.read(weights_of(folder))
-        load_optimizer(
-            folder,
-            holding=self._layout.by_rank[self._rank],
-            layout=self._layout,
-            optimizer=self._optimizer,
-            num_updates=num_updates,
-        )
+        shards = self.optimizer.shards()
+        ranges = {name: shard.range for name, shard in shards.items()}
+        mine = restrict(self.layout.by_rank[self.spec.rank], ranges, dtype=_DTYPE)
+        canonical = {name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in self.layout.canonical.items()}
+
+        def load(kind: str) -> dict[str, Tensor]:
+            tensors = {name: torch.empty(spec.shape) for name, spec in mine.tensors.items()}
+            load_hf(folder / OPTIMIZER_FOLDER / kind, mine, canonical, tensors)
+            return {name: tensor.view(-1)[slice(*ranges[name])].clone() for name, tensor in tensors.items()}
+
+        if weights_of(folder).name == _MASTER:
+            for name, values in load(_MASTER).items():
+                shards[name].master.data.copy_(values)
+        for kind in MOMENTS:  # one after the other: host memory holds one copy at most
+            for name, values in load(kind).items():
+                shards[name].restore({kind: values}, num_updates=num_updates)
 
     def read(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:
         """Load the trained tensors of a folder."""
-        load_hf(folder, self._layout.by_rank[self._rank], self._layout.canonical, self._tensors(), may_lack=may_lack)
-        self._optimizer.adopt_weights()
+        load_hf(folder, self.layout.by_rank[self.spec.rank], self.layout.canonical, self.tensors(), may_lack=may_lack)
+        self.optimizer.adopt_weights()
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
@@ -141,26 +138,10 @@ class RankSaver:
     `snapshot` is collective and runs in the trainer's thread; `write` takes long and may run in another thread.
     """
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        tensors: Callable[[], Mapping[str, Tensor]],
-        optimizer: ModelOptimizer,
-        topology: Topology,
-        peers: Peers,
-        shape: ModelShape,
-        lora: LoraConfig | None = None,
-        purpose: str = "save",
-    ) -> None:
+    def __init__(self, of: RankCheckpoints, purpose: str) -> None:
         """`purpose` names the transfer groups: savers with different purposes can write at the same time."""
-        self._layout = layout
-        self._tensors = tensors
-        self._optimizer = optimizer
-        self._topology = topology
-        self._peers = peers
-        self._shape = shape
-        self._lora = lora
+        self._of = of
+        self._rank = of.spec.rank
         self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
@@ -168,40 +149,41 @@ class RankSaver:
         self._num_snapshots = 0
         self._group: TransferGroup | None = None
         """Used for every save: connections of all pairs of ranks take long to make."""
-        self._taken: dict[str, _Part] = {}
+        self._taken: dict[str, tuple[Layout, dict[str, Tensor]]] = {}
+        """Copies of this rank's part, by inner folder of a checkpoint, and the layout of all ranks' copies."""
 
     def snapshot(self, contents: Contents) -> None:
         """Copy this rank's part to host memory; discard an earlier copy that was not written."""
         self._num_snapshots += 1
-        rank = self._topology.rank
         # Free the earlier copy first: host memory holds one at most.
         self._taken = {}
         own, tensors = self._own_weights()
-        parts = {MODEL_FOLDER: _Part.copy(own, rank, partial(_box, tensors))}
+        parts = {MODEL_FOLDER: (own.layout, copy_to_host(own, self._rank, partial(_box, tensors)))}
         if contents == "everything":
-            parts |= self._snapshot_optimizer(rank)
+            parts |= self._snapshot_optimizer()
         self._taken = parts
 
     def _own_weights(self) -> tuple[Contribution, dict[str, Tensor]]:
         """Return which boxes this rank contributes, and the tensors that have them."""
         if self._weights is None:
-            self._weights = contribution(self._layout, self._topology.rank)
-        return self._weights, {name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()}
+            self._weights = contribution(self._of.layout, self._rank)
+        at_hand = self._of.optimizer.at_hand
+        return self._weights, {name: at_hand(tensor) for name, tensor in self._of.tensors().items()}
 
     def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         """Write the snapshot together with all ranks; return this rank's files by their path in `folder`.
 
         `model/` gets the tokenizer and configuration of `source_folder`.
         """
-        reach("snapshot_taken", step=step_in(folder), rank=self._topology.rank)
+        reach("snapshot_taken", step=step_in(folder), rank=self._rank)
         parts, self._taken = self._taken, {}
         assert parts, "snapshot comes first"
         files: dict[str, FileDigest] = {}
         with self._meeting(str(folder)) as group:
-            reach("ranks_met", step=step_in(folder), rank=self._topology.rank)
+            reach("ranks_met", step=step_in(folder), rank=self._rank)
             for inner in list(parts):
-                part = parts.pop(inner)  # freed once it is on disk
-                files |= below(inner, self._write_part(part, folder / inner, source_folder, group))
+                layout, tensors = parts.pop(inner)  # freed once they are on disk
+                files |= below(inner, self._write_part(folder / inner, layout, tensors, source_folder, group))
         return files
 
     def gather(self) -> Mapping[str, Tensor]:
@@ -211,7 +193,7 @@ class RankSaver:
         """
         self._num_snapshots += 1
         own, tensors = self._own_weights()
-        boxes = boxes_on_host(own, self._topology.rank, partial(_box, tensors))
+        boxes = boxes_on_host(own, self._rank, partial(_box, tensors))
         if self._gathering is None:
             self._gathering = plan_gathering(own.layout)
         what = "the adapter"
@@ -228,58 +210,51 @@ class RankSaver:
         if self._group is not None:
             self._group.close()
 
-    def _snapshot_optimizer(self, rank: int) -> dict[str, _Part]:
+    def _snapshot_optimizer(self) -> dict[str, tuple[Layout, dict[str, Tensor]]]:
         """Copy the moments, and the master weights if they are more precise than `model/`."""
-        shards = self._optimizer.shards()
+        layout, shards = self._of.layout, self._of.optimizer.shards()
         if self._shards is None:
-            ranges = _all_ranges(shards, self._topology)
-            self._shards = contribution(restrict_all(self._layout, ranges, dtype=_DTYPE), rank)
+            ranges = _all_ranges(shards, self._of.topology)
+            self._shards = contribution(restrict_all(layout, ranges, dtype=_DTYPE), self._rank)
+        own = self._shards
         kinds: dict[str, dict[str, Tensor]] = {
             kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
         }
-        if has_own_master(self._layout):
+        if has_own_master(layout):
             kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
-        shapes = {name: spec.shape for name, spec in self._layout.by_rank[rank].tensors.items()}
+        shapes = {name: spec.shape for name, spec in layout.by_rank[self._rank].tensors.items()}
 
         def box(values: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:
             return box_of_range(values[name], shards[name].range, shapes[name], offsets, shape)
 
         return {
-            f"{OPTIMIZER_FOLDER}/{kind}": _Part.copy(self._shards, rank, partial(box, values))
+            f"{OPTIMIZER_FOLDER}/{kind}": (own.layout, copy_to_host(own, self._rank, partial(box, values)))
             for kind, values in kinds.items()
         }
 
     def _write_part(
-        self, part: _Part, folder: Path, source_folder: Path, group: TransferGroup
+        self, folder: Path, layout: Layout, tensors: Mapping[str, Tensor], source_folder: Path, group: TransferGroup
     ) -> dict[str, FileDigest]:
         if folder.name != MODEL_FOLDER:
-            return save_tensors(folder, layout=part.layout, tensors=part.tensors, group=group)
-        if self._lora is not None:
-            fields = self._lora.peft_fields(
-                base=source_folder.absolute(),
-                modules=self._lora.peft_modules(self._shape),
-                is_critic=self._shape.has_value_head,
-            )
-            return save_adapter(
-                folder,
-                source_folder=source_folder,
-                fields=fields,
-                layout=part.layout,
-                tensors=part.tensors,
-                group=group,
-            )
+            return save_tensors(folder, layout=layout, tensors=tensors, group=group)
+        lora, shape = self._of.spec.lora, self._of.spec.shape
+        is_critic, fields = shape.has_value_head, None
+        if lora is not None:
+            base, modules = source_folder.absolute(), lora.peft_modules(shape)
+            fields = lora.peft_fields(base=base, modules=modules, is_critic=is_critic)
         return save_hf(
             folder,
             source_folder=source_folder,
-            layout=part.layout,
-            tensors=part.tensors,
+            layout=layout,
+            tensors=tensors,
             group=group,
-            is_critic=self._shape.has_value_head,
+            is_critic=is_critic,
+            adapter_fields=fields,
         )
 
     @contextmanager
     def _meeting(self, what: str) -> Iterator[TransferGroup]:
-        """Yield the group of all ranks, which is kept for the next meeting unless this one fails."""
+        """Yield the group of all ranks, which serves the next meeting too unless this one fails."""
         group, self._group = self._join_group(what), None
         try:
             yield group
@@ -300,47 +275,25 @@ class RankSaver:
                 group = None
         if group is None:
             try:
-                group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
+                group = self._join_new()
             except WeightSyncError as error:
                 raise CheckpointError(f"{what} was not saved: {error}") from error
         return group
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """This rank's part of one inner folder of a checkpoint."""
-
-    layout: Layout
-    tensors: Mapping[str, Tensor]
-
-    @classmethod
-    def copy(cls, own: Contribution, rank: int, view: BoxView) -> _Part:
-        return cls(layout=own.layout, tensors=copy_to_host(own, rank, view))
+    def _join_new(self) -> TransferGroup:
+        """Join a group in which peer r is rank r. Transfers go through host memory: speed does not matter for files."""
+        return TransferGroup.join(
+            self._of.store,
+            name=f"{self._purpose} {self._num_snapshots}",
+            peer=self._rank,
+            num_peers=self._of.topology.world,
+            timeout_s=self._of.spec.timeout_s,
+            host=_own_address(self._of.store.host),
+        )
 
 
 def _box(tensors: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:
     return box_of(tensors[name], offsets, shape)
-
-
-def load_optimizer(
-    folder: Path, *, holding: Holding, layout: Layout, optimizer: ModelOptimizer, num_updates: int
-) -> None:
-    """Load moments and, if `folder` has them, master weights; the model's weights are loaded already."""
-    shards = optimizer.shards()
-    mine = restrict(holding, {name: shard.range for name, shard in shards.items()}, dtype=_DTYPE)
-    canonical = {name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in layout.canonical.items()}
-
-    def load(kind: str) -> dict[str, Tensor]:
-        tensors = {name: torch.empty(spec.shape) for name, spec in mine.tensors.items()}
-        load_hf(folder / OPTIMIZER_FOLDER / kind, mine, canonical, tensors)
-        return cut(tensors, shards)
-
-    if weights_of(folder).name == _MASTER:
-        for name, values in load(_MASTER).items():
-            shards[name].master.data.copy_(values)
-    for kind in MOMENTS:  # one after the other: host memory holds one copy at most
-        for name, values in load(kind).items():
-            shards[name].restore({kind: values}, num_updates=num_updates)
 
 
 def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: Index, shape: Index) -> Tensor:
@@ -353,43 +306,11 @@ def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: In
     return flat.as_strided(shape, strides, flat.storage_offset() + first)
 
 
-def cut(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """Copy the ranges out of host tensors that have the shapes of their parameters."""
-    return {name: tensor.view(-1)[slice(*shards[name].range)].clone() for name, tensor in tensors.items()}
-
-
 def _all_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:
     """Gather every rank's ranges, which Megatron decides on the rank that holds the parameters."""
     ranges: list[dict[str, FlatRange]] = [{} for _ in range(topology.world)]
     dist.all_gather_object(ranges, {name: shard.range for name, shard in shards.items()})
     return dict(enumerate(ranges))
-
-
-class Peers:
-    """Opens transfer groups of all ranks of one trainer, from any thread, independent of training's own groups.
-
-    Constructing it is collective.
-    """
-
-    def __init__(self, topology: Topology, master_address: str, *, timeout_s: float) -> None:
-        # Rank 0 serves the store as long as its process lives.
-        self._server = StoreServer(master_address) if topology.rank == 0 else None
-        port = torch.tensor(self._server.address.port if self._server else 0, device=topology.device)
-        dist.broadcast(port, src=0)
-        self._address = StoreAddress(host=master_address, port=int(port))
-        self._topology = topology
-        self._timeout_s = timeout_s
-
-    def join(self, name: str) -> TransferGroup:
-        """Join a group in which peer r is rank r. Transfers go through host memory: it is for files, not for speed."""
-        return TransferGroup.join(
-            self._address,
-            name=name,
-            peer=self._topology.rank,
-            num_peers=self._topology.world,
-            timeout_s=self._timeout_s,
-            host=_own_address(self._address.host),
-        )
 
 
 def _own_address(peer_address: str) -> str:

@@ -64,8 +64,38 @@ CRITIC: Statistics[CriticTokens, CriticStats] = Statistics(
 )
 
 
-class CriticRank(TrainedRank):
+class _AnyCriticRank(TrainedRank):
+    """The updates of both kinds of critic."""
+
     ROLE = "critic"
+    _epochs = 1
+
+    def update(self, batch: TrainBatch) -> CriticResult:
+        """Update once per mini-batch and epoch."""
+        rate = self._learning_rate()
+        applied: list[tuple[MiniBatchStats, float]] = []
+        with self._on_device():
+            updates = batch.mini_batches * self._epochs
+            for mini_batch in updates:
+                stats = self._accumulate(batch, mini_batch)
+                grad_norm = self._apply(stats.loss, rate)
+                if grad_norm is not None:
+                    applied.append((stats, grad_norm))
+            usage = measure_usage(self._topology)
+        self._num_steps += 1
+        return CriticResult(
+            stats=CRITIC.summarise(applied, rate, {}) if applied else None,
+            num_skipped_updates=len(updates) - len(applied),
+            usage=usage,
+        )
+
+    def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> MiniBatchStats:
+        """Compute the gradients of one mini-batch's loss."""
+        raise NotImplementedError
+
+
+class CriticRank(_AnyCriticRank):
+    """Its updates are clipped around the values before the first one."""
 
     def __init__(
         self,
@@ -86,25 +116,6 @@ class CriticRank(TrainedRank):
     def values(self, batch: TrainBatch) -> SampleColumn | None:
         """Return the values before each of the response tokens."""
         return self._column(batch)
-
-    def update(self, batch: TrainBatch) -> CriticResult:
-        """Update once per mini-batch and epoch, clipped around the values before the first update."""
-        rate = self._learning_rate()
-        applied: list[tuple[MiniBatchStats, float]] = []
-        with self._on_device():
-            updates = batch.mini_batches * self._epochs
-            for mini_batch in updates:
-                stats = self._accumulate(batch, mini_batch)
-                grad_norm = self._apply(stats.loss, rate)
-                if grad_norm is not None:
-                    applied.append((stats, grad_norm))
-            usage = measure_usage(self._topology)
-        self._num_steps += 1
-        return CriticResult(
-            stats=CRITIC.summarise(applied, rate, {}) if applied else None,
-            num_skipped_updates=len(updates) - len(applied),
-            usage=usage,
-        )
 
     def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> MiniBatchStats:
         micro_batches = self._to_device(batch, mini_batch)
@@ -132,8 +143,8 @@ class CriticRank(TrainedRank):
         return CRITIC.reduce(self._gradients(micro_batches, loss), mini_batch, self._topology)
 
 
-class ImplicitRewardRank(TrainedRank):
-    ROLE = "critic"
+class ImplicitRewardRank(_AnyCriticRank):
+    """Takes one update a step; `returns` are label - probability of each answer before the step."""
 
     def __init__(
         self, spec: RankSpec, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int
@@ -156,21 +167,6 @@ class ImplicitRewardRank(TrainedRank):
         if now is None or start is None:
             return None
         return replace(now, numbers=self._beta * (now.numbers - start.numbers))
-
-    def update(self, batch: TrainBatch) -> CriticResult:
-        """Take one update of the cross-entropy; `returns` are label - probability of each answer before the step."""
-        rate = self._learning_rate()
-        (mini_batch,) = batch.mini_batches
-        with self._on_device():
-            stats = self._accumulate(batch, mini_batch)
-            grad_norm = self._apply(stats.loss, rate)
-            usage = measure_usage(self._topology)
-        self._num_steps += 1
-        return CriticResult(
-            stats=CRITIC.summarise([(stats, grad_norm)], rate, {}) if grad_norm is not None else None,
-            num_skipped_updates=0 if grad_norm is not None else 1,
-            usage=usage,
-        )
 
     def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> MiniBatchStats:
         micro_batches = self._to_device(batch, mini_batch)

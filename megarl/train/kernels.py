@@ -5,32 +5,19 @@ Imported on GPU machines only.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megarl.train.logprob import RowGradients
+
 _LOGIT_COLUMNS = 2048
 _GATE_COLUMNS = 1024
 _NUM_WARPS = 8
-
-
-class RowGradients(Protocol):
-    """Each [rows], float32, contiguous; defined in `logprob`."""
-
-    @property
-    def log_norms(self) -> Tensor: ...
-
-    @property
-    def entropy(self) -> Tensor: ...
-
-    @property
-    def logprobs(self) -> Tensor: ...
-
-    @property
-    def entropies(self) -> Tensor: ...
 
 
 def sum_rows(logits: Tensor, columns: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

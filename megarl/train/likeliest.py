@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.train.logprob import (
+    RowGradients,
     VocabShard,
     _add_product,
     _chunk_tokens,
@@ -22,7 +23,6 @@ from megarl.train.logprob import (
     _grad_logits,
     _logits,
     _over_ranks,
-    _RowGradients,
     _summed,
 )
 
@@ -143,7 +143,7 @@ class _CandidateLogprobs(torch.autograd.Function):
         nowhere, nothing = torch.full_like(candidates[:, 0], -1), torch.zeros_like(log_norms)
         for chunk in _chunks(len(hidden), head.chunk_tokens):
             # Each candidate adds [j is the candidate] - p_j, times its gradient: first all -p_j, then the rest.
-            rows = _RowGradients(
+            rows = RowGradients(
                 log_norms=log_norms[chunk],
                 entropy=nothing[chunk],
                 logprobs=gradients[chunk].sum(dim=1),

@@ -125,7 +125,7 @@ class _TokenScores(torch.autograd.Function):
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
         )
         for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            rows = _RowGradients(
+            rows = RowGradients(
                 log_norms=log_norms[chunk],
                 entropy=entropy[chunk],
                 logprobs=grad_logprobs[chunk].contiguous(),
@@ -150,7 +150,7 @@ class _Sums(NamedTuple):
     target: Tensor  # the target's logit where it is among the columns, else 0
 
 
-class _RowGradients(NamedTuple):
+class RowGradients(NamedTuple):
     """The inputs of the gradient of a token's logits. Each [chunk], float32."""
 
     log_norms: Tensor
@@ -201,7 +201,7 @@ def _over_ranks(sums: _Sums, shard: VocabShard) -> _Sums:
 
 
 def _grad_logits(
-    logits: Tensor, columns: Tensor, rows: _RowGradients, temperature: float, *, is_fused: bool = True
+    logits: Tensor, columns: Tensor, rows: RowGradients, temperature: float, *, is_fused: bool = True
 ) -> Tensor:
     """Return the gradient of the logits before temperature, in their dtype; may overwrite them."""
     # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from megarl.checkpoint.save import save_hf
 from megarl.config.model import read_model_shape
-from megarl.weights.executors.group import StoreAddress, TransferGroup
+from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
-from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
-TIMEOUT_S = 300.0
 
+def load_and_save(parallel: MegatronParallel, source_folder: Path, folder: Path) -> None:
+    """Load a float32 model into ranks, each in a thread of its own, and save it from there."""
+    server = StoreServer()
+    layout = megatron_layout(read_model_shape(source_folder), parallel, dtype="float32")
 
-def load_and_save(
-    address: StoreAddress,
-    rank: int,
-    parallel: MegatronParallel,
-    source_folder: Path,
-    folders: dict[Path, str | None],
-    dtype: str,
-) -> bool:
-    """Save to every folder, in the dtype given for it."""
-    torch.set_num_threads(1)
-    group = TransferGroup.join(address, name="save", peer=rank, num_peers=parallel.world_size, timeout_s=TIMEOUT_S)
-    layout = megatron_layout(read_model_shape(source_folder), parallel, dtype=dtype)
-    holding = layout.by_rank[rank]
-    tensors = {
-        name: torch.nn.Parameter(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)))
-        for name, spec in holding.tensors.items()
-    }
-    load_hf(source_folder, holding, layout.canonical, tensors)
-    for folder, saved_dtype in folders.items():
-        save_hf(
-            folder,
-            source_folder=source_folder,
-            layout=layout,
-            tensors=tensors,
-            group=group,
-            dtype=saved_dtype,
-            bucket_bytes=10_000,
-        )
-    return True
+    def save(rank: int) -> None:
+        group = TransferGroup.join(server.address, name="save", peer=rank, num_peers=parallel.world_size, timeout_s=300)
+        holding = layout.by_rank[rank]
+        tensors = {name: torch.empty(spec.shape) for name, spec in holding.tensors.items()}
+        load_hf(source_folder, holding, layout.canonical, tensors)
+        save_hf(folder, source_folder=source_folder, layout=layout, tensors=tensors, group=group)
+        group.close()
+
+    with ThreadPoolExecutor(parallel.world_size) as pool:
+        list(pool.map(save, range(parallel.world_size)))

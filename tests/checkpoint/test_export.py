@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from megarl.checkpoint.folder import begin, checkpoint_folder, commit, find_mode
 from megarl.checkpoint.manifest import FORMAT, Manifest, TensorEntry, digest_file
 from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
-from megarl.weights.executors.group import StoreServer
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.checkpoint.save_peers import load_and_save
 from tests.tiny_models import write_tiny_model
@@ -88,15 +86,7 @@ def test_saved_from_any_layout_and_exported_it_is_the_model_it_was(
     folder = tmp_path_factory.mktemp("layout")
     parallel = MegatronParallel(tensor=tensor, pipeline=pipeline, data=data)
     write_tiny_model(folder / "source", family, tied=is_tied)
-    server = StoreServer()
-    with ThreadPoolExecutor(parallel.world_size) as pool:
-        ranks = [
-            pool.submit(
-                load_and_save, server.address, rank, parallel, folder / "source", {folder / "saved": None}, "float32"
-            )
-            for rank in range(parallel.world_size)
-        ]
-        assert all(rank.result() for rank in ranks)
+    load_and_save(parallel, folder / "source", folder / "saved")
     export_model(find_model(folder / "saved"), folder / "out", dtype=dtype, max_shard_bytes=max_shard_bytes)
     expected = weights_of(folder / "source")
     if dtype == "bfloat16":

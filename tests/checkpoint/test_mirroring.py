@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import mirroring
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.checkpoint.manifest import MANIFEST_FILE, verify
-from megarl.checkpoint.mirroring import MirroredRun, Mirroring, Transfer, refuse_occupied
+from megarl.checkpoint.mirror import MirroredRun, Mirroring, Transfer, mirror_url, refuse_occupied
 from megarl.config.recipe import MirrorConfig, Recipe
 from megarl.errors import CheckpointError, PreemptedError
 from megarl.observe.events import Noted, Warned
@@ -50,7 +49,7 @@ async def _until(sink: ListSink, kind: type[Noted] | type[Warned], text: str) ->
 def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirroring, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("megarl.checkpoint.mirror._FIRST_PAUSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     absent = ObjectStore(port=port)
@@ -83,7 +82,7 @@ def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
 def test_a_full_disk_of_the_mirror_is_told_once_and_the_upload_finishes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirroring, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("megarl.checkpoint.mirror._FIRST_PAUSE_S", 0.1)
     sink = ListSink()
     with small_disk(tmp_path / "disk", num_bytes=1 << 20) as disk:
         recipe = _recipe(tmp_path, f"file://{disk}")
@@ -218,7 +217,7 @@ def _mirrored(recipe: Recipe) -> MirroredRun:
 
 
 def _upload(recipe: Recipe) -> None:
-    url = mirroring.mirror_url(_mirror(recipe), recipe.run.name)
+    url = mirror_url(_mirror(recipe), recipe.run.name)
     transfer = Transfer(words=("upload", url, str(_parent(recipe)), "--keep-last", "2"), stall_s=_WAIT_S)
     transfer.run()
     assert transfer.problem == ""

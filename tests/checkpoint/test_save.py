@@ -15,7 +15,6 @@ from megarl.errors import CheckpointError
 from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.checkpoint.save_peers import load_and_save
-from tests.processes import run_processes
 from tests.tiny_models import write_tiny_model
 from tests.weights.reference import make_shape
 
@@ -32,65 +31,49 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The source, loaded into four ranks (TP 2, PP 2) and saved by them, as it was and in bfloat16."""
-    parent = tmp_path_factory.mktemp("saved")
-    folders = {parent / "same": None, parent / "half": "bfloat16"}
-    server = StoreServer()
-    calls = [
-        (load_and_save, (server.address, rank, PARALLEL, source, folders, "float32"))
-        for rank in range(PARALLEL.world_size)
-    ]
-    for outcome in run_processes(calls):
-        assert outcome.get()
-    return {folder.name: folder for folder in folders}
+def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source, loaded into four ranks (TP 2, PP 2) and saved by them."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    load_and_save(PARALLEL, source, folder)
+    return folder
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def test_the_saved_model_loads_with_transformers_byte_for_byte(source: Path, saved: dict[str, Path]) -> None:
+def test_the_saved_model_loads_with_transformers_byte_for_byte(source: Path, saved: Path) -> None:
     before = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(saved["same"]).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name]), name
 
 
-def test_another_dtype_is_cast_and_said_in_the_config(source: Path, saved: dict[str, Path]) -> None:
-    before, after = weights_of(source), weights_of(saved["half"])
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor.bfloat16(), after[name]) for name, tensor in before.items())
-    assert read_model_shape(saved["half"]).dtype == "bfloat16"
-    assert read_model_shape(saved["same"]).dtype == "float32"
-
-
-def test_every_rank_writes_a_file_of_its_own_and_the_index_is_right(saved: dict[str, Path]) -> None:
-    folder = saved["same"]
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+def test_every_rank_writes_a_file_of_its_own_and_the_index_is_right(saved: Path) -> None:
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
     files: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in index["weight_map"].items():
         files[file].add(name)
     assert len(files) == PARALLEL.world_size
-    assert {path.name for path in folder.glob("*.safetensors")} == set(files)
+    assert {path.name for path in saved.glob("*.safetensors")} == set(files)
     for file, names in files.items():
-        assert set(load_file(folder / file)) == names
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(folder).values())
+        assert set(load_file(saved / file)) == names
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(saved).values())
 
 
-def test_configuration_and_tokenizer_come_along_and_nothing_else(saved: dict[str, Path]) -> None:
-    names = {path.name for path in saved["same"].iterdir() if path.suffix != ".safetensors"}
+def test_configuration_and_tokenizer_come_along_and_nothing_else(saved: Path) -> None:
+    names = {path.name for path in saved.iterdir() if path.suffix != ".safetensors"}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"}
 
 
-def test_an_existing_folder_is_not_overwritten(source: Path, saved: dict[str, Path]) -> None:
+def test_an_existing_folder_is_not_overwritten(source: Path, saved: Path) -> None:
     server = StoreServer()
     group = TransferGroup.join(server.address, name="save", peer=0, num_peers=1, timeout_s=60)
     layout = megatron_layout(read_model_shape(source), MegatronParallel(), dtype="float32")
     with pytest.raises(CheckpointError, match="File exists"):
-        save_hf(saved["same"], source_folder=source, layout=layout, tensors={}, group=group)
+        save_hf(saved, source_folder=source, layout=layout, tensors={}, group=group)
 
 
 def test_tensors_are_shared_out_evenly_among_those_who_hold_a_part() -> None:

@@ -113,7 +113,7 @@ def save(folder: Path, layout: Layout, held: Mapping[int, Tensors]) -> None:
         group = TransferGroup.join(server.address, name="save", peer=rank, num_peers=num_peers, timeout_s=300)
         mine = contribution(layout, rank)
         taken = copy_to_host(mine, rank, partial(_box, held[rank]))
-        save_tensors(folder, layout=mine.layout, tensors=taken, group=group, bucket_bytes=4096)
+        save_tensors(folder, layout=mine.layout, tensors=taken, group=group)
         group.close()
 
     with ThreadPoolExecutor(num_peers) as pool:

@@ -13,11 +13,11 @@ import torch
 from megarl.cli.main import run
 from megarl.config.recipe import Recipe
 from megarl.tools.check_sync import ClassVerdict, rehearse
+from megarl.tools.diagnose.verdict import Conversation, Diagnosis, HookPointError, reach_verdict
 from megarl.tools.small_recipe import SmallRecipe
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.diagnosis import Conversation, Diagnosis, HookPointError, reach_verdict
-from tests.repository import ROOT
 from megarl.weights.recordings import hook_points
+from tests.repository import ROOT
 from tests.run.runs import write_recipe
 from tests.weights.reference import make_shape
 

@@ -19,9 +19,9 @@ from megarl.engine import admin
 from megarl.engine.process import EngineProcess
 from megarl.serving.phases import SeparatePhases
 from megarl.tools.diagnose.comparison import compare
+from megarl.tools.diagnose.verdict import Diagnosis, Verdict
 from megarl.train.rank_spec import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
-from megarl.weights.diagnosis import Diagnosis, Verdict
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, engine_spec, generator_of, prompt_of

@@ -14,9 +14,9 @@ from megarl.data.shares import make_shares
 from megarl.engine.fleet import Fleet
 from megarl.engine.tool_commands import FILE_PREFIX, ToolControl
 from megarl.stages import Generator, Phases
+from megarl.tools.diagnose.verdict import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.train.rank_spec import RECORD_PREFIX, TrainerRecord
 from megarl.types import Prompt, RolloutGroup, TrainBatch, TrainSample
-from megarl.weights.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from megarl.weights.recordings import DigestedModel, Recording, differing_tensors, hook_points

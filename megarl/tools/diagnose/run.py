@@ -1,6 +1,6 @@
 """Start one trainer and one engine of a recipe with the same weights, compare them on one prompt, and reach a verdict.
 
-`comparison` records both; `weights.diagnosis` finds the first point where they differ and the tensors to blame. Import
+`comparison` records both; `verdict` finds the first point where they differ and the tensors to blame. Import
 this module inside `ray_environment`.
 """
 
@@ -24,9 +24,9 @@ from megarl.serving.connect import started_roles
 from megarl.serving.engine_transfer import transfer_spec
 from megarl.serving.serving import ManagedServing
 from megarl.tools.diagnose.comparison import compare
+from megarl.tools.diagnose.verdict import Diagnosis
 from megarl.tools.small_recipe import SmallRecipe, single_copy
 from megarl.types import PolicyVersion, Prompt
-from megarl.weights.diagnosis import Diagnosis
 
 _FOLDER = "diagnose"
 """Inside the folder of the run."""

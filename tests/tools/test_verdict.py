@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.weights.diagnosis import Conversation, Diagnosis, HookPointError, Verdict, reach_verdict
+from megarl.tools.diagnose.verdict import Conversation, Diagnosis, HookPointError, Verdict, reach_verdict
 from megarl.weights.recordings import LOGPROBS, HookPoint
 
 NAMES = ("model.embed_tokens", "model.layers.0.mlp.up_proj", "model.norm", "lm_head")

@@ -27,7 +27,7 @@ from megarl.types import PolicyVersion
 from megarl.weights.layouts.fp8 import quantization_config
 from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, engine_spec
 from tests.tiny_models import FAMILIES, greedy_tokens, write_tiny_model
-from tests.weights.layouts.test_fp8 import block_shape
+from tests.weights.reference import block_shape
 
 PROMPT = tuple(range(3, 12))
 

@@ -6,6 +6,7 @@ Every canonical element has a number of its own; -1 is padding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.config.model import Experts, Family, ModelShape
 from megarl.weights.algebra.plan import Move
-from megarl.weights.algebra.slices import Holding, Index
+from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -59,6 +60,15 @@ def make_shape(
         dtype="float32",
         experts=_EXPERTS.get(family),
     )
+
+
+def block_shape(family: Family, *, layers: int = 2) -> ModelShape:
+    """Return a model whose matrices consist of whole blocks, with cuts for two ranks."""
+    small = make_shape(family, heads=4, kv_heads=2, layers=layers, ffn=512)
+    experts = small.experts
+    if experts is not None and experts.shared:
+        experts = replace(experts, shared=768)
+    return replace(small, hidden=256, head_dim=128, experts=experts, dtype="bfloat16")
 
 
 @st.composite
@@ -113,9 +123,13 @@ def parallels(draw: st.DrawFn) -> MegatronParallel:
 
 def numbered(shape: ModelShape) -> Arrays:
     """Return a model in which every element is different."""
+    return numbered_tensors(canonical_tensors(shape))
+
+
+def numbered_tensors(canonical: Mapping[str, TensorSpec]) -> Arrays:
     arrays: Arrays = {}
     start = 0
-    for name, spec in canonical_tensors(shape).items():
+    for name, spec in canonical.items():
         size = prod(spec.shape)
         arrays[name] = np.arange(start, start + size).reshape(spec.shape)
         start += size

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 
+import numpy as np
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weights.executors.group import WATCH_S, Message
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.group import WATCH_S, Message, StoreServer, TransferGroup
+from tests.weights.reference import Arrays
+
+TIMEOUT_S = 60.0
 
 
 class Wire:
@@ -68,3 +74,23 @@ class RendezvousChannel:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def join_all(num_peers: int, wire: Wire) -> list[TransferGroup]:
+    """Return one group per peer, connected by `wire`."""
+    server = StoreServer()
+
+    def join(peer: int) -> TransferGroup:
+        group = TransferGroup.join(
+            server.address, name="rounds", peer=peer, num_peers=num_peers, timeout_s=TIMEOUT_S, backend=None
+        )
+        group._channel = wire.channel(peer)
+        group._server = server  # type: ignore[attr-defined]  # lives as long as the group
+        return group
+
+    with ThreadPoolExecutor(num_peers) as pool:
+        return list(pool.map(join, range(num_peers)))
+
+
+def tensors_of(holding: Holding, arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])).float() for name in holding.tensors}

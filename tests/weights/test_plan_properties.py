@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from megarl.config.model import ModelShape
 from megarl.weights.algebra.buckets import staging_bound
-from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Gpu, Layout, Link, on_gpus
-from megarl.weights.layouts.megatron import megatron_layout
-from megarl.weights.layouts.sglang import sglang_layout
-from tests.weights.execution import Buckets, buckets_of, execute
+from megarl.weights.algebra.slices import Link
+from tests.weights.execution import Case, cases, execute
 from tests.weights.reference import (
     Array,
     assert_equal,
@@ -25,87 +18,8 @@ from tests.weights.reference import (
     empty,
     fill_from_canonical,
     numbered,
-    parallels,
     sglang_rank,
-    shapes,
 )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Case:
-    shape: ModelShape
-    source: Layout
-    target: Layout
-    tensor: int | None
-    """TP ranks of an engine; None where the target is another split of the trainer."""
-    expert: int
-    is_cpu_engine: bool
-    plan: Plan
-    bucket_bytes: int
-
-    @cached_property
-    def buckets(self) -> Buckets:
-        return buckets_of(self.plan, bucket_bytes=self.bucket_bytes)
-
-    def __repr__(self) -> str:
-        """Short: a plan in full fills pages."""
-        locations = self.plan.locations
-        return f"{self.shape}, {self.tensor}, {self.bucket_bytes}, {locations.sources}, {locations.targets}"
-
-
-@st.composite
-def gpus(draw: st.DrawFn, num_sources: int, num_targets: int) -> tuple[list[Gpu], list[Gpu]]:
-    """Draw GPUs in pools of their own, in one pool, on one machine, or anywhere."""
-    per_node = draw(st.sampled_from([1, 2, 4, 8]))
-    sources = [(rank // per_node, rank % per_node) for rank in range(num_sources)]
-    match draw(st.sampled_from(["separate", "shared", "one machine", "anywhere"])):
-        case "separate":
-            targets = [(1000 + rank // per_node, rank % per_node) for rank in range(num_targets)]
-        case "shared":
-            order = draw(st.permutations(range(max(num_sources, num_targets))))
-            targets = [(order[rank] // per_node, order[rank] % per_node) for rank in range(num_targets)]
-        case "one machine":
-            sources = [(0, rank) for rank in range(num_sources)]
-            targets = [(0, num_sources + rank) for rank in range(num_targets)]
-        case _:
-            nodes = st.integers(0, 4)
-            sources = [(draw(nodes), rank) for rank in range(num_sources)]
-            targets = [(draw(nodes), 1000 + rank) for rank in range(num_targets)]
-    return sources, targets
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    shape = draw(shapes())
-    tensor: int | None = draw(st.sampled_from([1, 2, 4, 8, None]))
-    if tensor is None and draw(st.booleans()):
-        shape = shape.as_critic()
-    source = megatron_layout(shape, draw(parallels()), dtype="float32")
-    expert, is_cpu_engine = 1, False
-    if tensor is None:
-        target = megatron_layout(shape, draw(parallels()), dtype="float32")
-    else:
-        expert = draw(st.sampled_from([1, 2, 4][: tensor.bit_length()])) if shape.experts else 1
-        is_cpu_engine = draw(st.booleans())
-        target = sglang_layout(
-            shape,
-            tensor=tensor,
-            expert=expert,
-            num_engines=draw(st.integers(1, 4)),
-            dtype="float32",
-            is_cpu_engine=is_cpu_engine,
-        )
-    locations = draw(gpus(len(source.holdings), len(target.holdings)))
-    return Case(
-        shape=shape,
-        source=source,
-        target=target,
-        tensor=tensor,
-        expert=expert,
-        is_cpu_engine=is_cpu_engine,
-        plan=plan(source, target, locations=on_gpus(*locations), relays=draw(st.booleans())),
-        bucket_bytes=draw(st.sampled_from([400, 4000, 1 << 20])),
-    )
 
 
 def check(case: Case) -> None:

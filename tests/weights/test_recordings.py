@@ -1,4 +1,4 @@
-"""Linear layers cut by the layouts, recorded and put together again, against the output of whole layers."""
+"""Hook points, linear layers cut by the layouts and recorded against whole ones, and digests of weights."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config.model import Family
+from megarl.config.model import TRAITS, Family
 from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.tensors import box_of
+from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from megarl.weights.recordings import (
+    LM_HEAD,
+    LOGPROBS,
     ActivationPatch,
     Columns,
+    DigestedModel,
     ModuleHook,
     PatchPlace,
     Recorder,
     Recording,
+    differing_tensors,
+    hook_points,
     module_hooks,
+    weight_digests,
     write_patches,
 )
+from tests.engine.trainers import fill
 from tests.weights.reference import make_shape
 
 NUM_TOKENS = 5
 
 LAYOUTS = {
-    "megatron": megatron_layout(make_shape(), MegatronParallel(tensor=2, pipeline=2), dtype="float32"),
+    "megatron": megatron_layout(
+        make_shape(), MegatronParallel(tensor=2, pipeline=2, virtual_pipeline=2), dtype="float32"
+    ),
     "megatron-split-groups": megatron_layout(make_shape(kv_heads=1), MegatronParallel(tensor=4), dtype="float32"),
-    "sglang-cpu": sglang_layout(make_shape(Family.QWEN3), tensor=2, dtype="float32", is_cpu_engine=True),
+    "sglang-cpu": sglang_layout(make_shape(Family.QWEN3, tied=True), tensor=2, dtype="float32", is_cpu_engine=True),
     "sglang-cpu-padded": sglang_layout(make_shape(kv_heads=1), tensor=2, dtype="float32", is_cpu_engine=True),
     "sglang-replicas": sglang_layout(make_shape(kv_heads=1), tensor=4, dtype="float32"),
 }
@@ -146,3 +156,75 @@ def test_tokens_that_are_split_over_ranks_are_laid_end_to_end(tmp_path: Path) ->
     rows = random(8, 3, seed=0)
     recording = Recording(parts(tmp_path, rows[:4], rows[4:], token=4), num_tokens=6)
     assert torch.equal(recording.whole("x"), rows[:6])
+
+
+@pytest.mark.parametrize("family", [family for family in Family if not TRAITS[family].has_experts])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_weight_belongs_to_a_site(family: Family, tied: bool) -> None:
+    shape = make_shape(family, layers=2, tied=tied)
+    owned = [weight for point in hook_points(shape) for weight in point.weights]
+    # Tied embeddings are both the first and the last weight.
+    assert len(owned) == len(set(owned)) + tied
+    assert set(owned) == set(canonical_tensors(shape))
+
+
+def test_sites_are_in_the_order_of_the_forward_pass() -> None:
+    names = [point.name for point in hook_points(make_shape(layers=2))]
+    assert names[:6] == [
+        "model.embed_tokens",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.0.self_attn.attention",
+    ]
+    assert names[-4:] == ["model.layers.1.mlp.down_proj", "model.norm", LM_HEAD, LOGPROBS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_ranks_of_a_layout_see_every_site_but_the_last_two(layout: Layout) -> None:
+    seen = {
+        columns.hook_point
+        for holding in layout.holdings
+        for hook in module_hooks(holding)
+        for columns in (*hook.inputs, *hook.outputs)
+    }
+    layers = {name.split(".")[2] for name in layout.canonical if ".layers." in name}
+    shape = make_shape(layers=len(layers))
+    assert seen == {point.name for point in hook_points(shape)[:-2]}
+
+
+SHAPE = make_shape(kv_heads=1)
+TRAINER = megatron_layout(SHAPE, MegatronParallel(tensor=2, pipeline=2, data=2), dtype="float32")
+ENGINE = sglang_layout(SHAPE, tensor=4, dtype="float32")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(spec.shape, generator=random) for name, spec in TRAINER.canonical.items()}
+
+
+def side(layout: Layout, canonical: dict[str, torch.Tensor]) -> DigestedModel:
+    digests = [weight_digests(holding, layout.canonical, fill(holding, canonical)) for holding in layout.holdings]
+    return DigestedModel(layout=layout, digests=digests)
+
+
+def test_sides_that_are_split_differently_agree_on_the_same_weights() -> None:
+    assert differing_tensors(side(TRAINER, weights()), side(ENGINE, weights())) == ()
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.self_attn.k_proj.bias"])
+def test_one_element_is_enough(name: str) -> None:
+    changed = weights()
+    changed[name].view(-1)[-1] += 1e-6
+    assert differing_tensors(side(TRAINER, weights()), side(ENGINE, changed)) == (name,)
+
+
+def test_copies_that_differ_within_a_side_are_named() -> None:
+    name = "model.layers.0.self_attn.v_proj.weight"
+    changed = weights()
+    changed[name][0, 0] += 1
+    good, bad = side(ENGINE, weights()), side(ENGINE, changed)
+    one_bad_rank = DigestedModel(layout=ENGINE, digests=[*good.digests[:3], bad.digests[3]])
+    assert differing_tensors(side(TRAINER, weights()), one_bad_rank) == (name,)
+    assert differing_tensors(one_bad_rank, side(TRAINER, weights())) == (name,)

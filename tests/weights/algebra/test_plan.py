@@ -8,39 +8,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import Family, ModelShape
+from megarl.config.model import ModelShape
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import Holding, Layout, Link, Piece, Slice, TensorSpec, on_gpus, same_processes
+from megarl.weights.algebra.slices import Holding, Layout, Link, Piece, Slice, TensorSpec, same_processes
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import (
-    apply,
-    assert_equal,
-    empty,
-    fill_from_canonical,
     make_shape,
-    megatron_rank,
-    numbered,
     parallels,
     shapes,
 )
-
-
-@settings(max_examples=40, deadline=None)
-@given(shape=shapes(), before=parallels(), after=parallels())
-def test_resuming_on_another_split_writes_every_element_once_and_right(
-    shape: ModelShape, before: MegatronParallel, after: MegatronParallel
-) -> None:
-    model = numbered(shape)
-    old = megatron_layout(shape, before, dtype="float32")
-    new = megatron_layout(shape, after, dtype="float32")
-    targets = {holding.rank: empty(holding) for holding in new.holdings}
-    sources = {holding.rank: fill_from_canonical(holding, model) for holding in old.holdings}
-    apply(plan(old, new, locations=same_processes(old, new)).moves, sources, targets)
-    last = {"tensor": 0, "data": after.data - 1}
-    expected = megatron_rank(shape, after, model, **last, stage=after.pipeline - 1)
-    assert_equal(targets[after.rank(**last, pipeline=after.pipeline - 1)], expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,41 +57,6 @@ def test_replicas_share_the_load(shape: ModelShape, parallel: MegatronParallel, 
             ranks = [parallel.rank(tensor=tensor, data=data, pipeline=stage) for data in range(parallel.data)]
             sent = [result.traffic.sent_bytes.get(rank, 0) for rank in ranks]
             assert max(sent) - min(sent) <= largest
-
-
-@settings(max_examples=30, deadline=None)
-@given(shape=shapes(), parallel=parallels(), num_engines=st.integers(1, 4))
-def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParallel, num_engines: int) -> None:
-    trainer = megatron_layout(shape, parallel, dtype="float32")
-    engines = sglang_layout(shape, tensor=2, num_engines=num_engines, dtype="float32")
-    source_nodes = [holding.rank // 2 for holding in trainer.holdings]
-    target_nodes = [holding.rank // 2 for holding in engines.holdings]
-    locations = on_gpus(
-        [(node, rank) for rank, node in enumerate(source_nodes)],
-        [(node, -1 - rank) for rank, node in enumerate(target_nodes)],
-    )
-    result = plan(trainer, engines, locations=locations)
-    holders = {
-        (piece.slice.name, piece.slice.offsets, piece.slice.shape): set[int]()
-        for holding in trainer.holdings
-        for piece in holding.pieces
-    }
-    for holding in trainer.holdings:
-        for piece in holding.pieces:
-            holders[piece.slice.name, piece.slice.offsets, piece.slice.shape].add(holding.rank)
-    for move in result.moves:
-        if move.hop:
-            continue
-        held_by = next(
-            ranks
-            for (name, offsets, extent), ranks in holders.items()
-            if name == move.slice.name
-            and move.source_rank in ranks
-            and all(a <= b < a + size for a, b, size in zip(offsets, move.slice.offsets, extent, strict=True))
-        )
-        near = {rank for rank in held_by if source_nodes[rank] == target_nodes[move.target_rank]}
-        assert not near or move.source_rank in near
-    assert set(result.traffic.bytes_by_link) <= {Link.NODE, Link.NETWORK}
 
 
 def test_a_rank_that_has_the_box_itself_moves_nothing_over_a_link() -> None:
@@ -172,25 +115,26 @@ def test_models_of_different_shapes_are_refused() -> None:
         plan(source, target)
 
 
-def test_a_70b_model_is_planned_in_seconds() -> None:
-    shape = replace(
-        make_shape(Family.LLAMA, layers=80, heads=64, kv_heads=8, vocab=128256, ffn=28672),
-        hidden=8192,
-        head_dim=128,
-        dtype="bfloat16",
-    )
-    start = time.process_time()
-    trainer = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=2), dtype="bfloat16")
-    result = plan(trainer, sglang_layout(shape, tensor=8, num_engines=4, dtype="bfloat16"))
-    assert time.process_time() - start < 20
-    assert result.traffic.busiest_bytes < 1.5 * result.traffic.floor_bytes
-
-
-def test_a_235b_mixture_is_planned_in_seconds() -> None:
-    shape = PUBLIC_MODELS["qwen3-235b-a22b"]
-    parallel = MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10)
+@pytest.mark.parametrize(
+    ("model", "parallel", "tensor", "expert", "num_engines"),
+    [
+        ("llama-3.1-70b", MegatronParallel(tensor=8, pipeline=4, data=2), 8, 1, 4),
+        (
+            "qwen3-235b-a22b",
+            MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10),
+            32,
+            32,
+            1,
+        ),
+    ],
+)
+def test_a_large_model_is_planned_in_seconds(
+    model: str, parallel: MegatronParallel, tensor: int, expert: int, num_engines: int
+) -> None:
+    shape = PUBLIC_MODELS[model]
     start = time.process_time()
     trainer = megatron_layout(shape, parallel, dtype="bfloat16")
-    result = plan(trainer, sglang_layout(shape, tensor=32, expert=32, dtype="bfloat16"))
+    engines = sglang_layout(shape, tensor=tensor, expert=expert, num_engines=num_engines, dtype="bfloat16")
+    traffic = plan(trainer, engines).traffic
     assert time.process_time() - start < 20
-    assert result.traffic.busiest_bytes < 1.5 * result.traffic.floor_bytes
+    assert traffic.busiest_bytes < 1.5 * traffic.floor_bytes

@@ -22,7 +22,7 @@ from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.fp8 import SCALES, fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
-from tests.weights.layouts.test_fp8 import block_shape
+from tests.weights.reference import block_shape
 from tests.weights.transfer_peers import cut
 
 FP8 = torch.float8_e4m3fn

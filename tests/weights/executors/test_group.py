@@ -1,4 +1,4 @@
-"""Meetings of many peers at a store: what each of them costs."""
+"""Meetings of peers at a store, what each of them costs, and how a group ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from threading import Barrier, Lock
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, Store
 
 from megarl.errors import WeightSyncError
-from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup, abandon_group
 
 
 class CountingStore(Store):
@@ -86,3 +87,47 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         for answer in answers:
             with pytest.raises(WeightSyncError, match=r"after 0\.5 s still no barrier 1 of peer 2"):
                 answer.result()
+
+
+@pytest.fixture
+def server() -> StoreServer:
+    return StoreServer()
+
+
+@pytest.fixture
+def group(server: StoreServer) -> TransferGroup:
+    return TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
+
+
+def test_a_peer_that_never_joins_is_named(server: StoreServer) -> None:
+    with pytest.raises(WeightSyncError, match=r"peer 0 of 2 joining alone: after 0.2 s still no peer 1"):
+        TransferGroup.join(server.address, name="alone", peer=0, num_peers=2, timeout_s=0.2)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="peer 0 of 1 joining nowhere failed"):
+        TransferGroup.join(StoreAddress(host="127.0.0.1", port=9), name="nowhere", peer=0, num_peers=1, timeout_s=0.5)
+
+
+def test_reports_are_collected_and_missing_ones_named(group: TransferGroup) -> None:
+    group.report("digests of engine 0", b"\x00\xff")
+    assert group.collect(["digests of engine 0"], 1) == {"digests of engine 0": b"\x00\xff"}
+    with pytest.raises(WeightSyncError, match="still no digests of engine 1"):
+        group.collect(["digests of engine 0", "digests of engine 1"], 0.1)
+    group.forget(["digests of engine 0"])
+    with pytest.raises(WeightSyncError, match="still no digests of engine 0"):
+        group.collect(["digests of engine 0"], 0.1)
+
+
+def test_a_wait_ends_when_another_peer_gives_up(group: TransferGroup) -> None:
+    group.abandon("the disk is full")
+    with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
+        group.collect(["never"], 10)
+    with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
+        group.exchange(Message(peer=0, buffer=torch.zeros(1, dtype=torch.uint8)), None, tag=0, deadline=0.0)
+
+
+def test_a_group_can_be_ended_from_outside(server: StoreServer, group: TransferGroup) -> None:
+    abandon_group(server.address, name="one", reason="engine 1 is dead")
+    with pytest.raises(WeightSyncError, match="engine 1 is dead"):
+        group.collect(["never"], 10)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,9 @@ def test_the_model_spans_several_files(folder: Path, shape: ModelShape) -> None:
     assert sum(len(holding.pieces) for holding in source.layout.holdings) == len(canonical_tensors(shape))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_megatron_ranks_are_filled_and_their_padding_is_zero(folder: Path, shape: ModelShape, dtype: str) -> None:
-    check_loads_into(folder, shape, megatron_layout(shape, MegatronParallel(tensor=2, pipeline=2), dtype=dtype))
-
-
-def test_engine_ranks_are_filled(folder: Path, shape: ModelShape) -> None:
+def test_ranks_are_filled_and_their_padding_is_zero(folder: Path, shape: ModelShape) -> None:
+    for dtype in ("float32", "bfloat16"):
+        check_loads_into(folder, shape, megatron_layout(shape, MegatronParallel(tensor=2, pipeline=2), dtype=dtype))
     check_loads_into(folder, shape, sglang_layout(shape, tensor=4, dtype="float32"))
 
 
@@ -87,55 +85,46 @@ def test_a_tied_model_with_a_repeated_head_loads(tmp_path: Path) -> None:
     check_loads_into(tmp_path, shape, megatron_layout(shape, MegatronParallel(), dtype="float32"))
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> tuple[Path, ModelShape]:
-    return tmp_path, write_tiny_model(tmp_path, "llama", layers=1)
+def _change(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return damage
 
 
-def load_whole(folder: Path, shape: ModelShape) -> None:
+def _name_in_index(name: object) -> Callable[[Path], object]:
+    text = json.dumps({"weight_map": {"model.norm.weight": name}})
+    return lambda path: path.with_name("model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_change(lambda tensors: tensors.pop("model.norm.weight")), "model.norm.weight is in no safetensors file"),
+        (
+            _change(lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)})),
+            r"model.norm.weight has shape \[63\], config.json says \[64\]",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-100]),
+            r"model.safetensors: cannot be read as safetensors",
+        ),
+        (lambda path: path.unlink(), "there is no safetensors file"),
+        (_name_in_index("model-00009-of-00009.safetensors"), "model-00009-of-00009.safetensors"),
+        (_name_in_index("../elsewhere.safetensors"), "which is no file of this folder"),
+        (_name_in_index("/etc/passwd"), "which is no file of this folder"),
+        (_name_in_index(7), "which is no file of this folder"),
+    ],
+    ids=["missing", "misshapen", "truncated", "no file", "absent", "above", "outside", "no name"],
+)
+def test_a_damaged_folder_is_an_error_that_names_the_fault(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    shape = write_tiny_model(tmp_path, "llama", layers=1)
+    damage(tmp_path / "model.safetensors")
     holding = megatron_layout(shape, MegatronParallel(), dtype="float32").holdings[0]
     tensors = {name: torch.empty(spec.shape) for name, spec in holding.tensors.items()}
-    load_hf(folder, holding, canonical_tensors(shape), tensors)
-
-
-def test_a_missing_tensor_is_named(small: tuple[Path, ModelShape]) -> None:
-    path = small[0] / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"tensor model.norm.weight is in no safetensors file"):
-        load_whole(*small)
-
-
-def test_a_misshapen_tensor_is_named(small: tuple[Path, ModelShape]) -> None:
-    path = small[0] / "model.safetensors"
-    save_file({**load_file(path), "model.norm.weight": torch.ones(63)}, path)
-    with pytest.raises(CheckpointError, match=r"model.norm.weight has shape \[63\], config.json says \[64\]"):
-        load_whole(*small)
-
-
-def test_a_truncated_file_is_named(small: tuple[Path, ModelShape]) -> None:
-    path = small[0] / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read as safetensors"):
-        load_whole(*small)
-
-
-def test_an_index_that_names_an_absent_file_is_an_error(small: tuple[Path, ModelShape]) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00009-of-00009.safetensors"}}
-    (small[0] / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-00009-of-00009.safetensors"):
-        load_whole(*small)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", 7])
-def test_an_index_that_names_a_file_elsewhere_is_an_error(small: tuple[Path, ModelShape], name: object) -> None:
-    (small[0] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(CheckpointError, match="which is no file of this folder"):
-        load_whole(*small)
-
-
-def test_a_folder_without_weights_is_an_error(small: tuple[Path, ModelShape]) -> None:
-    (small[0] / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="there is no safetensors file"):
-        load_whole(*small)
+    with pytest.raises(CheckpointError, match=message):
+        load_hf(tmp_path, holding, canonical_tensors(shape), tensors)

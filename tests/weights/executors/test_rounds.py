@@ -1,47 +1,28 @@
-"""The rounds of random plans on a wire that blocks as NCCL does."""
+"""The rounds of random plans on a wire that blocks as NCCL does, and an exchange among equals."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
+from megarl.checkpoint.save import assign_tensors
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.buckets import buckets_to
-from megarl.weights.algebra.slices import Holding
+from megarl.weights.algebra.plan import plan
+from megarl.weights.algebra.slices import same_processes
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import Message, StoreServer, TransferGroup
-from megarl.weights.executors.transfer import Receiver, Sender
-from tests.weights.reference import Arrays, fill_from_canonical, numbered
-from tests.weights.rendezvous import Wire
-from tests.weights.test_plan_properties import Case, cases
+from megarl.weights.executors.group import Message
+from megarl.weights.executors.transfer import Receiver, Sender, exchange
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from tests.weights.execution import Case, cases
+from tests.weights.reference import fill_from_canonical, make_shape, numbered
+from tests.weights.rendezvous import TIMEOUT_S, Wire, join_all, tensors_of
 
-TIMEOUT_S = 60.0
 MAX_PEERS = 24
-
-
-def join_all(num_peers: int, wire: Wire) -> list[TransferGroup]:
-    """Return one group per peer, connected by `wire`."""
-    server = StoreServer()
-
-    def join(peer: int) -> TransferGroup:
-        group = TransferGroup.join(
-            server.address, name="rounds", peer=peer, num_peers=num_peers, timeout_s=TIMEOUT_S, backend=None
-        )
-        group._channel = wire.channel(peer)
-        group._server = server  # type: ignore[attr-defined]  # lives as long as the group
-        return group
-
-    with ThreadPoolExecutor(num_peers) as pool:
-        return list(pool.map(join, range(num_peers)))
-
-
-def tensors_of(holding: Holding, arrays: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])).float() for name in holding.tensors}
 
 
 @settings(
@@ -108,3 +89,31 @@ def test_a_peer_that_gives_up_ends_the_rounds_of_the_others() -> None:
             WeightSyncError, match=r"peer 0 sending 8 bytes to peer 1.*peer 1 gave up: the disk is full"
         ):
             waiting.result(timeout=TIMEOUT_S)
+
+
+def test_a_tensor_is_told_when_all_of_it_is_there_and_before_the_last_one_is() -> None:
+    shape, num_ranks = make_shape(layers=4), 2
+    layout = megatron_layout(shape, MegatronParallel(tensor=num_ranks), dtype="float32")
+    target, model = assign_tensors(layout), numbered(shape)
+    moves = plan(layout, target, locations=same_processes(layout, target))
+    sources = [tensors_of(each, fill_from_canonical(each, model)) for each in layout.holdings]
+    expected = [tensors_of(each, fill_from_canonical(each, model)) for each in target.holdings]
+    targets = [{name: torch.full_like(tensor, -1.0) for name, tensor in each.items()} for each in expected]
+    groups = join_all(num_ranks, Wire())
+    told: list[list[str]] = [[] for _ in groups]
+    num_waiting: list[list[int]] = [[] for _ in groups]
+
+    def run(rank: int) -> None:
+        def filled(name: str) -> None:
+            assert torch.equal(targets[rank][name], expected[rank][name])
+            told[rank].append(name)
+            num_waiting[rank].append(sum(bool((tensor == -1.0).any()) for tensor in targets[rank].values()))
+
+        exchange(moves, sources[rank], targets[rank], groups[rank], bucket_bytes=4096, filled=filled)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(run, range(num_ranks)))
+    for rank, names in enumerate(told):
+        assert sorted(names) == sorted(target.by_rank[rank].tensors), "each is told once"
+        split = [count for count in num_waiting[rank] if count]
+        assert len(split) > len(names) // 2, "most are told while others are on their way"

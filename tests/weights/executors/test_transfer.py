@@ -10,7 +10,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup, abandon_group
+from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -106,47 +106,6 @@ def test_a_dead_peer_is_an_error_long_before_the_deadline() -> None:
         assert seconds < TIMEOUT_S / 4
 
 
-def test_a_peer_that_never_joins_is_named() -> None:
-    server = StoreServer()
-    with pytest.raises(WeightSyncError, match=r"peer 0 of 2 joining alone: after 0.2 s still no peer 1"):
-        TransferGroup.join(server.address, name="alone", peer=0, num_peers=2, timeout_s=0.2)
-
-
-def test_a_store_that_is_gone_is_an_error() -> None:
-    with pytest.raises(WeightSyncError, match="peer 0 of 1 joining nowhere failed"):
-        TransferGroup.join(StoreAddress(host="127.0.0.1", port=9), name="nowhere", peer=0, num_peers=1, timeout_s=0.5)
-
-
-def test_reports_are_collected_and_missing_ones_named() -> None:
-    server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
-    group.report("digests of engine 0", b"\x00\xff")
-    assert group.collect(["digests of engine 0"], 1) == {"digests of engine 0": b"\x00\xff"}
-    with pytest.raises(WeightSyncError, match="still no digests of engine 1"):
-        group.collect(["digests of engine 0", "digests of engine 1"], 0.1)
-    group.forget(["digests of engine 0"])
-    with pytest.raises(WeightSyncError, match="still no digests of engine 0"):
-        group.collect(["digests of engine 0"], 0.1)
-
-
-def test_a_wait_ends_when_another_peer_gives_up() -> None:
-    server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
-    group.abandon("the disk is full")
-    with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
-        group.collect(["never"], 10)
-    with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
-        group.exchange(Message(peer=0, buffer=torch.zeros(1, dtype=torch.uint8)), None, tag=0, deadline=0.0)
-
-
-def test_a_group_can_be_ended_from_outside() -> None:
-    server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
-    abandon_group(server.address, name="one", reason="engine 1 is dead")
-    with pytest.raises(WeightSyncError, match="engine 1 is dead"):
-        group.collect(["never"], 10)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_parameters_on_any_device_travel_through_host_memory(device: str) -> None:
     """One trainer rank, one engine rank, as two threads."""
@@ -169,13 +128,3 @@ def test_parameters_on_any_device_travel_through_host_memory(device: str) -> Non
         check_digests([sending.result()], {0: arrived})
     for name, expected in cut(moves.target.holdings[0], model).items():
         assert torch.equal(targets[name], expected), name
-
-
-def test_barriers_leave_few_keys() -> None:
-    server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60, backend=None)
-    group.barrier()
-    before = group._store.num_keys()
-    for _ in range(5):
-        group.barrier()
-    assert group._store.num_keys() == before

@@ -15,16 +15,7 @@ from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_tensors, fp8_train
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
-from tests.weights.reference import make_shape
-
-
-def block_shape(family: Family, *, layers: int = 2) -> ModelShape:
-    """Return a model whose matrices consist of whole blocks, with cuts for two ranks."""
-    small = make_shape(family, heads=4, kv_heads=2, layers=layers, ffn=512)
-    experts = small.experts
-    if experts is not None and experts.shared:
-        experts = replace(experts, shared=768)
-    return replace(small, hidden=256, head_dim=128, experts=experts, dtype="bfloat16")
+from tests.weights.reference import block_shape
 
 
 def engines_in_fp8(shape: ModelShape, *, tensor: int = 1, keep: tuple[str, ...] = ()) -> Layout:

@@ -24,28 +24,18 @@ from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import (
     Array,
-    Arrays,
     apply,
     assert_equal,
     empty,
     fill_from_canonical,
     make_shape,
+    numbered_tensors,
     parallels,
     shapes,
 )
 
 ALL = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 LORA = LoraShape(rank=3, modules=ALL)
-
-
-def numbered_adapters(shape: ModelShape) -> Arrays:
-    arrays: Arrays = {}
-    start = 0
-    for name, spec in adapter_tensors(canonical_tensors(shape), LORA).items():
-        size = int(np.prod(spec.shape))
-        arrays[name] = np.arange(start, start + size).reshape(spec.shape)
-        start += size
-    return arrays
 
 
 def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
@@ -76,7 +66,7 @@ def test_of_the_experts_of_a_mixture_the_shared_one_has_an_adapter() -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: int) -> None:
     shape = make_shape(layers=1, heads=4, kv_heads=4)
-    model = numbered_adapters(shape)
+    model = numbered_tensors(adapter_tensors(canonical_tensors(shape), LORA))
     layout = adapter_layout(sglang_layout(shape, tensor=tensor, dtype="float32"), LORA)
     layer = "model.layers.0."
 
@@ -108,7 +98,7 @@ def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: i
 def test_adapters_go_from_files_to_ranks_to_engines_and_back(
     shape: ModelShape, parallel: MegatronParallel, tensor: int
 ) -> None:
-    model = numbered_adapters(shape)
+    model = numbered_tensors(adapter_tensors(canonical_tensors(shape), LORA))
     canonical = adapter_tensors(canonical_tensors(shape), LORA)
     file = [whole(name, name, spec) for name, spec in canonical.items()]
     folder = Layout(canonical=canonical, holdings=tuple(replicate([0], file, dtype="float32")))

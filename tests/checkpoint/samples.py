@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.checkpoint.folder import begin, checkpoint_folder, commit
+from pydantic import JsonValue
+
+from megarl.checkpoint.folder import begin, checkpoint_folder, commit, step_of
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
 from megarl.checkpoint.resume import Best, Ledger, RunState, TrainerState, write_state
 from megarl.checkpoint.tensor_files import write_tensor_file
@@ -71,17 +74,28 @@ def write_checkpoint(
         else:
             path.write_bytes(source.randbytes(source.randrange(50, 300)))
     write_state(partial, run_state(step))
+    commit_files(partial, folder, recipe=(recipe or make_recipe()).model_dump(mode="json"), contents=contents)
+    return folder
+
+
+def commit_files(
+    partial: Path, folder: Path, *, recipe: Mapping[str, JsonValue], contents: Contents = "weights"
+) -> None:
+    """Make what is in `partial` the checkpoint `folder`."""
+    step = step_of(folder)
+    assert step is not None
     manifest = Manifest(
         format=FORMAT,
         megarl_version="0.0.0",
         step=step,
         contents=contents,
-        recipe=(recipe or make_recipe()).model_dump(mode="json"),
+        recipe=recipe,
         recipe_digest="",
-        files={name: digest_file(partial / name) for name in (*_FILES, "state.json")},
+        files={
+            path.relative_to(partial).as_posix(): digest_file(path) for path in partial.rglob("*") if path.is_file()
+        },
     )
     commit(partial, folder, manifest)
-    return folder
 
 
 def _write_tensors(path: Path, source: random.Random) -> None:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.checkpoint.diff import CheckpointDiff, ClassDiff, ValueDiff, compare, open_side
-from megarl.checkpoint.folder import begin, checkpoint_folder, commit
-from megarl.checkpoint.manifest import FORMAT, Manifest, digest_file, read_manifest, write_manifest
+from megarl.checkpoint.folder import begin, checkpoint_folder
+from megarl.checkpoint.manifest import read_manifest, write_manifest
 from megarl.errors import CheckpointError
+from tests.checkpoint.samples import commit_files
 
 
 def tensors(*, shift: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -40,17 +41,7 @@ def write(
         (partial / "optimizer" / "exp_avg").mkdir(parents=True)
         save_file(moments, partial / "optimizer" / "exp_avg" / "model.safetensors")
     (partial / "state.json").write_text(json.dumps({"trainer": {"num_steps": step}}))
-    files = {path.relative_to(partial).as_posix(): digest_file(path) for path in partial.rglob("*") if path.is_file()}
-    manifest = Manifest(
-        format=FORMAT,
-        megarl_version="0",
-        step=step,
-        contents="weights",
-        recipe={"train": {"learning_rate": learning_rate}},
-        recipe_digest="",
-        files=files,
-    )
-    commit(partial, folder, manifest)
+    commit_files(partial, folder, recipe={"train": {"learning_rate": learning_rate}})
     return folder
 
 

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.export import export_model, split_shards
-from megarl.checkpoint.folder import begin, checkpoint_folder, commit, find_model
-from megarl.checkpoint.manifest import FORMAT, Manifest, TensorEntry, digest_file
+from megarl.checkpoint.folder import begin, checkpoint_folder, find_model
+from megarl.checkpoint.manifest import TensorEntry
 from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
 from megarl.weights.layouts.megatron import MegatronParallel
+from tests.checkpoint.samples import commit_files
 from tests.checkpoint.save_peers import load_and_save
 from tests.tiny_models import write_tiny_model
 
@@ -54,11 +55,7 @@ def write_run(parent: Path, model: Path, *, step: int = 1, master: dict[str, tor
     if master is not None:
         (partial / "optimizer" / "master").mkdir(parents=True)
         save_file(master, partial / "optimizer" / "master" / "model.safetensors")
-    files = {path.relative_to(partial).as_posix(): digest_file(path) for path in partial.rglob("*") if path.is_file()}
-    manifest = Manifest(
-        format=FORMAT, megarl_version="0", step=step, contents="weights", recipe={}, recipe_digest="", files=files
-    )
-    commit(partial, folder, manifest)
+    commit_files(partial, folder, recipe={})
     return folder
 
 

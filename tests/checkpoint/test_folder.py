@@ -156,7 +156,3 @@ def test_a_save_under_way_is_left_alone_and_what_was_abandoned_goes(parent: Path
     list(prune(plan))
     assert (parent / "step_000006.tmp").exists()
     assert not (parent / "step_000004.abandoned").exists()
-
-
-def test_more_than_there_are_keeps_all(parent: Path) -> None:
-    assert plan_prune(parent, keep_last=9, keep_best=False).removed == ()

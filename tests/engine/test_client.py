@@ -4,8 +4,8 @@ import asyncio
 import gzip
 import json
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import httpx
@@ -64,12 +64,13 @@ def test_a_refusal_names_engine_operation_and_reason() -> None:
         asyncio.run(client.generate(REQUEST))
 
 
-def test_a_broken_connection_names_engine_and_operation() -> None:
+def test_a_broken_connection_names_engine_and_operation_and_is_not_healthy() -> None:
     def broken(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(EngineError, match=r"engine 0 .*: flush cache: ClientConnectionError: refused"):
         asyncio.run(scripted_client(broken).flush_cache())
+    assert not asyncio.run(scripted_client(broken).is_healthy())
 
 
 def test_a_late_answer_names_the_deadline() -> None:
@@ -80,17 +81,26 @@ def test_a_late_answer_names_the_deadline() -> None:
         asyncio.run(scripted_client(late).generate(REQUEST))
 
 
-async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *, timeout_s: float) -> bytes:
-    """Ask a real server that answers `/generate`."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def client_of(answer: Handler, *, timeout_s: float = 60) -> AsyncIterator[EngineClient]:
+    """Yield the client of a real server that answers `/generate`."""
     app = web.Application()
     app.router.add_post("/generate", answer)
     async with TestServer(app) as server:
         endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
         client = EngineClient(endpoint, request_timeout_s=timeout_s)
         try:
-            return (await client.generate(REQUEST)).content
+            yield client
         finally:
             await client.close()
+
+
+async def ask(answer: Handler, *, timeout_s: float) -> bytes:
+    async with client_of(answer, timeout_s=timeout_s) as client:
+        return (await client.generate(REQUEST)).content
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +126,12 @@ def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None
         return web.json_response({})
 
     async def scenario() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", answer)
-        async with TestServer(app) as server:
-            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
-            client = EngineClient(endpoint, request_timeout_s=60)
-            try:
-                for _ in range(3):
-                    await client.generate(REQUEST)
-                connections[-1].close()
-                await asyncio.sleep(1.0)
+        async with client_of(answer) as client:
+            for _ in range(3):
                 await client.generate(REQUEST)
-            finally:
-                await client.close()
+            connections[-1].close()
+            await asyncio.sleep(1.0)
+            await client.generate(REQUEST)
 
     asyncio.run(scenario())
     assert len({id(each) for each in connections[:3]}) == 1
@@ -208,25 +211,11 @@ def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
         return response
 
     async def scenario() -> bytes:
-        app = web.Application()
-        app.router.add_post("/generate", answer)
-        async with TestServer(app) as server:
-            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
-            client = EngineClient(endpoint, request_timeout_s=30)
-            try:
-                assert not await client.is_healthy()  # 404
-                return (await client.generate(REQUEST)).content
-            finally:
-                await client.close()
+        async with client_of(answer) as client:
+            assert not await client.is_healthy()  # 404
+            return (await client.generate(REQUEST)).content
 
     assert json.loads(asyncio.run(scenario())) == reply
-
-
-def test_an_unreachable_engine_is_not_healthy() -> None:
-    def broken(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    assert not asyncio.run(scripted_client(broken).is_healthy())
 
 
 def load(engine: Recorder, *, times: int = 1) -> None:

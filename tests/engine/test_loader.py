@@ -24,7 +24,7 @@ from megarl.engine.commands import (
 from megarl.engine.loader import load
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
-from tests.weights.layouts.test_transfer_spec import transfer_spec
+from tests.weights.reference import transfer_spec
 
 
 @pytest.fixture(scope="module")

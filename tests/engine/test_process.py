@@ -1,3 +1,5 @@
+"""The command line of a server, its process from start to end, and its deadlines."""
+
 from __future__ import annotations
 
 import asyncio
@@ -14,12 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Family
 from megarl.config.native import owned, read_library
+from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
-from megarl.engine.process import EngineProcess, command_line, last_message
+from megarl.engine.process import EngineProcess, command_line, deadlines_of, last_message
 from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.system.proc import ZOMBIE, all_processes
@@ -340,3 +344,30 @@ def test_a_kill_that_is_seen_at_a_worker_first_is_told_as_the_servers(tmp_path: 
         engine._process.kill()
         engine._process.communicate()
         engine._forget_secrets()
+
+
+QWEN_32B = PUBLIC_MODELS["qwen2.5-32b"]
+QWEN_72B = PUBLIC_MODELS["qwen2.5-72b"]
+
+
+def test_a_long_response_of_a_large_model_has_several_times_the_time_it_needs() -> None:
+    rollout = RolloutRoleConfig(pool="all", tensor=4)
+    deadlines = deadlines_of(rollout, QWEN_32B, device="cuda", max_response_tokens=20_480)
+    # The planner's ideal is 483 s: 23.6 ms a token.
+    assert 4 * 483 < deadlines.request_s < 8 * 483
+    short = deadlines_of(rollout, QWEN_32B, device="cuda", max_response_tokens=512)
+    assert 600 < short.request_s < 700
+
+
+def test_a_larger_model_may_take_longer_to_start() -> None:
+    rollout = RolloutRoleConfig(pool="all", tensor=8)
+    small, large = (
+        deadlines_of(rollout, shape, device="cuda", max_response_tokens=1024) for shape in (QWEN_32B, QWEN_72B)
+    )
+    assert 600 < small.start_s < large.start_s < 800
+
+
+def test_the_recipe_decides_where_it_has_a_deadline() -> None:
+    rollout = RolloutRoleConfig(pool="all", start_timeout_s=7, request_timeout_s=9)
+    deadlines = deadlines_of(rollout, QWEN_32B, device="cuda", max_response_tokens=20_480)
+    assert (deadlines.start_s, deadlines.request_s) == (7, 9)

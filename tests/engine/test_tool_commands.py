@@ -19,7 +19,7 @@ from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import TensorSpec
 from tests.engine.engines import scripted_fleet
-from tests.weights.layouts.test_transfer_spec import transfer_spec
+from tests.weights.reference import transfer_spec
 
 
 def engine_of(model: torch.nn.Module) -> Callable[[httpx.Request], httpx.Response]:

@@ -18,6 +18,7 @@ from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]
@@ -69,6 +70,28 @@ def block_shape(family: Family, *, layers: int = 2) -> ModelShape:
     if experts is not None and experts.shared:
         experts = replace(experts, shared=768)
     return replace(small, hidden=256, head_dim=128, experts=experts, dtype="bfloat16")
+
+
+def transfer_spec(*, tensor: int = 2, num_engines: int = 1) -> TransferSpec:
+    return TransferSpec(
+        shape=make_shape(),
+        parallel=MegatronParallel(tensor=2, pipeline=2, data=2),
+        trainer_dtype="float32",
+        num_engines=num_engines,
+        tensor=tensor,
+        engine_dtype="bfloat16",
+        is_cpu_engine=False,
+    )
+
+
+def placed_transfer() -> TransferSpec:
+    """Two engines of two ranks on the first rollout node, one on the second."""
+    return replace(
+        transfer_spec(tensor=2, num_engines=3),
+        trainer_gpus=tuple((0, rank) for rank in range(8)),
+        engine_gpus=((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)),
+        relays=True,
+    )
 
 
 @st.composite

@@ -1,3 +1,5 @@
+"""The stand-ins for SGLang's compiled kernels."""
+
 from __future__ import annotations
 
 import pytest

@@ -41,14 +41,6 @@ def test_the_activation_gates_the_second_half_by_the_first() -> None:
     assert torch.equal(gated(torch.cat((gate, up), dim=-1)), F.silu(gate) * up)
 
 
-def test_a_rotation_is_a_product_of_complex_numbers() -> None:
-    values = torch.randn(5, 2, 8)
-    angles = torch.rand(5, 4) * 6
-    pairs = torch.complex(values[..., :4], values[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    expected = torch.cat((pairs.real, pairs.imag), dim=-1)
-    torch.testing.assert_close(rotated(values, Rotation.by(angles)), expected)
-
-
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
 def test_the_norm_equals_the_formula_and_marks_its_weight_for_megatron(is_sequence_parallel: bool) -> None:
     config = TransformerConfig(

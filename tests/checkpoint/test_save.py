@@ -30,6 +30,7 @@ from megarl.weights.layouts.pieces import FlatRange, restrict_all
 from tests.checkpoint.save_peers import load_and_save
 from tests.tiny_models import write_tiny_model
 from tests.weights.reference import make_shape, parallels, shapes
+from tests.weights.transfer_peers import cut
 
 PARALLEL = MegatronParallel(tensor=2, pipeline=2)
 
@@ -134,7 +135,7 @@ def test_what_one_layout_saves_another_loads(
     shape: ModelShape, first: MegatronParallel, second: MegatronParallel, *, is_sharded: bool
 ) -> None:
     source = megatron_layout(shape, first, dtype="float32")
-    held = fill(source)
+    held = {holding.rank: cut(holding, canonical(source), padding=-1.0) for holding in source.holdings}
     with TemporaryDirectory() as name:
         folder = Path(name) / "saved"
         if is_sharded:
@@ -157,17 +158,6 @@ def canonical(layout: Layout) -> Tensors:
         tensors[name] = torch.arange(start, start + prod(spec.shape), dtype=torch.float32).view(spec.shape)
         start += prod(spec.shape)
     return tensors
-
-
-def fill(layout: Layout) -> dict[int, Tensors]:
-    """Return the tensors of every rank."""
-    whole, held = canonical(layout), {}
-    for holding in layout.holdings:
-        held[holding.rank] = {name: torch.full(spec.shape, -1.0) for name, spec in holding.tensors.items()}
-        for piece in holding.pieces:
-            box = box_of(held[holding.rank][piece.local_name], piece.local_offsets, piece.slice.shape)
-            box.copy_(box_of(whole[piece.slice.name], piece.slice.offsets, piece.slice.shape))
-    return held
 
 
 def shard(layout: Layout, parallel: MegatronParallel) -> Layout:

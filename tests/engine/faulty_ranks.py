@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.engine.commands import Rendezvous
-from megarl.tools.check_sync import hold
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import Message, TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
+from tests.weights.transfer_peers import cut
 
 Digests = dict[tuple[int, str], int]
 
@@ -76,7 +76,7 @@ def run_rank(
     assert isinstance(group, _AccidentGroup)
     group.accident = accident
     plan = transfer.plan()
-    tensors = hold(plan.source.by_rank[rank], load_file(folder / "model.safetensors"), padding=float("nan"))
+    tensors = cut(plan.source.by_rank[rank], load_file(folder / "model.safetensors"), padding=float("nan"))
     sender = Sender(
         plan, rank, tensors, group, bucket_bytes=rendezvous.bucket_bytes, digest=fastest_digest(is_on_host=True)
     )

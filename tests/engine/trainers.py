@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
-import torch
 from safetensors.torch import load_file
 
 from megarl.engine.commands import Rendezvous
 from megarl.engine.tool_commands import ToolControl
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.digest import check_digests, fastest_digest
 from megarl.weights.executors.group import Message, TransferGroup
-from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import ServedModel
+from tests.weights.transfer_peers import cut
 
 GROUP_TIMEOUT_S = 120.0
 BUCKET_BYTES = 16 << 10
@@ -97,7 +94,8 @@ class Trainers:
             Sender(
                 self._plan,
                 rank,
-                fill(self._plan.source.by_rank[rank], tensors),
+                # Padding is garbage that must never travel.
+                cut(self._plan.source.by_rank[rank], tensors, padding=float("nan")),
                 group,
                 bucket_bytes=BUCKET_BYTES,
                 digest=fastest_digest(is_on_host=True),
@@ -126,15 +124,3 @@ class Trainers:
             num_peers=self._transfer.num_peers,
             timeout_s=rendezvous.timeout_s,
         )
-
-
-def fill(holding: Holding, canonical: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A rank's tensors with the boxes its layout says it has; padding is garbage that must never travel."""
-    tensors = {
-        name: torch.full(spec.shape, float("nan"), dtype=torch_dtype(spec.dtype))
-        for name, spec in holding.tensors.items()
-    }
-    for piece in holding.pieces:
-        values = box_of(canonical[piece.slice.name], piece.slice.offsets, piece.slice.shape)
-        box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(values)
-    return tensors

@@ -30,9 +30,9 @@ from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import COMMAND_TIMEOUT_S, REQUEST_TIMEOUT_S, engine_spec
-from tests.engine.trainers import fill
 from tests.ranks.local_ranks import LocalRanks
 from tests.tiny_models import write_tiny_model
+from tests.weights.transfer_peers import cut
 
 SILENCE_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 900.0
@@ -114,7 +114,7 @@ class ThreadRanks:
         world = transfer.parallel.world_size
         self._groups = list(await asyncio.gather(*(asyncio.to_thread(join_rank, rank) for rank in range(world))))
         self._layout = plan.source
-        self._tensors = [fill(plan.source.by_rank[rank], tensors) for rank in range(world)]
+        self._tensors = [cut(plan.source.by_rank[rank], tensors, padding=float("nan")) for rank in range(world)]
         self._senders = [
             Sender(
                 plan,
@@ -138,7 +138,7 @@ class ThreadRanks:
         self.held = version
         tensors = load_file(self._folders[version] / "model.safetensors")
         for rank, held in enumerate(self._tensors):
-            mine = fill(self._layout.by_rank[rank], tensors)
+            mine = cut(self._layout.by_rank[rank], tensors, padding=float("nan"))
             for name, tensor in held.items():
                 with torch.no_grad():
                     tensor.copy_(mine[name])

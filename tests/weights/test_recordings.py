@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megarl.config.model import TRAITS, Family
 from megarl.weights.algebra.slices import Holding, Layout
-from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -31,8 +30,8 @@ from megarl.weights.recordings import (
     weight_digests,
     write_patches,
 )
-from tests.engine.trainers import fill
 from tests.weights.reference import make_shape
+from tests.weights.transfer_peers import cut
 
 NUM_TOKENS = 5
 
@@ -58,16 +57,11 @@ def weights_of(layout: Layout) -> dict[str, Tensor]:
 def modules_of(holding: Holding, weights: dict[str, Tensor]) -> dict[str, torch.nn.Module]:
     """Return the rank's matrices as linear layers; padding is zero."""
     modules: dict[str, torch.nn.Module] = {}
-    for name, spec in holding.tensors.items():
+    for name, tensor in cut(holding, weights).items():
         if name.endswith(".weight"):
-            local = torch.zeros(spec.shape)
-            for piece in holding.pieces:
-                if piece.local_name == name:
-                    box = box_of(local, piece.local_offsets, piece.slice.shape)
-                    box.copy_(box_of(weights[piece.slice.name], piece.slice.offsets, piece.slice.shape))
-            module = torch.nn.Linear(1, 1, bias=False) if len(spec.shape) == 2 else torch.nn.Identity()
-            if len(spec.shape) == 2:
-                module.weight = torch.nn.Parameter(local)  # type: ignore[assignment]
+            module = torch.nn.Linear(1, 1, bias=False) if tensor.dim() == 2 else torch.nn.Identity()
+            if tensor.dim() == 2:
+                module.weight = torch.nn.Parameter(tensor)  # type: ignore[assignment]
             modules[name.removesuffix(".weight")] = module
     return modules
 
@@ -205,7 +199,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def side(layout: Layout, canonical: dict[str, torch.Tensor]) -> DigestedModel:
-    digests = [weight_digests(holding, layout.canonical, fill(holding, canonical)) for holding in layout.holdings]
+    digests = [weight_digests(holding, layout.canonical, cut(holding, canonical)) for holding in layout.holdings]
     return DigestedModel(layout=layout, digests=digests)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,11 +74,11 @@ def tensors_of(holding: Holding, version: int | None) -> Tensors:
     return cut(holding, values_of(version))
 
 
-def cut(holding: Holding, model: Tensors) -> Tensors:
-    """Return one holder's tensors, cut by hand out of the whole model, on its device; padding is zero."""
+def cut(holding: Holding, model: Mapping[str, torch.Tensor], *, padding: float = 0.0) -> Tensors:
+    """Return one holder's tensors, cut by hand out of the whole model, on its device."""
     device = next(iter(model.values())).device
     tensors = {
-        name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+        name: torch.full(spec.shape, padding, dtype=torch_dtype(spec.dtype), device=device)
         for name, spec in holding.tensors.items()
     }
     for piece in holding.pieces:

@@ -12,11 +12,12 @@ from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.hf import load_hf, read_hf_folder
-from megarl.weights.executors.tensors import box_of, specs_of, torch_dtype
+from megarl.weights.executors.tensors import specs_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.tiny_models import write_tiny_model
+from tests.weights.transfer_peers import cut
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,8 @@ def check_loads_into(folder: Path, shape: ModelShape, layout: Layout) -> None:
             name: torch.full(spec.shape, 7.0, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()
         }
         load_hf(folder, holding, canonical, tensors)
-        expected = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        for piece in holding.pieces:
-            box = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
-            box_of(expected[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(box)
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, expected[name]), name
+        for name, expected in cut(holding, model).items():
+            assert torch.equal(tensors[name], expected), name
 
 
 def test_the_model_spans_several_files(folder: Path, shape: ModelShape) -> None:

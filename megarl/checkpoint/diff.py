@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from pydantic import JsonValue
 
 from megarl.checkpoint.folder import CONFIG_FILE, find_checkpoints
 from megarl.checkpoint.manifest import (
+    ITEM_BYTES,
     MODEL_FOLDER,
     TENSOR_SUFFIX,
     Manifest,
@@ -31,21 +33,6 @@ from megarl.errors import CheckpointError
 from megarl.weights.executors.hf import INDEX_FILE
 
 _CHUNK_ITEMS = 1 << 20
-_NUMPY_DTYPES: Mapping[str, str] = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "u1",
-    "BOOL": "u1",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,10 +192,9 @@ def _add(total: ClassDiff, one: PlacedTensor, other: PlacedTensor) -> None:
 
 def _values(tensor: PlacedTensor) -> Iterator[NDArray[np.float64]]:
     entry = tensor.entry
-    dtype = _NUMPY_DTYPES.get(entry.dtype)
-    if dtype is None:
+    items = _numpy_dtype(entry.dtype)
+    if items is None:
         raise CheckpointError(f"{tensor.path}: tensor {entry.name} has dtype {entry.dtype}, which cannot be compared")
-    items = np.dtype(dtype)
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(entry.start)
         for chunk in read_chunks(file, entry.num_bytes, chunk_bytes=_CHUNK_ITEMS * items.itemsize):
@@ -217,6 +203,13 @@ def _values(tensor: PlacedTensor) -> Iterator[NDArray[np.float64]]:
                 # A bfloat16 is the upper half of a float32.
                 values = (values.astype(np.uint32) << 16).view(np.float32)
             yield values.astype(np.float64)
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any] | None:
+    """Return the items of a tensor by their dtype in a header; None for FP8."""
+    bits = {"BF16": "U16", "BOOL": "U8"}.get(name, name)
+    is_plain = re.fullmatch(r"[FIU]\d+", bits) is not None
+    return np.dtype(f"<{bits[0].lower()}{ITEM_BYTES[bits]}") if is_plain else None
 
 
 def _compare_files(first: Side, second: Side, name: str, diff: CheckpointDiff) -> None:

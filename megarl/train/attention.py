@@ -1,28 +1,23 @@
 """Causal attention over packed sequences, none of which sees another: a core attention for Megatron's local spec.
 
 Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
-wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU long sequences go to
-cuDNN if it is usable, packs of short ones to torch's flash kernel. Where context-parallel ranks share each sequence, a
-rank gathers the keys and values of all, and its two chunks of a sequence attend to those up to their own positions;
-or Transformer Engine exchanges them.
+wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU packs of short
+sequences go to torch's flash kernel; `long_attention` has what long ones need.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, assert_never
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -30,8 +25,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.config.model import ModelShape, RopeScaling, YarnScaling
-from megarl.data.packing import runs, zigzag
-from megarl.train import cudnn
+from megarl.train.long_attention import (
+    CAUSAL_GROUPED,
+    ContextPart,
+    Rectangles,
+    attend_by_cudnn,
+    attend_to_all,
+    context_part,
+    is_usable,
+    rectangles_of,
+)
 from megarl.train.routing import RankRoutes
 from megarl.train.topology import Topology
 
@@ -64,56 +67,18 @@ class PackedSequences(PackedSeqParams):
         return max(self.lengths)
 
     @cached_property
-    def rectangles(self) -> cudnn.Rectangles | None:
-        return cudnn.rectangles_of(self.lengths)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
-    """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
-
-    group: dist.ProcessGroup
-    seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
-    query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
-    key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
-    query_lengths: list[int]
-    key_lengths: list[int]
-    whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
+    def rectangles(self) -> Rectangles | None:
+        return rectangles_of(self.lengths)
 
 
 def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> PackedSequences:
     """Return the sequences of a micro-batch as this rank has them; `starts` are those of the whole ones. [S + 1]"""
-
-    def on_device(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device=topology.device, dtype=dtype, non_blocking=True)
-
-    size, rank = topology.context, topology.context_rank
-    own = starts // size
-    part = None
-    if size > 1:
-        whole, longest = on_device(starts, torch.int32), int(np.diff(starts).max())
-        chunk = np.diff(starts) // (2 * size)
-        query_lengths = np.repeat(chunk, 2)
-        key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
-        places = np.argsort(zigzag(starts, size).ravel())
-        part = ContextPart(
-            group=topology.context_group,
-            seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
-            query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
-            key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
-            query_lengths=query_lengths.tolist(),
-            key_lengths=key_lengths.tolist(),
-            whole=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=whole,
-                cu_seqlens_kv=whole,
-                cu_seqlens_q_padded=whole,
-                cu_seqlens_kv_padded=whole,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            ),
-        )
-    return PackedSequences(starts=on_device(own, torch.int32), lengths=np.diff(own).tolist(), part=part)
+    own = starts // topology.context
+    return PackedSequences(
+        starts=torch.from_numpy(own).to(device=topology.device, dtype=torch.int32, non_blocking=True),
+        lengths=np.diff(own).tolist(),
+        part=context_part(starts, topology) if topology.context > 1 else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,47 +150,18 @@ class PackedAttention(torch.nn.Module):
             attended: Tensor = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
             return attended.view(query.shape)
         if packed_seq_params.part is not None:
-            return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)
+            return attend_to_all(query, key, value, packed_seq_params.part, self.scale)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
         rectangles = packed_seq_params.rectangles
-        if rectangles is not None and cudnn.is_usable(
+        if rectangles is not None and is_usable(
             query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
         ):
-            return cudnn.attend(query, key, value, rectangles, self.scale)
+            return attend_by_cudnn(query, key, value, rectangles, self.scale)
         starts, longest = packed_seq_params.starts, packed_seq_params.longest
-        output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
+        output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **CAUSAL_GROUPED)
         assert isinstance(output, Tensor)
         return output
-
-
-def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
-    """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
-    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen).unbind(1)
-    if query.device.type == "cuda":
-        # With fewer queries than keys the kernel aligns their ends.
-        output = varlen_attn(
-            query,
-            keys,
-            values,
-            part.query_starts,
-            part.key_starts,
-            max(part.query_lengths),
-            max(part.key_lengths),
-            scale=scale,
-            **_CAUSAL_GROUPED,
-        )
-        assert isinstance(output, Tensor)
-        return output
-    columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
-    chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
-    outputs = []
-    for q, k, v in zip(*chunks, strict=True):
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-        outputs.append(attended[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:
@@ -252,18 +188,6 @@ def _group_by_length(lengths: list[int]) -> LengthGroups:
         inverse=order.argsort(),
         rectangles=[(counts[length], length) for length in sorted(counts)],
     )
-
-
-def _causal_grouped() -> dict[str, Any]:
-    """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
-    parameters = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = True
-    return options
-
-
-_CAUSAL_GROUPED = _causal_grouped()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,13 +229,13 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale as Llama 3.1 does: slow channels by 1 / `factor`, fast ones not at all, interpolated between."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    unchanged = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    unchanged = unchanged.clamp(0, 1)
+    return unchanged * frequencies + (1 - unchanged) * frequencies / scaling.factor
 
 
 def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
-    """Scale as YaRN does: the channels between two bounds change from kept to stretched linearly by their number."""
+    """Scale as YaRN does: slow channels by 1 / `factor`, fast ones not at all, linearly by their number between."""
     num_channels = 2 * len(frequencies)
 
     def channel(turns: float) -> float:
@@ -323,8 +247,8 @@ def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Te
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, num_channels - 1)
-    kept = 1 - ((torch.arange(len(frequencies)) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    unchanged = 1 - ((torch.arange(len(frequencies)) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return unchanged * frequencies + (1 - unchanged) * frequencies / scaling.factor
 
 
 def rotated(values: Tensor, rotation: Rotation) -> Tensor:

@@ -23,11 +23,11 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Replace the functions of `torch.cuda` that Megatron calls, in this process. Calling it again changes nothing."""
     assert not torch.cuda.is_available(), "the CPU stand-in is for machines without a GPU"
-    for name, answer in _CUDA_ANSWERS.items():
-        setattr(torch.cuda, name, answer)
+    for name, function in _CUDA_FUNCTIONS.items():
+        setattr(torch.cuda, name, function)
     # Megatron keeps one random state per parallel domain on the device; here it is the state of the CPU's generator.
-    for name, answer in _RANDOM_ANSWERS.items():
-        setattr(megatron_random, name, answer)
+    for name, function in _RANDOM_FUNCTIONS.items():
+        setattr(megatron_random, name, function)
     for name, method in _TENSOR_METHODS.items():
         setattr(torch.Tensor, name, method)
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
@@ -122,14 +122,14 @@ _tensor_type = torch.Tensor.type
 
 def _type(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
     """Return the type name of a GPU tensor, by which Megatron recognises dtypes; conversions are unchanged."""
-    answer = _tensor_type(tensor, *args, **kwargs)  # type: ignore[call-overload]
+    result = _tensor_type(tensor, *args, **kwargs)  # type: ignore[call-overload]
     # Within `literal_devices` torch calls this method once more from the original one.
-    if isinstance(answer, str) and not answer.startswith("torch.cuda."):
-        return answer.replace("torch.", "torch.cuda.", 1)
-    return answer
+    if isinstance(result, str) and not result.startswith("torch.cuda."):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
 
 
-_CUDA_ANSWERS: Mapping[str, object] = {
+_CUDA_FUNCTIONS: Mapping[str, object] = {
     "current_device": lambda: _CPU,
     "synchronize": _nothing,
     "empty_cache": _nothing,
@@ -147,6 +147,6 @@ _COLLECTIVES: Mapping[str, object] = {
     "_reduce_scatter_along_first_dim": _reduce_scatter,
 }
 
-_RANDOM_ANSWERS: Mapping[str, object] = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
+_RANDOM_FUNCTIONS: Mapping[str, object] = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
 
 _TENSOR_METHODS: Mapping[str, object] = {"cuda": lambda tensor, *_, **__: tensor, "type": _type}

@@ -73,8 +73,8 @@ class _Adapted(torch.nn.Module):
         first = part * width if has_columns else 0
         columns = torch.arange(first, first + width, device=input_.device, dtype=torch.int32) * _COLUMN_STEP
         drawn = _mix(keys[:, None, None] ^ (columns + self.lora_salt)) & _MAX_INT
-        kept = drawn >= int(self.lora_dropout * _MAX_INT)
-        return F.linear(torch.where(kept, input_, 0), self.lora_a) / (1 - self.lora_dropout)
+        is_used = drawn >= int(self.lora_dropout * _MAX_INT)
+        return F.linear(torch.where(is_used, input_, 0), self.lora_a) / (1 - self.lora_dropout)
 
 
 class _AdaptedColumns(_Adapted):

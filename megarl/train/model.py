@@ -162,6 +162,11 @@ class Model(GPTModel):
         self._shape = shape
         self._topology = topology
         self._frequencies, self._magnitude = rotary_frequencies(shape), rotary_magnitude(shape)
+        if self.post_process:
+            self._set_head()
+
+    def _set_head(self) -> None:
+        """Replace the output layer of the last chunk, where it is not a language model's."""
 
     def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
         """Return hidden states for the next chunk; normed in the last."""
@@ -230,19 +235,10 @@ class PolicyModel(Model):
 class ValueModel(Model):
     """The last chunk returns a value per position."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        block: TransformerBlockSubmodules,
-        shape: ModelShape,
-        topology: Topology,
-        chunk: int,
-    ) -> None:
-        super().__init__(config, block, shape, topology, chunk)
-        if self.post_process:
-            del self.output_layer
-            self.value_head = torch.nn.Linear(shape.hidden, 1, bias=False, dtype=config.params_dtype)
-            self.value_head.to(topology.device)
+    def _set_head(self) -> None:
+        del self.output_layer
+        self.value_head = torch.nn.Linear(self._shape.hidden, 1, bias=False, dtype=self.config.params_dtype)
+        self.value_head.to(self._topology.device)
 
     def forward(self, micro_batch: DeviceMicroBatch) -> Tensor:
         hidden = self.decode(micro_batch)

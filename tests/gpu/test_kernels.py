@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.train import cudnn
+from megarl.train import long_attention
 from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.algebra.slices import Slice
@@ -95,7 +95,7 @@ def test_long_sequences_are_left_to_cudnn_on_hopper() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("an older GPU")
     for heads, kv_heads, size in ((28, 4, 128), (12, 2, 128), (14, 2, 64)):
-        assert cudnn.is_usable(torch.device("cuda", 0), torch.bfloat16, heads, kv_heads, size)
+        assert long_attention.is_usable(torch.device("cuda", 0), torch.bfloat16, heads, kv_heads, size)
 
 
 @pytest.mark.parametrize("shape", [(300, 2050), (5000,)])

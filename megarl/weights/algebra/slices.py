@@ -7,8 +7,8 @@ Megatron rank, an SGLang TP rank, a safetensors file) are described as `Piece`s;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from math import prod
@@ -91,6 +91,15 @@ class Layout:
         table = {holding.rank: holding for holding in self.holdings}
         assert len(table) == len(self.holdings), f"{len(self.holdings)} holdings, {len(table)} different ranks"
         return table
+
+    def derive(self, canonical: Mapping[str, TensorSpec], change: Callable[[Holding], Holding]) -> Layout:
+        """Return other tensors of the same holders; `change` is called once for all replicas, which share one table."""
+        changed: dict[int, Holding] = {}
+        for holding in self.holdings:
+            if id(holding.pieces) not in changed:
+                changed[id(holding.pieces)] = change(holding)
+        holdings = (replace(changed[id(holding.pieces)], rank=holding.rank) for holding in self.holdings)
+        return Layout(canonical=canonical, holdings=tuple(holdings))
 
 
 def intersect(a_offsets: Index, a_shape: Index, b_offsets: Index, b_shape: Index) -> tuple[Index, Index] | None:

@@ -117,33 +117,20 @@ class Receiver:
             sources={},
             targets=tensors,
         )
-        self._digests = TargetDigests(plan, far, tensors, digest)
+        moves = [move for bucket in far for move in bucket.moves]
+        self._digests = DigestSums(Summand.of_moves(plan, moves), digest)
+        self._boxes = [target_view(tensors, move) for move in moves]
 
     def receive(self, version: int) -> dict[str, int]:
         """Receive one version in place, and forward what others wait for. Return a digest per tensor."""
         with self._group.transfer() as deadline:
             digests = self._shared.copy(self._group, version)
             self._rounds.run(version, deadline)
-        for name, value in self._digests.compute().items():
+        for name, value in self._digests.compute(self._boxes).items():
             digests[name] = (digests.get(name, 0) + value) % MODULUS
         if reach("received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
             digests[next(iter(digests))] ^= 1
         return digests
-
-
-class TargetDigests:
-    """Digests of a target's tensors as they are after a transfer, box by box as the boxes travelled."""
-
-    def __init__(
-        self, plan: Plan, buckets: Sequence[Bucket], tensors: Mapping[str, torch.Tensor], digest: BoxDigest
-    ) -> None:
-        moves = [move for bucket in buckets for move in bucket.moves]
-        self._sums = DigestSums(Summand.of_moves(plan, moves), digest)
-        self._boxes = [target_view(tensors, move) for move in moves]
-
-    def compute(self) -> dict[str, int]:
-        """Return the digest of each target tensor."""
-        return self._sums.compute(self._boxes)
 
 
 def _peers(plan: Plan, group: TransferGroup) -> PeerNumbers:
@@ -284,7 +271,9 @@ def exchange(
             group, peers, rank, sent=[*leaving, *forwarded], received=arriving, sources=sources, targets=targets
         )
         steps.run(number, deadline, digests.advance, missing.take)
-        arrived = TargetDigests(plan, arriving, targets, digest_bytes).compute()
+        moves = [move for bucket in arriving for move in bucket.moves]
+        boxes = [target_view(targets, move) for move in moves]
+        arrived = DigestSums(Summand.of_moves(plan, moves), digest_bytes).compute(boxes)
     _check_with_senders(plan, group, number, digests.finish(), arrived)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config.kernels import FP8_BLOCK, WITH_CACHE_SCALES, is_in_fp8, kept_modules
@@ -37,8 +37,8 @@ def quantization_config(shape: ModelShape, keep: Sequence[str] | None) -> str | 
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
     }
-    kept = kept_modules(shape, keep)
-    return json.dumps({"quantization_config": {**fields, **({"ignored_layers": kept} if kept else {})}})
+    ignored = kept_modules(shape, keep)
+    return json.dumps({"quantization_config": {**fields, **({"ignored_layers": ignored} if ignored else {})}})
 
 
 def fp8_tensors(canonical: Mapping[str, TensorSpec], keep: Sequence[str]) -> dict[str, TensorSpec]:
@@ -69,24 +69,24 @@ def fp8_engine_layout(layout: Layout, shape: ModelShape, keep: Sequence[str]) ->
             tensors |= dict.fromkeys(names, TensorSpec(shape=(), dtype=SCALE))
         return replace(holding, tensors=tensors, pieces=tuple(pieces))
 
-    return _with_holdings(layout, keep, derive)
+    return layout.derive(fp8_tensors(layout.canonical, keep), derive)
 
 
 def fp8_trainer_layout(layout: Layout, keep: Sequence[str]) -> Layout:
     """Return what the same trainer ranks hold once they have derived the FP8 tensors, under canonical names."""
 
     def derive(holding: Holding) -> Holding:
-        kept = tuple(piece for piece in holding.pieces if not is_in_fp8(piece.slice.name, keep))
-        tensors = {piece.local_name: holding.tensors[piece.local_name] for piece in kept}
+        unchanged = tuple(piece for piece in holding.pieces if not is_in_fp8(piece.slice.name, keep))
+        tensors = {piece.local_name: holding.tensors[piece.local_name] for piece in unchanged}
         pieces = []
         for box in derived_boxes(holding, keep):
             whole = Piece(slice=box, local_name=box.name, local_offsets=(0,) * len(box.shape))
             pieces += [whole, _scales_of(whole)]
             tensors[box.name] = TensorSpec(shape=box.shape, dtype=ELEMENT)
             tensors[box.name + SCALES] = TensorSpec(shape=_blocks(box.shape), dtype=SCALE)
-        return replace(holding, tensors=tensors, pieces=(*kept, *pieces))
+        return replace(holding, tensors=tensors, pieces=(*unchanged, *pieces))
 
-    return _with_holdings(layout, keep, derive)
+    return layout.derive(fp8_tensors(layout.canonical, keep), derive)
 
 
 def derived_boxes(holding: Holding, keep: Sequence[str]) -> Iterator[Slice]:
@@ -103,16 +103,6 @@ def derived_boxes(holding: Holding, keep: Sequence[str]) -> Iterator[Slice]:
         held = sum(box.num_elements for box in boxes)
         assert held == whole.num_elements, f"a rank holds {held} elements of {whole}"
         yield whole
-
-
-def _with_holdings(layout: Layout, keep: Sequence[str], derive: Callable[[Holding], Holding]) -> Layout:
-    """Return the layout in FP8; replicas share one table, as before."""
-    done: dict[int, Holding] = {}
-    for holding in layout.holdings:
-        if id(holding.pieces) not in done:
-            done[id(holding.pieces)] = derive(holding)
-    holdings = (replace(done[id(holding.pieces)], rank=holding.rank) for holding in layout.holdings)
-    return Layout(canonical=fp8_tensors(layout.canonical, keep), holdings=tuple(holdings))
 
 
 def _scales_of(piece: Piece) -> Piece:

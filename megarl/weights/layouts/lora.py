@@ -90,14 +90,8 @@ def served_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape, *, dtyp
 
 def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None) -> Layout:
     """Return what the same holders hold of the adapters. Replicas stay replicas."""
-    done: dict[int, Holding] = {}
-    holdings = []
-    for holding in layout.holdings:
-        known = done.get(id(holding.pieces))
-        if known is None:
-            known = done[id(holding.pieces)] = _adapters(holding, lora)
-        holdings.append(Holding(rank=holding.rank, tensors=known.tensors, pieces=known.pieces))
-    return Layout(canonical=adapter_tensors(layout.canonical, lora, dtype=dtype), holdings=tuple(holdings))
+    canonical = adapter_tensors(layout.canonical, lora, dtype=dtype)
+    return layout.derive(canonical, lambda holding: _adapters(holding, lora))
 
 
 def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int, range]]]:

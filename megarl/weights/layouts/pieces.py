@@ -146,14 +146,14 @@ def restrict(holding: Holding, ranges: Mapping[str, FlatRange], *, dtype: str) -
     for piece in holding.pieces:
         pieces[piece.local_name].append(piece)
     specs = {name: TensorSpec(shape=holding.tensors[name].shape, dtype=dtype) for name in ranges}
-    kept = [
+    parts = [
         part
         for name, (start, end) in ranges.items()
         for offsets, shape in flat_boxes(specs[name].shape, start, end)
         for piece in pieces[name]
         if (part := _part(piece, offsets, shape)) is not None
     ]
-    return Holding(rank=holding.rank, tensors=specs, pieces=tuple(kept))
+    return Holding(rank=holding.rank, tensors=specs, pieces=tuple(parts))
 
 
 def restrict_all(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]], *, dtype: str) -> Layout:

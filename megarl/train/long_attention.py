@@ -1,21 +1,36 @@
-"""Causal attention over packed sequences by cuDNN: on Hopper and later nearly twice as fast as torch's flash kernels.
+"""Attention over long sequences: by cuDNN, and by context-parallel ranks that share each sequence.
 
-torch calls cuDNN correctly for rectangles only, so each sequence becomes a rectangle whose length is rounded up: a run
-then needs few kernels, each of which is compiled at its first use. The positions behind a sequence in its rectangle are
-invisible to its tokens under the causal mask, and their output is discarded.
+cuDNN is nearly twice as fast as torch's flash kernels on Hopper and later. torch calls it correctly for rectangles
+only, so each sequence becomes a rectangle whose length is rounded up: a run then needs few kernels, each of which is
+compiled at its first use. The positions behind a sequence in its rectangle are invisible to its tokens under the causal
+mask, and their output is discarded.
+
+Where ranks share each sequence, a rank gathers the keys and values of all, and its two chunks of a sequence attend to
+those up to their own positions; or Transformer Engine exchanges them.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.attention.varlen import varlen_attn
+
+from megarl.data.packing import runs, zigzag
+from megarl.train.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +105,7 @@ def is_usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: in
     return error <= _TOLERANCE
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, rectangles: Rectangles, scale: float | None) -> Tensor:
+def attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor, rectangles: Rectangles, scale: float | None) -> Tensor:
     """[N, heads, head_dim]"""
     output: Tensor = _Attention.apply(query, key, value, rectangles, scale)  # type: ignore[no-untyped-call]
     return output
@@ -109,7 +124,7 @@ def _error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     grad = random(heads)
     rectangles = _all_rectangles(lengths)
     with torch.enable_grad():
-        output = attend(rounded[0], rounded[1], rounded[2], rectangles, None)
+        output = attend_by_cudnn(rounded[0], rounded[1], rounded[2], rectangles, None)
         output.backward(grad.to(dtype))  # type: ignore[no-untyped-call]
         parts, start = [], 0
         for length in lengths:
@@ -144,21 +159,21 @@ class _Attention(torch.autograd.Function):
         missing = rectangles.num_tokens - num_tokens
         # Zeros, not uninitialised memory: a weight of zero times NaN is NaN.
         padded = [F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor for tensor in (query, key, value)]
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         outputs = []
         for part in rectangles.parts:
             q, k, v = (_rectangle(tensor, part) for tensor in padded)
             results = _forward(q, k, v, scale)
-            kept += results
+            saved += results
             outputs.append(_tokens(results[0], part))
-        ctx.save_for_backward(*padded, *kept)
+        ctx.save_for_backward(*padded, *saved)
         ctx.rectangles, ctx.scale = rectangles, scale
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        padded, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        padded, saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         columns: list[list[Tensor]] = [[], [], []]
         for index, part in enumerate(ctx.rectangles.parts):
             q, k, v = (_rectangle(tensor, part) for tensor in padded)
@@ -166,14 +181,14 @@ class _Attention(torch.autograd.Function):
             if part.rounded > part.length:
                 arrived = F.pad(arrived, (0, 0, 0, 0, 0, part.rounded - part.length))
             arrived = _rectangle(arrived, replace(part, start=0))
-            grads = _backward(arrived, q, k, v, kept[_NUM_KEPT * index : _NUM_KEPT * (index + 1)], ctx.scale)
+            grads = _backward(arrived, q, k, v, saved[_NUM_SAVED * index : _NUM_SAVED * (index + 1)], ctx.scale)
             for column, gradient in zip(columns, grads, strict=True):
                 column.append(_tokens(gradient, part))
         query, key, value = (column[0] if len(column) == 1 else torch.cat(column) for column in columns)
         return query, key, value, None, None
 
 
-_NUM_KEPT = 4
+_NUM_SAVED = 4
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, ...]:
@@ -185,11 +200,11 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kept: tuple[Tensor, ...], scale: float | None
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, saved: tuple[Tensor, ...], scale: float | None
 ) -> tuple[Tensor, ...]:
     longest = query.shape[2]
     grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, query, key, value, *kept, None, None, None, longest, longest, 0.0, True, scale=scale
+        grad, query, key, value, *saved, None, None, None, longest, longest, 0.0, True, scale=scale
     )
     return grads
 
@@ -203,3 +218,88 @@ def _rectangle(tensor: Tensor, part: Rectangle) -> Tensor:
 def _tokens(rectangle: Tensor, part: Rectangle) -> Tensor:
     """Inverse of `_rectangle`, without padding. [tokens, heads, head_dim]"""
     return rectangle.transpose(1, 2).flatten(0, 1)[: part.num_sequences * part.length]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPart:
+    """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
+
+    group: dist.ProcessGroup
+    seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
+    query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
+    key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
+    query_lengths: list[int]
+    key_lengths: list[int]
+    whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
+
+
+def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPart:
+    """Return this rank's part of sequences that start at `starts` as a whole. [S + 1]"""
+
+    def on_device(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device=topology.device, dtype=dtype, non_blocking=True)
+
+    size, rank = topology.context, topology.context_rank
+    whole, longest = on_device(starts, torch.int32), int(np.diff(starts).max())
+    chunk = np.diff(starts) // (2 * size)
+    query_lengths = np.repeat(chunk, 2)
+    key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
+    places = np.argsort(zigzag(starts, size).ravel())
+    return ContextPart(
+        group=topology.context_group,
+        seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
+        query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
+        key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
+        query_lengths=query_lengths.tolist(),
+        key_lengths=key_lengths.tolist(),
+        whole=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=whole,
+            cu_seqlens_kv=whole,
+            cu_seqlens_q_padded=whole,
+            cu_seqlens_kv_padded=whole,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+    )
+
+
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
+    """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
+    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).unbind(1)
+    if query.device.type == "cuda":
+        # With fewer queries than keys the kernel aligns their ends.
+        output = varlen_attn(
+            query,
+            keys,
+            values,
+            part.query_starts,
+            part.key_starts,
+            max(part.query_lengths),
+            max(part.key_lengths),
+            scale=scale,
+            **CAUSAL_GROUPED,
+        )
+        assert isinstance(output, Tensor)
+        return output
+    columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
+    chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
+    outputs = []
+    for q, k, v in zip(*chunks, strict=True):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _causal_grouped() -> dict[str, Any]:
+    """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = True
+    return options
+
+
+CAUSAL_GROUPED = _causal_grouped()

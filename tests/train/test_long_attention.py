@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.train import cudnn
-from megarl.train.cudnn import _all_rectangles, rectangles_of
+from megarl.train import long_attention
+from megarl.train.long_attention import _all_rectangles, rectangles_of
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -43,7 +43,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tup
 
 
 def dense_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _kept: tuple[Tensor, ...], scale: float | None
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _saved: tuple[Tensor, ...], scale: float | None
 ) -> tuple[Tensor, ...]:
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
@@ -54,14 +54,14 @@ def dense_backward(
 @pytest.mark.parametrize("lengths", [[512, 512], [600, 700], [512, 512, 70, 1500, 1], [3000]])
 def test_every_sequence_sees_itself_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace cuDNN's kernels by torch's own, on the same rectangles."""
-    monkeypatch.setattr(cudnn, "_forward", dense)
-    monkeypatch.setattr(cudnn, "_backward", dense_backward)
+    monkeypatch.setattr(long_attention, "_forward", dense)
+    monkeypatch.setattr(long_attention, "_backward", dense_backward)
     rectangles = _all_rectangles(lengths)
     mixed = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, SIZE, requires_grad=True)
     sizes = [HEADS, KV_HEADS, KV_HEADS]
     grad = torch.randn(sum(lengths), HEADS, SIZE)
     query, key, value = torch.split(mixed, sizes, dim=1)
-    found = cudnn.attend(query, key, value, rectangles, 0.3)
+    found = long_attention.attend_by_cudnn(query, key, value, rectangles, 0.3)
     (found_grad,) = torch.autograd.grad(found, mixed, grad)
     parts, start = [], 0
     for length in lengths:

@@ -12,7 +12,7 @@ which SGLang knows as one plain layer. Where config.json has no `has_adapted_sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,32 +32,29 @@ from sglang.srt.models import (
 from megarl.config.lora import SERVED_AS, SHARED_EXPERT, served_name
 
 
-def _without_bias(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    class Classifier(base):  # type: ignore[valid-type, misc]
+def _drop_bias(model: Any) -> None:
+    model.score.register_parameter("bias", None)
+
+
+def _scale_logits(model: Any) -> None:
+    model.logits_processor.logit_scale = getattr(model.config, "logit_scale", None)
+
+
+def _number_layers(model: Any) -> None:
+    for index, layer in enumerate(model.model.layers):
+        layer.block_sparse_moe.topk.layer_id = index
+
+
+def _changed(base: type[torch.nn.Module], *changes: Callable[[Any], None]) -> type[torch.nn.Module]:
+    """Return a class whose models are changed once they are made."""
+
+    class Changed(base):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self.get_submodule("score").register_parameter("bias", None)
+            for change in changes:
+                change(self)
 
-    return _named(Classifier, base)
-
-
-def _with_scale(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    class Scaled(base):  # type: ignore[valid-type, misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.logits_processor.logit_scale = getattr(self.config, "logit_scale", None)
-
-    return _named(Scaled, base)
-
-
-def _with_layer_numbers(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    class Numbered(base):  # type: ignore[valid-type, misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            for index, layer in enumerate(self.model.layers):
-                layer.block_sparse_moe.topk.layer_id = index
-
-    return _named(Numbered, base)
+    return _named(Changed, base)
 
 
 def _named(model: type[torch.nn.Module], base: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -126,12 +123,12 @@ def with_shared_expert(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 EntryClass = [
-    _without_bias(qwen2_classification.Qwen2ForSequenceClassification),
-    _without_bias(qwen3_classification.Qwen3ForSequenceClassification),
-    _with_scale(llama.LlamaForCausalLM),
-    _with_layer_numbers(_with_scale(mixtral.MixtralForCausalLM)),
-    _with_scale(qwen2.Qwen2ForCausalLM),
-    with_shared_expert(_with_scale(qwen2_moe.Qwen2MoeForCausalLM)),
-    _with_scale(qwen3.Qwen3ForCausalLM),
-    _with_scale(qwen3_moe.Qwen3MoeForCausalLM),
+    _changed(qwen2_classification.Qwen2ForSequenceClassification, _drop_bias),
+    _changed(qwen3_classification.Qwen3ForSequenceClassification, _drop_bias),
+    _changed(llama.LlamaForCausalLM, _scale_logits),
+    _changed(mixtral.MixtralForCausalLM, _scale_logits, _number_layers),
+    _changed(qwen2.Qwen2ForCausalLM, _scale_logits),
+    with_shared_expert(_changed(qwen2_moe.Qwen2MoeForCausalLM, _scale_logits)),
+    _changed(qwen3.Qwen3ForCausalLM, _scale_logits),
+    _changed(qwen3_moe.Qwen3MoeForCausalLM, _scale_logits),
 ]

@@ -63,13 +63,6 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     """Return the digest of a box as an int64 scalar on the device of `values`, without a wait for the device."""
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
     bits, lift = _bits(values.detach())
-    seeds = _seeds(box.name)
-    if bits.is_cuda and bits.dim() <= MATRIX_DIMENSIONS:
-        from megarl.weights.executors.kernels import digest_rows  # noqa: PLC0415 - triton is only on GPU machines
-
-        first_row = box.offsets[0] if bits.dim() == MATRIX_DIMENSIONS else 0
-        matrix = bits if bits.dim() == MATRIX_DIMENSIONS else bits[None]
-        return digest_rows(matrix, first_row=first_row, first_column=box.offsets[-1], seeds=seeds, lift=lift)
     row_keys, column_keys = box_keys(box, canonical_shape, bits.device)
     return _sum(bits.reshape(len(row_keys), len(column_keys)), row_keys, column_keys, lift)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -24,21 +24,12 @@ from megarl.weights.layouts.pieces import whole
 INDEX_FILE = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HfFolder:
-    """The safetensors files of a folder as holders: rank i is `files[i]`."""
-
-    files: tuple[Path, ...]
-    layout: Layout
-
-
-def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolder:
-    """Return which file holds which canonical tensor; a missing or misshapen one is a CheckpointError.
+def read_hf_layout(folder: Path, canonical: Mapping[str, TensorSpec]) -> Layout:
+    """Return which of the `tensor_files` holds which canonical tensor; a missing or misshapen one is a CheckpointError.
 
     Tensors of other names are ignored: some checkpoints of tied models repeat the embedding as the head.
     """
-    files = tensor_files(folder)
-    headers = [_header(path) for path in files]
+    headers = [_header(path) for path in tensor_files(folder)]
     specs = {name: spec for header in headers for name, spec in header.items()}
     for name, spec in canonical.items():
         if name not in specs:
@@ -47,7 +38,7 @@ def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolde
             shapes = f"{list(specs[name].shape)}, config.json says {list(spec.shape)}"
             raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}")
     holdings = tuple(_holding(rank, header, canonical) for rank, header in enumerate(headers))
-    return HfFolder(files=files, layout=Layout(canonical=canonical, holdings=holdings))
+    return Layout(canonical=canonical, holdings=holdings)
 
 
 def load_hf(
@@ -66,14 +57,15 @@ def load_hf(
         lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
         canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
         holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
-    source = read_hf_folder(folder, canonical)
-    moves = plan(source.layout, Layout(canonical=canonical, holdings=(holding,))).moves
+    source = read_hf_layout(folder, canonical)
+    moves = plan(source, Layout(canonical=canonical, holdings=(holding,))).moves
     _zero_padding(holding, tensors)
     by_file: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
         by_file[move.source_rank].append(move)
-    for rank, wanted in by_file.items():
-        _read(source.files[rank], wanted, tensors)
+    files = tensor_files(folder)
+    for rank, of_file in by_file.items():
+        _read(files[rank], of_file, tensors)
 
 
 def tensor_files(folder: Path) -> tuple[Path, ...]:

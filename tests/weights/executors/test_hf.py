@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
 from megarl.weights.algebra.slices import Layout
-from megarl.weights.executors.hf import load_hf, read_hf_folder
+from megarl.weights.executors.hf import load_hf, read_hf_layout
 from megarl.weights.executors.tensors import specs_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -53,9 +53,9 @@ def check_loads_into(folder: Path, shape: ModelShape, layout: Layout) -> None:
 
 
 def test_the_model_spans_several_files(folder: Path, shape: ModelShape) -> None:
-    source = read_hf_folder(folder, canonical_tensors(shape))
-    assert len(source.files) > 2
-    assert sum(len(holding.pieces) for holding in source.layout.holdings) == len(canonical_tensors(shape))
+    source = read_hf_layout(folder, canonical_tensors(shape))
+    assert len(source.holdings) > 2
+    assert sum(len(holding.pieces) for holding in source.holdings) == len(canonical_tensors(shape))
 
 
 def test_ranks_are_filled_and_their_padding_is_zero(folder: Path, shape: ModelShape) -> None:

@@ -196,17 +196,12 @@ def _(event: Restarted) -> str:
 
 
 @_line.register
-def _(event: Straggled) -> str:
-    return f"warning: {event.text}"
-
-
-@_line.register
 def _(event: Noted) -> str:
     return event.text
 
 
 @_line.register
-def _(event: Warned) -> str:
+def _(event: Straggled | Warned) -> str:
     return f"warning: {event.text}"
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.cli.recipe import Overrides, RecipePath, ShapeName, load_checked
 from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
@@ -18,6 +18,10 @@ from megarl.planner.fit import PlanQuestion, answer
 
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 
+_GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")]
+_OverridesFit = Annotated[
+    bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
+]
 _SUBMIT_TIMEOUT_S = 60.0
 
 
@@ -26,7 +30,7 @@ def slurm(
     recipe: RecipePath,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.", show_default=False)],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")] = None,
+    gpus_per_node: _GpusPerNode = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Whole nodes if not given.")] = None,
     gpu_request: Annotated[
         str | None, typer.Option(metavar="OPTION", help="Replaces --gpus-per-node=N, as in --gres=gpu:h100:8.")
@@ -40,10 +44,8 @@ def slurm(
     venv: Annotated[Path | None, typer.Option(metavar="DIR", help="That of this command if not given.")] = None,
     mount: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Mount it too. May be repeated.")] = None,
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures of machines.")] = 3,
-    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
-    overrides_fit: Annotated[
-        bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
-    ] = False,
+    shape: ShapeName = None,
+    overrides_fit: _OverridesFit = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the script here; by default it is printed.")
     ] = None,
@@ -91,17 +93,15 @@ def kubernetes(
         str, typer.Option(help="A volume claim that all pods can write: models, data, runs.", show_default=False)
     ],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")] = None,
+    gpus_per_node: _GpusPerNode = None,
     mount: Annotated[Path, typer.Option(help="Where pods see the volume; relative paths start there.")] = Path(
         "/shared"
     ),
     cpus: Annotated[str, typer.Option(help="Cores of a pod with GPUs.")] = "64",
     memory: Annotated[str, typer.Option(help="Memory of a pod with GPUs.")] = "900Gi",
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures.")] = 3,
-    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
-    overrides_fit: Annotated[
-        bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
-    ] = False,
+    shape: ShapeName = None,
+    overrides_fit: _OverridesFit = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the job here; by default it is printed.")
     ] = None,

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from megarl.cli.display import make_console
-from megarl.cli.recipe import Overrides, RecipePath
+from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
 from megarl.errors import ConfigError
 from megarl.planner.deployment import Placement, PublishWay, RankPlace
@@ -43,7 +43,7 @@ def plan(
             help="Instead of the recipe's cluster.gpu; with other figures as in h100,memory_gib=94,network_gb_per_s=25."
         ),
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    shape: ShapeName = None,
     what_if: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Compare with this change. May be repeated.")
     ] = None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -33,6 +34,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Write prompt tables from data
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set and a model to train on it.")
 data_app.add_typer(make_app, name="make")
 
+_Out = Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)]
+_Seed = Annotated[int, typer.Option(min=0, help="Seed of the problems and of the model's weights.")]
 _REWARDS = ("exact", "gsm8k", "math", "dapo_math", "multiple_choice")
 _HEAD = "# Written by megarl init; `megarl schema --docs` explains every key.\n"
 _MAX_VALUE = 32
@@ -180,10 +183,8 @@ def import_verl(
         print(text, end="")
         _print_report(imported, sys.stderr)
     else:
-        try:
+        with _writing(out):
             out.write_text(text)
-        except OSError as error:
-            raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
         _print_report(imported, sys.stdout)
     problems = _imported_problems(imported.tree)
     if problems:
@@ -243,7 +244,7 @@ def prepare(
             help="JSON lines, CSV, Parquet, Arrow, a folder of them, or a data set of the Hugging Face hub.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
+    out: _Out,
     prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt, for `rows`.")] = None,
     answer_key: Annotated[str | None, typer.Option(help="Column with the ground truth, for `rows`.")] = None,
     response_key: Annotated[str | None, typer.Option(help="Column with the answer to imitate, for `rows`.")] = None,
@@ -254,10 +255,8 @@ def prepare(
 
     named = {"prompt": prompt_key, "answer": answer_key, "response": response_key}
     columns = RecordColumns(source=data_source, **{key: (value,) for key, value in named.items() if value is not None})
-    try:
+    with _writing(out):
         written = prepare(name, source, out, columns, report=lambda line: print(line, file=sys.stderr))
-    except OSError as error:
-        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
     for split in written:
         repeated = f", {split.num_repeated:,} repeated ones left out" if split.num_repeated else ""
         print(f"wrote {split.path}: {split.num_rows:,} rows{repeated}; the first:")
@@ -267,8 +266,8 @@ def prepare(
 
 @make_app.command()
 def arithmetic(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and of the model's weights.")] = 1,
+    out: _Out,
+    seed: _Seed = 1,
     like: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Give the random model the size of this Qwen2 model, such as qwen2.5-0.5b."),
@@ -281,28 +280,29 @@ def arithmetic(
     from megarl.tools.quickstart.arithmetic import SHAPE, make_arithmetic
 
     shape = SHAPE if like is None else _random_shape(like)
-    try:
+    with _writing(out):
         files = make_arithmetic(out, seed=seed, shape=shape)
-    except OSError as error:
-        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
 
 
 @make_app.command()
-def calculator(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and of the model's weights.")] = 1,
-) -> None:
+def calculator(out: _Out, seed: _Seed = 1) -> None:
     """Write sums that a tool adds, lessons of calling it, and a tiny random model whose chat template has tools."""
     from megarl.tools.quickstart.calculator import make_calculator
 
-    try:
+    with _writing(out):
         files = make_calculator(out, seed=seed)
-    except OSError as error:
-        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
 
 
 def _random_shape(name: str) -> TinyShape:

@@ -30,6 +30,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set one key, as in a.b=3; VALUE is YAML. May be repeated."),
 ]
+ShapeName = Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")]
 
 
 def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = False) -> Recipe:

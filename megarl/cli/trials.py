@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from megarl.cli.display import make_console
-from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.cli.recipe import Overrides, RecipePath, ShapeName, load_checked
 from megarl.cli.train import ignore_warnings
 from megarl.errors import ConfigError, MachineError, NumericsError, WeightSyncError
 
@@ -53,7 +53,7 @@ _NUM_LAST = 3
 def check_sync(
     recipe: RecipePath,
     overrides: Overrides = None,
-    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    shape: ShapeName = None,
     engines: Annotated[int, typer.Option(min=1, help="Start at most this many engines; each takes half a minute.")] = 2,
     is_rehearsal: Annotated[
         bool, typer.Option("--rehearse-only", help="Only check the plan, in memory; start no process.")
@@ -137,7 +137,7 @@ def rehearse(
     recipe: RecipePath,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Local nodes of each pool that has several; 1 shows less.")] = 2,
-    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    shape: ShapeName = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep run, logs and recipe here.", show_default=False)
     ] = None,

@@ -205,10 +205,6 @@ class Dialogue:
         found = [token_id for text, token_id in self._tokenizer.eos_texts.items() if whole.startswith(before + text)]
         return found[0] if found else self._tokenizer.eos_ids[0]
 
-    def _difference(self, chat: Sequence[ChatMessage], answer: str, observed: Sequence[ChatMessage]) -> str | None:
-        """Return the text between the end token of an answer and the next answer; None if the history changes."""
-        return self._after(self._tokenizer.render_chat(chat), chat, answer, observed)
-
     def _short_difference(self, observed: Sequence[ChatMessage]) -> str | None:
         """Return the difference in a chat of one turn."""
         return self._after(self._short, [_ASKED], "Three.", observed)
@@ -216,6 +212,7 @@ class Dialogue:
     def _after(
         self, rendered: str, chat: Sequence[ChatMessage], answer: str, observed: Sequence[ChatMessage]
     ) -> str | None:
+        """Return the text between the end token of an answer and the next answer; None if the history changes."""
         whole = self._tokenizer.render_chat([*chat, {"role": "assistant", "content": answer}, *observed])
         for end in self._tokenizer.eos_texts:
             if whole.startswith(rendered + answer + end):
@@ -236,7 +233,7 @@ class Dialogue:
             # Every third turn is without a thought: the kinds mix in an episode.
             answer = (_THOUGHT if kind.has_thought and turn % 3 < 2 else "") + f"I look at {turn}."
             observed = [_observed(role, 10 * turn + place) for place, role in enumerate(kind.roles)]
-            suffix = self._difference(chat, answer, observed)
+            suffix = self._after(tokenizer.render_chat(chat), chat, answer, observed)
             if suffix is None or suffix != self._short_difference(observed):
                 return False
             chat += [{"role": "assistant", "content": answer}, *observed]

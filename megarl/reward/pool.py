@@ -76,11 +76,6 @@ class WorkerPool:
             log_path=log_path,
         )
 
-    async def score(self, request: Request) -> Score:
-        """Return the score of one sample; a ScoreError if it has none."""
-        (answer,) = await self.answers([request])
-        return score_of(answer)
-
     async def answers(self, requests: Sequence[Request]) -> list[Answer]:
         """Wait for a free worker and its answers. A worker that does not answer is replaced."""
         try:

@@ -57,7 +57,6 @@ _CHUNK_BYTES = 65536
 _MAX_FILES = 256
 _FIRST_UID = 60_000
 _NUM_UIDS = 5_000
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The filter of system calls (seccomp). Denied are memory that no limit counts (memfd, System V), namespaces and mounts,
 # sockets other than Unix and Internet ones, and interfaces of the kernel that a program of a model has no use for. A
 # denied call fails; it does not end the program.

@@ -10,8 +10,7 @@ import pytest
 from megarl.cli import main as cli
 from megarl.config.load import load_recipe
 from megarl.tools.doctor import Check, CheckStatus, machine
-from tests.tools.doctor.runs import Step, write_run
-from tests.tools.doctor.test_rules import RECIPE
+from tests.tools.doctor.runs import RECIPE, Step, write_run
 
 
 @pytest.fixture

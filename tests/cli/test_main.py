@@ -102,26 +102,6 @@ def test_a_port_in_use_ends_train_before_anything_starts(recipe: Path) -> None:
     assert not (recipe.parent / "runs").exists()
 
 
-def test_an_empty_data_set_is_a_data_error(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "empty.parquet"
-    pq.write_table(pq.read_table(recipe.parent / "arithmetic" / "train.parquet").slice(0, 0), empty)
-    assert cli.run(["validate", str(recipe), "--set", f"data.train=[{empty}]"]) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("megarl: ")
-    assert str(empty) in line
-
-
-def test_a_reward_file_without_the_function_is_a_recipe_error(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def score():\n    return 0.0\n")
-    assert cli.run(["validate", str(recipe), "--set", f"reward={{kind: function, path: {reward}}}"]) == 2
-    _, *problems = capsys.readouterr().err.splitlines()
-    assert len(problems) == 1
-    assert "compute_score" in problems[0]
-
-
 def on_gpus(*changes: str) -> list[str]:
     """Options that make the recipe one for four H100."""
     return [part for change in ("run.device=cuda", "cluster.gpu=h100", *changes) for part in ("--set", change)]

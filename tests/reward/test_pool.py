@@ -6,22 +6,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from megarl.config.reward import FunctionRewardConfig, MathRewardConfig
+from megarl.config.reward import FunctionRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.build import scoring_task
 from megarl.reward.pool import MachineFaultError, WorkerPool, score_of
 from megarl.reward.protocol import Request
 from megarl.system.proc import ZOMBIE, read_stat
 from megarl.system.user_process import UserProcess
+from megarl.types import Score
 
 MakeReward = Callable[..., FunctionRewardConfig]
+OpenPool = Callable[..., WorkerPool]
 
 HANGS_ON_REQUEST = """
 import os, subprocess, time
@@ -36,12 +38,30 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def pool_of(config: FunctionRewardConfig) -> WorkerPool:
-    return WorkerPool(scoring_task(config))
+@pytest.fixture
+def open_pool(make_reward: MakeReward) -> Iterator[OpenPool]:
+    """Write a reward function and open its pool, which is closed after the test."""
+    pools: list[WorkerPool] = []
+
+    def open_one(
+        source: str, *, log_path: Path | None = None, late_score: float | None = None, **keys: object
+    ) -> WorkerPool:
+        config = make_reward(source).model_copy(update=keys)
+        pools.append(WorkerPool(replace(scoring_task(config), late_score=late_score), log_path=log_path))
+        return pools[-1]
+
+    yield open_one
+    for pool in pools:
+        pool.close()
 
 
 def request(text: str, pids: Path | str = "") -> Request:
     return Request(data_source="x", solution_str=text, ground_truth="", extra_info={"pids": str(pids)})
+
+
+async def score(pool: WorkerPool, sample: Request) -> Score:
+    (answer,) = await pool.answers([sample])
+    return score_of(answer)
 
 
 def is_running(pid: int) -> bool:
@@ -66,14 +86,14 @@ async def read_pids(path: Path) -> list[int]:
 
 
 @pytest.mark.fault("a reward function that hangs", "killed at its deadline with its children, replaced")
-def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=3))
+def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, open_pool: OpenPool) -> None:
+    pool = open_pool(HANGS_ON_REQUEST, deadline_s=3)
 
     async def scenario() -> tuple[float, float]:
-        first = await pool.score(request("go"))
-        with pytest.raises(RewardError, match="within 3 s"):
-            await pool.score(request("hang", tmp_path / "pids"))
-        return first.value, (await pool.score(request("go"))).value
+        first = await score(pool, request("go"))
+        with pytest.raises(RewardError, match=r"gave no score within 3 s \(reward.deadline_s\)"):
+            await score(pool, request("hang", tmp_path / "pids"))
+        return first.value, (await score(pool, request("go"))).value
 
     first, second = asyncio.run(scenario())
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -86,28 +106,23 @@ def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, 
 
 @pytest.mark.parametrize("cpu_s", [0.0, 100.0])
 def test_a_late_sample_gets_the_late_score_only_if_its_worker_has_computed(
-    cpu_s: float, tmp_path: Path, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+    cpu_s: float, tmp_path: Path, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = iter([0.0, cpu_s])
     monkeypatch.setattr(UserProcess, "cpu_s", property(lambda _process: next(used)))
-    task = replace(scoring_task(make_reward(HANGS_ON_REQUEST, deadline_s=1)), late_score=0.0)
-    pool = WorkerPool(task)
-    try:
-        if cpu_s:
-            assert asyncio.run(pool.score(request("hang", tmp_path / "pids"))).value == 0.0
-        else:
-            with pytest.raises(MachineFaultError, match="the machine is at fault"):
-                asyncio.run(pool.score(request("hang", tmp_path / "pids")))
-    finally:
-        pool.close()
+    pool = open_pool(HANGS_ON_REQUEST, deadline_s=1, late_score=0.0)
+    if cpu_s:
+        assert asyncio.run(score(pool, request("hang", tmp_path / "pids"))).value == 0.0
+    else:
+        with pytest.raises(MachineFaultError, match="the machine is at fault"):
+            asyncio.run(score(pool, request("hang", tmp_path / "pids")))
 
 
-def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) -> None:
-    config = make_reward(HANGS_ON_REQUEST, workers=2)
-    pool = pool_of(config)
+def test_workers_are_reused_and_no_more_than_asked_for(open_pool: OpenPool) -> None:
+    pool = open_pool(HANGS_ON_REQUEST, workers=2)
 
     async def scenario() -> list[float]:
-        return [score.value for score in await asyncio.gather(*(pool.score(request("go")) for _ in range(12)))]
+        return [score.value for score in await asyncio.gather(*(score(pool, request("go")) for _ in range(12)))]
 
     pids = {int(pid) for pid in asyncio.run(scenario())}
     assert 1 <= len(pids) <= 2
@@ -117,28 +132,27 @@ def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) 
     wait_for_end(list(pids))
 
 
-def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(HANGS_ON_REQUEST))
+def test_a_cancelled_request_frees_its_worker(tmp_path: Path, open_pool: OpenPool) -> None:
+    pool = open_pool(HANGS_ON_REQUEST)
 
     async def scenario() -> tuple[list[int], float]:
-        task = asyncio.create_task(pool.score(request("hang", tmp_path / "pids")))
+        task = asyncio.create_task(score(pool, request("hang", tmp_path / "pids")))
         pids = await read_pids(tmp_path / "pids")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return pids, (await pool.score(request("go"))).value
+        return pids, (await score(pool, request("go"))).value
 
     pids, next_pid = asyncio.run(scenario())
     wait_for_end(pids)
     assert next_pid not in pids
-    pool.close()
 
 
-def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=60))
+def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, open_pool: OpenPool) -> None:
+    pool = open_pool(HANGS_ON_REQUEST, deadline_s=60)
 
     async def scenario() -> list[int]:
-        task = asyncio.create_task(pool.score(request("hang", tmp_path / "pids")))
+        task = asyncio.create_task(score(pool, request("hang", tmp_path / "pids")))
         pids = await read_pids(tmp_path / "pids")
         pool.close()
         with pytest.raises(RewardError, match="SIGKILL"):
@@ -150,25 +164,23 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
 
 
 @pytest.mark.fault("SIGSTOP of a reward worker", "killed at its deadline")
-def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
+def test_a_stopped_worker_does_not_outlast_its_deadline(open_pool: OpenPool) -> None:
+    pool = open_pool(HANGS_ON_REQUEST, deadline_s=1.5)
 
     async def scenario() -> int:
-        pid = int((await pool.score(request("go"))).value)
+        pid = int((await score(pool, request("go"))).value)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match=r"within 1\.5 s"):
             # More than the socket holds: sending blocks too.
-            await pool.score(request("x" * 4_000_000))
+            await score(pool, request("x" * 4_000_000))
         return pid
 
     wait_for_end([asyncio.run(scenario())])
-    pool.close()
 
 
-def test_a_long_text_arrives_whole(make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
-    assert asyncio.run(pool.score(request("ä" * 3_000_000))).value == 3_000_000
-    pool.close()
+def test_a_long_text_arrives_whole(open_pool: OpenPool) -> None:
+    pool = open_pool("def compute_score(**sample): return len(sample['solution_str'])")
+    assert asyncio.run(score(pool, request("ä" * 3_000_000))).value == 3_000_000
 
 
 def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: MakeReward) -> None:
@@ -178,13 +190,14 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
         dedent(f"""
         import asyncio
         from megarl.config.reward import FunctionRewardConfig
-        from megarl.reward.pool import MachineFaultError, WorkerPool, score_of
+        from megarl.reward.pool import WorkerPool
         from megarl.reward.protocol import Request
         from megarl.reward.build import scoring_task
 
         pool = WorkerPool(scoring_task(FunctionRewardConfig(kind="function", path={str(config.path)!r})))
-        extra_info = {{"pids": {str(tmp_path / "pids")!r}}}
-        asyncio.run(pool.score(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
+        pids = {str(tmp_path / "pids")!r}
+        sample = Request(data_source="", solution_str="hang", ground_truth="", extra_info={{"pids": pids}})
+        asyncio.run(pool.answers([sample]))
         """)
     )
     parent = subprocess.Popen([sys.executable, str(script)])
@@ -196,16 +209,15 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
     wait_for_end(pids)
 
 
-def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward("raise RuntimeError('no licence')"))
+def test_a_file_that_broke_after_the_check_is_an_error(open_pool: OpenPool) -> None:
+    pool = open_pool("raise RuntimeError('no licence')")
     with pytest.raises(RewardError, match=r"importing it raised RuntimeError: no licence \(.*my_reward.py:1\)"):
-        asyncio.run(pool.score(request("go")))
-    pool.close()
+        asyncio.run(score(pool, request("go")))
 
 
 @pytest.mark.fault("kill -9 of a reward worker", "replaced, its sample scored, others unharmed")
-def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_reward: MakeReward) -> None:
-    config = make_reward(
+def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, open_pool: OpenPool) -> None:
+    pool = open_pool(
         """
         import os, time
         from pathlib import Path
@@ -219,16 +231,15 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_
         workers=2,
         deadline_s=600,
     )
-    pool = pool_of(config)
     pids = tmp_path / "pids"
 
     async def scenario() -> tuple[int, float, float]:
-        slow = asyncio.create_task(pool.score(request("slow", pids)))
+        slow = asyncio.create_task(score(pool, request("slow", pids)))
         async with asyncio.timeout(120):
             while not (pids.exists() and pids.read_text().endswith("\n")):
                 await asyncio.sleep(0.02)
         victim = int(pids.read_text())
-        other = (await pool.score(request("go"))).value
+        other = (await score(pool, request("go"))).value
         os.kill(victim, signal.SIGKILL)
         return victim, other, (await slow).value
 
@@ -240,41 +251,30 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_
     wait_for_end([victim, int(second), int(other)])
 
 
-def test_a_worker_makes_room_for_a_fresh_one(make_reward: MakeReward) -> None:
-    config = make_reward(HANGS_ON_REQUEST).model_copy(update={"samples_per_worker": 3})
-    pool = pool_of(config)
+GIVES_PIDS = """
+import os
+
+def compute_score(samples):
+    return [os.getpid()] * len(samples)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_worker_makes_room_for_a_fresh_one_after_its_samples(size: int, open_pool: OpenPool) -> None:
+    pool = open_pool(GIVES_PIDS, samples_per_worker=4, scores_groups=True)
 
     async def scenario() -> list[int]:
-        return [int((await pool.score(request("go"))).value) for _ in range(7)]
+        groups = [await pool.answers([request("go")] * size) for _ in range(6 // size)]
+        return [int(score_of(answer).value) for group in groups for answer in group]
 
     pids = asyncio.run(scenario())
-    assert [len(set(pids[:3])), len(set(pids[3:6])), len(set(pids))] == [1, 1, 3]
-    wait_for_end(pids[:6])
-    pool.close()
-
-
-def test_the_samples_of_a_group_count_one_by_one(make_reward: MakeReward) -> None:
-    config = make_reward(
-        """
-        import os
-
-        def compute_score(samples):
-            return [os.getpid()] * len(samples)
-        """
-    ).model_copy(update={"samples_per_worker": 4, "scores_groups": True})
-    pool = pool_of(config)
-
-    async def scenario() -> list[int]:
-        return [int(score_of(answer).value) for _ in range(3) for answer in await pool.answers([request("go")] * 2)]
-
-    pids = asyncio.run(scenario())
-    pool.close()
     assert [len(set(pids[:4])), len(set(pids[4:])), len(set(pids))] == [1, 1, 2]
+    wait_for_end(pids[:4])
 
 
 @pytest.mark.fault("a reward function that eats memory or time", "ends at its limit")
-def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None:
-    config = make_reward(
+def test_memory_and_cpu_of_a_worker_are_limited(open_pool: OpenPool) -> None:
+    pool = open_pool(
         """
         def compute_score(data_source, solution_str, ground_truth):
             if solution_str == "memory":
@@ -282,79 +282,41 @@ def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None
             while solution_str == "cpu":
                 pass
             return 1
-        """
-    ).model_copy(update={"memory_gib": 1, "cpu_s": 1})
-    pool = pool_of(config)
+        """,
+        memory_gib=1,
+        cpu_s=1,
+    )
 
     async def scenario() -> float:
         with pytest.raises(
             ScoreError, match=r"raised MemoryError: the limit is reward.memory_gib \(.*my_reward.py:4\)"
         ):
-            await pool.score(request("memory"))
+            await score(pool, request("memory"))
         with pytest.raises(ScoreError, match=r"used more than 1 s of CPU \(reward.cpu_s\)"):
-            await pool.score(request("cpu"))
-        return (await pool.score(request("go"))).value
+            await score(pool, request("cpu"))
+        return (await score(pool, request("go"))).value
 
     assert asyncio.run(scenario()) == 1
-    pool.close()
 
 
 @pytest.mark.fault("a reward file that changes during the run", "an error, not another reward")
 @pytest.mark.parametrize("name", ["my_reward.py", "my_parsing.py"])
-def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, make_reward: MakeReward) -> None:
+def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, open_pool: OpenPool) -> None:
     (tmp_path / "my_parsing.py").write_text("SCORE = 1")
-    pool = pool_of(make_reward("from my_parsing import SCORE\ndef compute_score(**sample): return SCORE"))
+    pool = open_pool("from my_parsing import SCORE\ndef compute_score(**sample): return SCORE")
 
     async def scenario() -> None:
-        await pool.score(request("go"))
+        await score(pool, request("go"))
         path = tmp_path / name
         # The same content written again is no change.
         path.write_text(path.read_text())
-        await pool.score(request("go"))
+        await score(pool, request("go"))
         path.write_text(path.read_text() + "\n")
         with pytest.raises(RewardError, match=f"{name} changed during the run") as caught:
-            await pool.score(request("go"))
+            await score(pool, request("go"))
         assert not isinstance(caught.value, ScoreError)
 
     asyncio.run(scenario())
-    pool.close()
-
-
-def test_what_math_cannot_judge_in_time_is_wrong() -> None:
-    pool = WorkerPool(scoring_task(MathRewardConfig(kind="math", workers=1, deadline_s=300)))
-
-    async def scenario() -> list[float]:
-        texts = (r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}")
-        return [(await pool.score(sample(text))).value for text in texts]
-
-    def sample(text: str) -> Request:
-        return Request(data_source="x", solution_str=text, ground_truth="1/2", extra_info={})
-
-    assert asyncio.run(scenario()) == [1, 0, 1]
-    pool.close()
-
-
-def test_an_answer_that_claims_to_be_huge_is_none(make_reward: MakeReward) -> None:
-    """The user's code shares a process with the channel, and finds it if it looks for it."""
-    pool = pool_of(
-        make_reward(
-            """
-            import os, stat, struct
-
-            def compute_score(data_source, solution_str, ground_truth, extra_info):
-                for descriptor in range(3, 4096):
-                    try:
-                        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                            os.write(descriptor, struct.pack("!I", 0xFFFFFFFF) + b"x" * 1000)
-                    except OSError:
-                        pass
-                return 1.0
-            """
-        )
-    )
-    with pytest.raises(ScoreError, match="ended its worker process"):
-        asyncio.run(pool.score(request("")))
-    pool.close()
 
 
 FORKS = """
@@ -368,14 +330,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.fault("a reward function that forks", "the child's answer is no sample's score")
-def test_a_function_that_forks_moves_no_score_to_another_sample(make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(FORKS))
+def test_a_function_that_forks_moves_no_score_to_another_sample(open_pool: OpenPool) -> None:
+    pool = open_pool(FORKS)
 
     async def scenario() -> list[float]:
-        return [(await pool.score(request(text))).value for text in "123456"]
+        return [(await score(pool, request(text))).value for text in "123456"]
 
     assert asyncio.run(scenario()) == [1, 2, 3, 4, 5, 6]
-    pool.close()
 
 
 WRITES_TO_THE_CHANNEL = """
@@ -386,29 +347,38 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     for descriptor in range(3, 4096):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.write(descriptor, struct.pack("!I", len(payload)) + payload)
+                os.write(descriptor, struct.pack("!I", SIZE) + payload)
         except OSError:
             pass
     return 1.0
 """
+FOREIGN = "got an answer that is not its own"
 
 
 @pytest.mark.parametrize(
-    "payload",
+    ("payload", "size", "complaint"),
     [
-        "b'no JSON'",
-        "b'[' * 100_000",
-        "json.dumps({'id': 0, 'answers': [{'score': 1.0, 'components': {}}]}).encode()",
-        "json.dumps({'id': 1, 'answers': []}).encode()",
-        "json.dumps({'id': 1, 'answers': [{'score': 'NaN', 'components': {}}]}).encode()",
-        "json.dumps({'id': 1, 'answers': [{'score': float('nan'), 'components': {}}]}).encode()",
+        ("b'x' * 1000", "0xFFFFFFFF", "ended its worker process"),
+        ("b'no JSON'", "len(payload)", FOREIGN),
+        ("b'[' * 100_000", "len(payload)", FOREIGN),
+        *(
+            (f"json.dumps({{'id': {number}, 'answers': {answers}}}).encode()", "len(payload)", FOREIGN)
+            for number, answers in (
+                (0, "[{'score': 1.0, 'components': {}}]"),
+                (1, "[]"),
+                (1, "[{'score': 'NaN', 'components': {}}]"),
+                (1, "[{'score': float('nan'), 'components': {}}]"),
+            )
+        ),
     ],
 )
-def test_an_answer_that_is_not_the_samples_own_is_no_score(payload: str, make_reward: MakeReward) -> None:
-    pool = pool_of(make_reward(WRITES_TO_THE_CHANNEL.replace("PAYLOAD", payload)))
-    with pytest.raises(ScoreError, match="got an answer that is not its own"):
-        asyncio.run(pool.score(request("")))
-    pool.close()
+def test_an_answer_that_is_not_the_samples_own_is_no_score(
+    payload: str, size: str, complaint: str, open_pool: OpenPool
+) -> None:
+    """The user's code shares a process with the channel, and finds it if it looks for it."""
+    pool = open_pool(WRITES_TO_THE_CHANNEL.replace("PAYLOAD", payload).replace("SIZE", size))
+    with pytest.raises(ScoreError, match=complaint):
+        asyncio.run(score(pool, request("")))
 
 
 LEAVES_CHILDREN = """
@@ -428,18 +398,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.fault("children of a reward function in sessions of their own", "end with their worker, however it ends")
 @pytest.mark.parametrize("ending", ["hang", "exit", "close"])
-def test_children_that_left_the_session_end_with_their_worker(
-    ending: str, tmp_path: Path, make_reward: MakeReward
-) -> None:
-    pool = pool_of(make_reward(LEAVES_CHILDREN, deadline_s=3 if ending == "hang" else 60))
+def test_children_that_left_the_session_end_with_their_worker(ending: str, tmp_path: Path, open_pool: OpenPool) -> None:
+    pool = open_pool(LEAVES_CHILDREN, deadline_s=3 if ending == "hang" else 60)
 
     async def scenario() -> None:
         if ending == "close":
-            assert (await pool.score(request(ending, tmp_path / "pids"))).value == 1
+            assert (await score(pool, request(ending, tmp_path / "pids"))).value == 1
             assert all(map(is_running, await read_pids(tmp_path / "pids")))
         else:
             with pytest.raises(RewardError):
-                await pool.score(request(ending, tmp_path / "pids"))
+                await score(pool, request(ending, tmp_path / "pids"))
         pool.close()
 
     asyncio.run(scenario())
@@ -456,13 +424,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.fault("a reward function that floods its log", "the newest part is kept, within a limit")
-def test_the_log_of_workers_has_a_bound(
-    tmp_path: Path, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_workers_has_a_bound(tmp_path: Path, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.system.user_process.MAX_LOG_BYTES", 2 << 20)
     log = tmp_path / "reward.log"
-    pool = WorkerPool(scoring_task(make_reward(WRITES_MUCH)), log_path=log)
-    assert asyncio.run(pool.score(request("go"))).value == 1
+    pool = open_pool(WRITES_MUCH, log_path=log)
+    assert asyncio.run(score(pool, request("go"))).value == 1
     deadline = time.monotonic() + 60
     while not log.exists() or not log.read_text().endswith("the last line\n"):
         assert time.monotonic() < deadline

@@ -13,7 +13,6 @@ from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, r
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
 from megarl.observe.history import ROLES, History, Series, fold_history
-from megarl.observe.summary import RolloutSummary, StepSummary
 from megarl.results import CriticStats, PreferenceStats, UpdateStats
 from megarl.tools.page.timeline import fold_spans
 from megarl.types import JsonValue
@@ -165,10 +164,9 @@ class RunFolder:
     def _list(self, path: Path) -> list[dict[str, Any]]:
         """Read a file once, and again when a resumed run has rewritten the step."""
         changed = path.stat().st_mtime_ns
-        known = self._lists.get(path)
-        if known is None or known[0] != changed:
-            self._lists[path] = known = (changed, read_list(path))
-        return known[1]
+        if path not in self._lists or self._lists[path][0] != changed:
+            self._lists[path] = (changed, read_list(path))
+        return self._lists[path][1]
 
 
 def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
@@ -244,8 +242,8 @@ def _strict(value: Any) -> JsonValue:
         case dict():
             return {str(key): _strict(item) for key, item in value.items()}
         case _:
-            kept: JsonValue = value
-            return kept
+            other: JsonValue = value
+            return other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +264,11 @@ def draw_charts(history: History) -> list[Chart]:
 
 
 def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]:
-    update, rollouts, steps, critic = _makers(history)
+    update, rollouts, steps = history.of_updates, history.of_rollouts, history.of_steps
+
+    def critic(number: Callable[[CriticStats], float]) -> Series:
+        return Series.of((s.step, number(s.critic)) for s in history.summaries if s.critic is not None)
+
     return [
         ("Outcome", "Evaluation", _evaluations(history)),
         ("Outcome", "Reward", {"mean": history.reward, "median": rollouts(lambda r: r.reward_median)}),
@@ -319,20 +321,6 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
         ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
         ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
     ]
-
-
-def _makers(
-    history: History,
-) -> tuple[
-    Callable[[Callable[[UpdateStats], float]], Series],
-    Callable[[Callable[[RolloutSummary], float]], Series],
-    Callable[[Callable[[StepSummary], float]], Series],
-    Callable[[Callable[[CriticStats], float]], Series],
-]:
-    def of_critic(number: Callable[[CriticStats], float]) -> Series:
-        return Series.of((s.step, number(s.critic)) for s in history.summaries if s.critic is not None)
-
-    return history.of_updates, history.of_rollouts, history.of_steps, of_critic
 
 
 def _pair_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from megarl.config.hub import HubError, hub_folder, is_hub_name
 from megarl.errors import DataError
+from megarl.reward.scorers import last_boxed
 from megarl.tools.prepare import DataSetName
 from megarl.types import JsonValue
 
@@ -145,7 +145,7 @@ def _row(name: DataSetName, record: _Record, columns: RecordColumns, path: Path)
             return _Row(prompt=_asked(record, "question", ask), source="openai/gsm8k", truth=truth, response=answer)
         case DataSetName.MATH:
             solution = _text(record, "solution")
-            boxed = _last_boxed(solution)
+            boxed = last_boxed(solution)
             if boxed is None:
                 raise _RecordError("its solution has no \\boxed{...}; is this MATH?")
             ask = "Reason step by step, and write the final answer in \\boxed{}."
@@ -204,19 +204,6 @@ def _text(record: _Record, key: str) -> str:
     if not isinstance(value, str):
         raise _RecordError(f"has no text in {key}; it has {', '.join(record)}")
     return value
-
-
-def _last_boxed(text: str) -> str | None:
-    """Return what the last `\\boxed{...}` holds, whatever braces are in it."""
-    starts = [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]
-    if not starts:
-        return None
-    depth = 1
-    for place in range(starts[-1], len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[starts[-1] : place]
-    return None
 
 
 def split_files(source: Path) -> dict[str, list[Path]]:

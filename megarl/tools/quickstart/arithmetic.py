@@ -7,7 +7,7 @@ order, with the problems that are trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -29,14 +29,12 @@ SHAPE = TinyShape()
 Addends: TypeAlias = tuple[int, int]
 
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(_MESSAGE)),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("has_carry", pa.bool_())])),
-    ]
+PROBLEM_COLUMNS = (
+    ("data_source", pa.string()),
+    ("prompt", pa.list_(_MESSAGE)),
+    ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
 )
+_EXTRA = ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("has_carry", pa.bool_())]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +81,15 @@ def make_arithmetic(
     }
     tables[files.pairs] = _pairs_table(trained, num_train, "pairs")
     tables[files.eval_pairs] = _pairs_table(held_out, num_eval, "eval_pairs")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, table in tables.items():
-        pq.write_table(table, path)
+    write_tables(tables)
     write_tiny_model(files.model, shape, seed=seed)
     return files
+
+
+def write_tables(tables: Mapping[Path, pa.Table]) -> None:
+    for path, table in tables.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path)
 
 
 def _pairs_table(problems: Sequence[Addends], count: int, split: str) -> pa.Table:
@@ -140,4 +142,4 @@ def _table(problems: Sequence[Addends], split: str) -> pa.Table:
         }
         for index, (a, b) in enumerate(problems)
     ]
-    return pa.Table.from_pylist(rows, schema=_SCHEMA)
+    return pa.Table.from_pylist(rows, schema=pa.schema([*PROBLEM_COLUMNS, _EXTRA]))

@@ -14,23 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from megarl.tools.quickstart.arithmetic import Addends, split_problems
+from megarl.tools.quickstart.arithmetic import PROBLEM_COLUMNS, Addends, split_problems, write_tables
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 CALL_PROBABILITY = 0.35
 _UNKNOWN = "?"
 SHAPE = replace(TinyShape(has_tools=True), vocab=TinyShape().vocab + 1)
-
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(_MESSAGE)),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +49,7 @@ def make_calculator(
         files.sft: _table([(problem, _asked(problem) + _taught(problem, generator)) for problem in lessons]),
         files.eval: _table([(problem, _asked(problem)) for problem in held_out[:num_eval]]),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, table in tables.items():
-        pq.write_table(table, path)
+    write_tables(tables)
     write_tiny_model(files.model, SHAPE, seed=seed)
     return files
 
@@ -97,5 +85,5 @@ def _table(rows: Sequence[tuple[Addends, list[dict[str, str]]]]) -> pa.Table:
             }
             for problem, messages in rows
         ],
-        schema=_SCHEMA,
+        schema=pa.schema(PROBLEM_COLUMNS),
     )

@@ -18,21 +18,7 @@ from megarl.errors import DataError
 from megarl.observe.events import CheckpointFailed, Event, PhaseStarted
 from megarl.tools.doctor.rules import RULES, Finding, diagnose_run
 from tests.observe.samples import BEGAN
-from tests.tools.doctor.runs import Step, lost_engine, write_run
-
-RECIPE = """\
-run: {name: sample, steps: 40, device: cpu}
-model: {path: model}
-data: {train: [train.parquet], eval: [eval.parquet], max_prompt_tokens: 64}
-pools: {train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}}
-roles:
-  actor: {pool: train, tensor: 2}
-  rollout: {pool: rollout, is_deterministic: false}
-algorithm: {kind: grpo}
-sampling: {max_response_tokens: 192}
-train: {prompts_per_step: 8, tokens_per_micro_batch: 1024, optimizer: {learning_rate: 3e-4}}
-evaluation: {every_steps: 8, max_response_tokens: 96}
-"""
+from tests.tools.doctor.runs import RECIPE, Step, lost_engine, write_run
 
 
 @dataclass(frozen=True, kw_only=True)

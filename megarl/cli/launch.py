@@ -112,8 +112,6 @@ def kubernetes(
     """
     checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
-    import yaml
-
     from megarl.tools.launch.kubernetes import KubernetesJob, render
 
     job = KubernetesJob(
@@ -127,12 +125,7 @@ def kubernetes(
         memory_per_node=memory,
         max_failures=max_failures,
     )
-    text = yaml.safe_dump(checked.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
-    run = checked.run
-    model = checked.model
-    data = checked.data
-    grace_s = checked.checkpoint.grace_s
-    rendered = render(job, text, run=run, model=model, data=data, pools=checked.pools, grace_s=grace_s)
+    rendered = render(job, checked)
     if out is None:
         print(rendered, end="")
     else:

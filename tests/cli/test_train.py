@@ -15,6 +15,24 @@ from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.system.test_run_lock import another_driver
 
 
+def write_recipe(folder: Path, run: dict[str, str], *, tokens_per_micro_batch: int) -> Path:
+    files = make_arithmetic(folder, num_train=8, num_sft=1, num_eval=1)
+    recipe = {
+        "run": {**run, "folder": str(folder / "runs"), "steps": 1},
+        "model": {"path": str(files.model)},
+        "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
+        "cluster": {"gpu": "l40s"},
+        "pools": {"all": {"gpus_per_node": 1}},
+        "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all", "memory_fraction": 0.5}},
+        "algorithm": {"kind": "grpo"},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": tokens_per_micro_batch},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
 def test_the_table_has_every_row_and_the_picture_its_path() -> None:
     out = StringIO()
     rows = (
@@ -36,20 +54,7 @@ def test_the_table_has_every_row_and_the_picture_its_path() -> None:
 def test_a_run_that_does_not_fit_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = make_arithmetic(tmp_path, num_train=8, num_sft=1, num_eval=1)
-    recipe = {
-        "run": {"name": "big", "folder": str(tmp_path / "runs"), "steps": 1, "ray_address": "127.0.0.1:1"},
-        "model": {"path": str(files.model)},
-        "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
-        "cluster": {"gpu": "l40s"},
-        "pools": {"all": {"gpus_per_node": 1}},
-        "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all", "memory_fraction": 0.5}},
-        "algorithm": {"kind": "grpo"},
-        "sampling": {"max_response_tokens": 8},
-        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": 10_000_000},
-    }
-    path = tmp_path / "big.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path = write_recipe(tmp_path, {"name": "big", "ray_address": "127.0.0.1:1"}, tokens_per_micro_batch=10_000_000)
     assert run(["train", str(path)]) == 2
     title, line = capsys.readouterr().err.splitlines()[-2:]
     assert title == "big: 1 problem(s)"
@@ -68,19 +73,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_starts(
 def test_a_second_driver_of_a_run_is_refused_before_it_touches_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = make_arithmetic(tmp_path, num_train=8, num_sft=1, num_eval=1)
-    recipe = {
-        "run": {"name": "mine", "folder": str(tmp_path / "runs"), "steps": 1, "device": "cpu"},
-        "model": {"path": str(files.model)},
-        "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
-        "pools": {"all": {"gpus_per_node": 1}},
-        "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all"}},
-        "algorithm": {"kind": "grpo"},
-        "sampling": {"max_response_tokens": 8},
-        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": 64},
-    }
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path = write_recipe(tmp_path, {"name": "mine", "device": "cpu"}, tokens_per_micro_batch=64)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "of_the_first").touch()
     with another_driver(tmp_path / "runs" / "mine") as first:

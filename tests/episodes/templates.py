@@ -57,39 +57,29 @@ _QWEN_RESULTS = """\
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}"""
 
-QWEN2_5 = (
-    _QWEN_SYSTEM
-    + """\
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
-    """
-    + _QWEN_CALLS
-    + """
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-"""
-    + _QWEN_RESULTS
-    + """
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-)
+
+def _qwen(answer: str, *, before: str = "") -> str:
+    """Return a template of Qwen's; `answer` renders the text of an assistant's message."""
+    return f"""\
+{_QWEN_SYSTEM}{before}{{%- for message in messages %}}
+    {{%- if message.role == 'user' %}}
+        {{{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}}}
+    {{%- elif message.role == 'assistant' %}}
+{answer}
+    {_QWEN_CALLS}
+        {{{{- '<|im_end|>\\n' }}}}
+    {{%- elif message.role == 'tool' %}}
+{_QWEN_RESULTS}
+    {{%- endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+
+
+QWEN2_5 = _qwen("        {{- '<|im_start|>assistant\\n' + (message.content or '') }}")
 
 # Thoughts stay after the last message of a user and are dropped before it.
-QWEN3 = (
-    _QWEN_SYSTEM
-    + """\
-{%- set ns = namespace(last_query=0) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
+QWEN3 = _qwen(
+    """\
         {%- set content = message.content or '' %}
         {%- set thought = '' %}
         {%- if '</think>' in content %}
@@ -101,18 +91,13 @@ QWEN3 = (
             {{- '<think>\\n' + thought + '\\n</think>\\n\\n' + content }}
         {%- else %}
             {{- content }}
-        {%- endif %}
-    """
-    + _QWEN_CALLS
-    + """
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-"""
-    + _QWEN_RESULTS
-    + """
-    {%- endif %}
+        {%- endif %}""",
+    before="""\
+{%- set ns = namespace(last_query=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+""",
 )
 
 # Results are JSON strings of a role of their own; a call is the whole message.

@@ -30,6 +30,21 @@ def call_of(a: int, b: int) -> str:
     return "<tool_call>\n" + json.dumps({"name": "add", "arguments": {"a": a, "b": b}}) + "\n</tool_call>"
 
 
+def prompt_of(tokenizer: Tokenizer) -> Prompt:
+    messages = ({"role": "user", "content": "3+4="},)
+    (token_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
+    return Prompt(
+        uid="row-0",
+        position=0,
+        epoch=0,
+        token_ids=token_ids,
+        data_source="",
+        ground_truth="7",
+        extra_info={},
+        messages=messages,
+    )
+
+
 class ScriptedSampler:
     """Answers with texts in turn, each token of the version that is served then; remembers what it was asked."""
 
@@ -121,18 +136,7 @@ class Table:
 
     @property
     def prompt(self) -> Prompt:
-        messages = ({"role": "user", "content": "3+4="},)
-        (token_ids,) = self.tokenizer.encode([self.tokenizer.render_chat(messages)])
-        return Prompt(
-            uid="row-0",
-            position=0,
-            epoch=0,
-            token_ids=token_ids,
-            data_source="",
-            ground_truth="7",
-            extra_info={},
-            messages=messages,
-        )
+        return prompt_of(self.tokenizer)
 
 
 def table(folder: Path, *texts: str, family: str = "qwen2.5", versions: Sequence[int] = (), **sums: object) -> Table:
@@ -365,18 +369,7 @@ def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
     keys = {"path": str(path)} if kind == "chat" else {"code": f"{path}:turns"}
     config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python({"kind": kind, "max_turns": 4, **keys})
     tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=())
-    messages = ({"role": "user", "content": "3+4?"},)
-    (prompt_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
-    prompt = Prompt(
-        uid="1",
-        position=0,
-        epoch=0,
-        token_ids=prompt_ids,
-        data_source="sums",
-        ground_truth="7",
-        extra_info={},
-        messages=messages,
-    )
+    prompt = prompt_of(tokenizer)
     sampler = ScriptedSampler(tokenizer, "8", "7")
 
     async def play() -> Rollout:
@@ -391,7 +384,7 @@ def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
     assert rollout.score.value == 1
     kinds = [turn.kind for turn in rollout.episode.turns]
     assert kinds == [TurnKind.SAMPLED, TurnKind.GIVEN, TurnKind.SAMPLED]
-    assert np.array_equal(sampler.histories[0], prompt_ids)
+    assert np.array_equal(sampler.histories[0], prompt.token_ids)
     assert rollout.loss_mask.sum() == len(tokenizer.encode(["8"])[0]) + len(tokenizer.encode(["7"])[0]) + 2
 
 

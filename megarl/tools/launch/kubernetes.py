@@ -6,7 +6,7 @@ The image is named by its digest, so that every pod and every later attempt runs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue
 
-from megarl.config.recipe import DataConfig, ModelConfig, RunConfig
-from megarl.config.roles import PoolConfig
+from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
 from megarl.errors import ConfigError, Problem
 from megarl.tools.launch.slurm import check_pools, lead_s
 
@@ -47,22 +46,15 @@ class KubernetesJob:
     max_failures: int
 
 
-def render(
-    job: KubernetesJob,
-    text: str,
-    *,
-    run: RunConfig,
-    model: ModelConfig,
-    data: DataConfig,
-    pools: Mapping[str, PoolConfig],
-    grace_s: float,
-) -> str:
-    """Return both documents, with the recipe's text; raise a ConfigError where its sections do not fit the job."""
-    name = f"megarl-{re.sub(r'[._]', '-', run.name.lower())}"
-    fitting = check_pools(pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
-    problems = [*fitting, *_check_words(job, name), *_check_paths(job, run, model, data)]
+def render(job: KubernetesJob, recipe: Recipe) -> str:
+    """Return both documents; raise a ConfigError where the recipe does not fit the job."""
+    name = f"megarl-{re.sub(r'[._]', '-', recipe.run.name.lower())}"
+    fitting = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
+    paths = _check_paths(job, recipe.run, recipe.model, recipe.data)
+    problems = [*fitting, *_check_words(job, name), *paths]
     if problems:
         raise ConfigError(job.source, tuple(problems))
+    text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     metadata: dict[str, JsonValue] = {"name": name}
     documents: list[dict[str, JsonValue]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_RECIPE_FILE: text}},
@@ -70,7 +62,7 @@ def render(
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": metadata,
-            "spec": _spec(job, name, grace_s=lead_s(grace_s)),
+            "spec": _spec(job, name, grace_s=lead_s(recipe.checkpoint.grace_s)),
         },
     ]
     return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)

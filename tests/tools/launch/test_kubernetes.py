@@ -24,18 +24,6 @@ def recipe(*overrides: str) -> Recipe:
     return read_recipe(LARGE, overrides).recipe
 
 
-def rendered(job: KubernetesJob, wanted: Recipe) -> str:
-    return render(
-        job,
-        yaml.safe_dump(wanted.model_dump(mode="json", exclude_defaults=True)),
-        run=wanted.run,
-        model=wanted.model,
-        data=wanted.data,
-        pools=wanted.pools,
-        grace_s=wanted.checkpoint.grace_s,
-    )
-
-
 GPUS = max(pool.gpus_per_node for pool in recipe().pools.values())
 NODES = sum(pool.nodes for pool in recipe().pools.values())
 JOB = KubernetesJob(
@@ -53,7 +41,7 @@ JOB = KubernetesJob(
 
 def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) -> None:
     wanted = recipe("run.steps=7", "checkpoint.mirror.url=s3://bucket/runs")
-    config, job = yaml.safe_load_all(rendered(JOB, wanted))
+    config, job = yaml.safe_load_all(render(JOB, wanted))
     (name,) = config["data"]
     assert job["spec"]["entrypoint"] == f"megarl train {RECIPE_FOLDER}/{name}"
     path = tmp_path / name
@@ -62,7 +50,7 @@ def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) 
 
 
 def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> None:
-    config, job = yaml.safe_load_all(rendered(JOB, recipe("checkpoint.grace_s=240")))
+    config, job = yaml.safe_load_all(render(JOB, recipe("checkpoint.grace_s=240")))
     cluster = job["spec"]["rayClusterSpec"]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert cluster["rayVersion"] in pinned_versions()["ray"]
@@ -81,7 +69,7 @@ def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> 
 
 
 def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
-    _, job = yaml.safe_load_all(rendered(JOB, recipe()))
+    _, job = yaml.safe_load_all(render(JOB, recipe()))
     assert job["metadata"] == {"name": "megarl-grpo-70b"}
     cluster = job["spec"]["rayClusterSpec"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
@@ -109,7 +97,7 @@ def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
 )
 def test_what_cannot_run_is_refused(job: KubernetesJob, overrides: tuple[str, ...], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        rendered(job, recipe(*overrides))
+        render(job, recipe(*overrides))
     (problem,) = caught.value.problems
     assert str(problem).startswith(expected)
 

@@ -6,6 +6,8 @@ to start. Imports are inside the fixtures: a test that needs none of them does n
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -38,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in wanting_gpu:
                 item.add_marker(pytest.mark.skip(reason="NOT TESTED: torch sees no CUDA device here"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 YARN: dict[str, object] = {

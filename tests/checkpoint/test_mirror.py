@@ -271,16 +271,13 @@ def test_a_preempted_run_finishes_its_copy_and_one_that_failed_does_not_wait(tmp
     assert copy.exists()
 
 
-def test_a_run_that_is_done_does_not_wait_for_a_store_that_fails(tmp_path: Path) -> None:
+async def test_a_run_that_is_done_does_not_wait_for_a_store_that_fails(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("a file, not a folder")
     recipe, sink = _recipe(tmp_path, f"file://{tmp_path}/mirror", finish_s=100_000), ListSink()
     write_checkpoint(_parent(recipe), 1, recipe=recipe)
 
-    async def run() -> None:
-        async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([sink])):
-            pass
-
-    asyncio.run(run())
+    async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([sink])):
+        pass
     told = _texts(sink, Warned)
     assert "are not copied to" in told[0]
     assert told[1].startswith(f"the mirror lacks the last checkpoint, which is whole in {_parent(recipe)}")

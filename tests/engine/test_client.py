@@ -40,15 +40,12 @@ class Recorder:
         return [request.url.path for request in self.asked]
 
 
-def test_generating_and_controlling_use_different_keys() -> None:
+async def test_generating_and_controlling_use_different_keys() -> None:
     engine = Recorder()
     client = scripted_client(engine)
 
-    async def calls() -> None:
-        await client.generate(REQUEST)
-        await admin.pause(client, admin.PauseMode.RETRACT)
-
-    asyncio.run(calls())
+    await client.generate(REQUEST)
+    await admin.pause(client, admin.PauseMode.RETRACT)
     assert [request.headers["authorization"] for request in engine.asked] == ["Bearer api-key", "Bearer admin-key"]
 
 
@@ -116,7 +113,7 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(ask(endless, timeout_s=60))
 
 
-def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None:
+async def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None:
     """A server that closes an idle connection costs no request."""
     connections: list[asyncio.BaseTransport] = []
 
@@ -125,15 +122,12 @@ def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None
         connections.append(request.transport)
         return web.json_response({})
 
-    async def scenario() -> None:
-        async with client_of(answer) as client:
-            for _ in range(3):
-                await client.generate(REQUEST)
-            connections[-1].close()
-            await asyncio.sleep(1.0)
+    async with client_of(answer) as client:
+        for _ in range(3):
             await client.generate(REQUEST)
-
-    asyncio.run(scenario())
+        connections[-1].close()
+        await asyncio.sleep(1.0)
+        await client.generate(REQUEST)
     assert len({id(each) for each in connections[:3]}) == 1
     assert connections[3] is not connections[0]
     assert float(ENGINE_ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 100 * KEEP_ALIVE_S
@@ -166,7 +160,7 @@ MALFORMED = {
 
 @pytest.mark.fault("an answer that is not HTTP", "the engine is not healthy; a probe fails; supervision goes on")
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_an_answer_that_is_not_http_is_an_error_of_the_engine(kind: str) -> None:
+async def test_an_answer_that_is_not_http_is_an_error_of_the_engine(kind: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         with suppress(ConnectionError):
@@ -174,20 +168,17 @@ def test_an_answer_that_is_not_http_is_an_error_of_the_engine(kind: str) -> None
             await writer.drain()
         writer.close()
 
-    async def scenario() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            client = EngineClient(replace(scripted_client(Recorder()).endpoint, port=port), request_timeout_s=60)
-            try:
-                assert not await client.is_healthy(timeout_s=60)
-                with pytest.raises(EngineError, match=r"engine 0 .*probe: "):
-                    await client.probe(timeout_s=60)
-                with pytest.raises(EngineError, match=r"engine 0 .*generate: "):
-                    await client.generate(REQUEST)
-            finally:
-                await client.close()
-
-    asyncio.run(scenario())
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = EngineClient(replace(scripted_client(Recorder()).endpoint, port=port), request_timeout_s=60)
+        try:
+            assert not await client.is_healthy(timeout_s=60)
+            with pytest.raises(EngineError, match=r"engine 0 .*probe: "):
+                await client.probe(timeout_s=60)
+            with pytest.raises(EngineError, match=r"engine 0 .*generate: "):
+                await client.generate(REQUEST)
+        finally:
+            await client.close()
 
 
 @pytest.mark.fault("a reply that grows when it is decompressed", "refused before it is read")
@@ -259,16 +250,13 @@ ASLEEP_AND_AWAKE = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Device) -> None:
+async def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Device) -> None:
     engine = Recorder()
     client = scripted_client(engine)
     client.endpoint = replace(client.endpoint, device=device)
 
-    async def calls() -> None:
-        for call in (admin.sleep, admin.sleep, admin.wake, admin.wake):
-            await call(client)
-
-    asyncio.run(calls())
+    for call in (admin.sleep, admin.sleep, admin.wake, admin.wake):
+        await call(client)
     assert engine.paths == ASLEEP_AND_AWAKE[device]
 
 
@@ -301,21 +289,18 @@ def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel)
     assert 0 < len(token_ids) < 500
 
 
-def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedModel) -> None:
-    async def pause() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            client, generator = fleet.engines[0].client, generator_of(fleet)
-            await admin.sleep(client)
-            held = asyncio.create_task(generator.generate(prompt_of(5, 6)))
-            await asyncio.sleep(0.5)
-            assert not held.done()
-            assert await client.is_healthy()
-            assert await client.probe(timeout_s=60) == "0"
-            await client.flush_cache()
-            await admin.wake(client)
-            assert len((await held).rollouts) == 1
-
-    asyncio.run(pause())
+async def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedModel) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        client, generator = fleet.engines[0].client, generator_of(fleet)
+        await admin.sleep(client)
+        held = asyncio.create_task(generator.generate(prompt_of(5, 6)))
+        await asyncio.sleep(0.5)
+        assert not held.done()
+        assert await client.is_healthy()
+        assert await client.probe(timeout_s=60) == "0"
+        await client.flush_cache()
+        await admin.wake(client)
+        assert len((await held).rollouts) == 1
 
 
 def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> None:

@@ -49,50 +49,41 @@ def test_the_choice_is_that_of_looking_at_every_engine(seed: int) -> None:
             taken += [] if got is None else [got]
 
 
-def test_a_waiting_request_that_avoids_the_free_engine_lets_others_pass() -> None:
-    async def scenario() -> None:
-        engines = [FakeEngine(0), FakeEngine(1)]
-        dispatcher = Dispatcher(engines, max_outstanding=1)
-        assert [dispatcher.take(set(), ()), dispatcher.take(set(), ())] == engines
-        picky = asyncio.create_task(dispatcher.wait({0}, ()))
-        easy = asyncio.create_task(dispatcher.wait(set(), ()))
-        await asyncio.sleep(0)
-        dispatcher.release(engines[0])
-        assert (await easy) is engines[0]
-        assert not picky.done()
-        dispatcher.release(engines[1])
-        assert (await picky) is engines[1]
-
-    asyncio.run(scenario())
+async def test_a_waiting_request_that_avoids_the_free_engine_lets_others_pass() -> None:
+    engines = [FakeEngine(0), FakeEngine(1)]
+    dispatcher = Dispatcher(engines, max_outstanding=1)
+    assert [dispatcher.take(set(), ()), dispatcher.take(set(), ())] == engines
+    picky = asyncio.create_task(dispatcher.wait({0}, ()))
+    easy = asyncio.create_task(dispatcher.wait(set(), ()))
+    await asyncio.sleep(0)
+    dispatcher.release(engines[0])
+    assert (await easy) is engines[0]
+    assert not picky.done()
+    dispatcher.release(engines[1])
+    assert (await picky) is engines[1]
 
 
-def test_a_request_that_is_cancelled_with_its_turn_gives_it_back() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(0)
-        dispatcher = Dispatcher([engine], max_outstanding=1)
-        dispatcher.take(set(), ())
-        waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(2)]
-        await asyncio.sleep(0)
-        dispatcher.release(engine)
-        waiting[0].cancel()
-        assert (await waiting[1]) is engine
-        dispatcher.release(engine)
-        assert engine.num_outstanding == 0
-
-    asyncio.run(scenario())
+async def test_a_request_that_is_cancelled_with_its_turn_gives_it_back() -> None:
+    engine = FakeEngine(0)
+    dispatcher = Dispatcher([engine], max_outstanding=1)
+    dispatcher.take(set(), ())
+    waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(2)]
+    await asyncio.sleep(0)
+    dispatcher.release(engine)
+    waiting[0].cancel()
+    assert (await waiting[1]) is engine
+    dispatcher.release(engine)
+    assert engine.num_outstanding == 0
 
 
-def test_waiting_requests_can_be_refused() -> None:
-    async def scenario() -> None:
-        dispatcher = Dispatcher([FakeEngine(0, is_live=False)], max_outstanding=1)
-        waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(3)]
-        await asyncio.sleep(0)
-        dispatcher.refuse(lambda: FleetError("none"))
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [str(outcome) for outcome in outcomes] == ["none"] * 3
-        assert not dispatcher.has_waiting
-
-    asyncio.run(scenario())
+async def test_waiting_requests_can_be_refused() -> None:
+    dispatcher = Dispatcher([FakeEngine(0, is_live=False)], max_outstanding=1)
+    waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(3)]
+    await asyncio.sleep(0)
+    dispatcher.refuse(lambda: FleetError("none"))
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["none"] * 3
+    assert not dispatcher.has_waiting
 
 
 def seconds_per_turn(*, num_engines: int, num_waiting: int) -> float:
@@ -122,17 +113,14 @@ def test_a_turn_costs_the_same_with_a_thousand_engines_and_many_waiting() -> Non
     assert many < 10 * few
 
 
-def test_an_episode_stays_at_its_engine_and_its_siblings_share_their_prompt() -> None:
-    async def scenario() -> None:
-        engines = [FakeEngine(index) for index in range(4)]
-        dispatcher = Dispatcher(engines, max_outstanding=64)
-        first = dispatcher.take(set(), ["prompt#0", "prompt"])
-        sibling = dispatcher.take(set(), ["prompt#1", "prompt"])
-        assert first is sibling
-        assert first is not None
-        dispatcher.release(first)
-        other = dispatcher.take({first.index}, ["prompt#1", "prompt"])
-        assert other is not first  # it is avoided, and remembered from now on
-        assert dispatcher.take(set(), ["prompt#1", "prompt"]) is other
-
-    asyncio.run(scenario())
+async def test_an_episode_stays_at_its_engine_and_its_siblings_share_their_prompt() -> None:
+    engines = [FakeEngine(index) for index in range(4)]
+    dispatcher = Dispatcher(engines, max_outstanding=64)
+    first = dispatcher.take(set(), ["prompt#0", "prompt"])
+    sibling = dispatcher.take(set(), ["prompt#1", "prompt"])
+    assert first is sibling
+    assert first is not None
+    dispatcher.release(first)
+    other = dispatcher.take({first.index}, ["prompt#1", "prompt"])
+    assert other is not first  # it is avoided, and remembered from now on
+    assert dispatcher.take(set(), ["prompt#1", "prompt"]) is other

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,41 +51,7 @@ _NUM_ENCODED = 256
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-
-class _AddedToken(Protocol):
-    content: str
-    special: bool
-
-
-class _HuggingFaceTokenizer(Protocol):
-    """The part of transformers' tokenizer that is used."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def bos_token(self) -> str | None: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, _AddedToken]: ...
-    def apply_chat_template(
-        self,
-        chats: list[list[Message]],
-        *,
-        tools: list[ToolFunction] | None,
-        chat_template: str | None,
-        add_generation_prompt: bool,
-        tokenize: bool,
-    ) -> list[str]: ...
-    def __call__(
-        self, texts: list[str], *, add_special_tokens: bool, verbose: bool
-    ) -> Mapping[str, list[list[int]]]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
-    def convert_ids_to_tokens(self, token_ids: int) -> str | None: ...
-    def get_vocab(self) -> dict[str, int]: ...
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(
@@ -100,7 +66,7 @@ def load_tokenizer(
     if not folder.is_dir():
         raise _error(f"{folder} is not a folder")
     try:
-        inner: _HuggingFaceTokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        inner: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise _error(f"{folder} has no tokenizer that can be loaded: {reason}") from error
@@ -134,7 +100,7 @@ class TextSpan:
 class _ByteDecoder:
     """Joins the bytes of tokens, as a byte-level tokenizer does, at a fraction of its cost."""
 
-    def __init__(self, inner: _HuggingFaceTokenizer, byte_of: Mapping[str, int]) -> None:
+    def __init__(self, inner: PreTrainedTokenizerBase, byte_of: Mapping[str, int]) -> None:
         """`byte_of` is the byte that each character of a token stands for."""
         self._inner = inner
         self._byte_of = byte_of
@@ -165,7 +131,7 @@ class _ByteDecoder:
             return token.encode()  # an added token is its own text
 
 
-def _byte_decoder(inner: _HuggingFaceTokenizer) -> _ByteDecoder | None:
+def _byte_decoder(inner: PreTrainedTokenizerBase) -> _ByteDecoder | None:
     """Return a decoder if the tokenizer is byte-level and this decoder gives the same text; else None."""
     from tokenizers.decoders import ByteLevel  # noqa: PLC0415 - with transformers above
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
@@ -181,18 +147,19 @@ def _byte_decoder(inner: _HuggingFaceTokenizer) -> _ByteDecoder | None:
     return decoder if decoder.decode(sample) == _decode(inner, sample) else None
 
 
-def _encode(inner: _HuggingFaceTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def _encode(inner: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     return inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
-def _decode(inner: _HuggingFaceTokenizer, token_ids: TokenArray) -> str:
-    return inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def _decode(inner: PreTrainedTokenizerBase, token_ids: TokenArray) -> str:
+    text: str = inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 class Tokenizer:
     def __init__(
         self,
-        inner: _HuggingFaceTokenizer,
+        inner: PreTrainedTokenizerBase,
         *,
         folder: Path,
         eos_ids: tuple[int, ...],
@@ -305,13 +272,14 @@ class Tokenizer:
         """
         try:
             with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
-                return self._inner.apply_chat_template(
+                rendered: list[str] = self._inner.apply_chat_template(
                     chats,
                     tools=list(self.tools) or None,
                     chat_template=self._jinja,
                     add_generation_prompt=not is_answered,
                     tokenize=False,
                 )
+                return rendered
         except (TemplateError, TypeError) as error:  # TypeError: it loads another file
             raise DataError(f"the chat template refuses the messages: {error}") from error
         except (TimeoutError, MemoryError, OverflowError) as error:
@@ -372,7 +340,7 @@ def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-def _first_text(inner: _HuggingFaceTokenizer) -> str:
+def _first_text(inner: PreTrainedTokenizerBase) -> str:
     """Return the token that the tokenizer puts before a text by itself, if it does so."""
     (first,) = inner([""], add_special_tokens=True, verbose=False)["input_ids"]
     return inner.bos_token or "" if first[:1] == [inner.bos_token_id] else ""

@@ -27,7 +27,8 @@ Errors cross process borders, so each is picklable from its message alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -149,3 +150,12 @@ def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
     """Join the first sentences of a message, and count the rest."""
     more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []
     return "; ".join([*sentences[:max_named], *more])
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Raise a MachineError that names what the body cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{what}: cannot be written: {error.strerror}") from error

@@ -13,7 +13,7 @@ import typer
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName, load_checked
 from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
-from megarl.errors import ConfigError, MachineError, Problem
+from megarl.errors import ConfigError, MachineError, Problem, writing
 from megarl.planner.fit import PlanQuestion, answer
 
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
@@ -164,11 +164,9 @@ def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:
 
 
 def _write(path: Path, script: str, *, mode: int) -> None:
-    try:
+    with writing(f"--out {path}"):
         path.write_text(script)
         path.chmod(mode)
-    except OSError as error:
-        raise MachineError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
 def _submit(script: str) -> str:

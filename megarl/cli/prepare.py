@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -20,7 +19,7 @@ from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.config.load import schema_problems, validated
 from megarl.config.model import Family
 from megarl.config.recipe import Recipe
-from megarl.errors import ConfigError, MachineError, Problem
+from megarl.errors import ConfigError, Problem, writing
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
 from megarl.tools.import_verl.translate import translate_file
@@ -79,10 +78,8 @@ def init(
         **({"evaluation": {"every_steps": 10}} if held_out else {}),
     }
     tree, note = choose_layout(base, num_gpus=num_gpus, nodes=nodes, gpu=gpu, shape=shape)
-    try:
+    with writing(out):
         out.write_text(_HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110))
-    except OSError as error:
-        raise MachineError(f"{out}: cannot be written: {error.strerror}") from error
     print(f"wrote {out}: {note}\nnext: megarl validate {out} && megarl train {out}")
 
 
@@ -183,7 +180,7 @@ def import_verl(
         print(text, end="")
         _print_report(imported, sys.stderr)
     else:
-        with _writing(out):
+        with writing(f"--out {out}"):
             out.write_text(text)
         _print_report(imported, sys.stdout)
     problems = _imported_problems(imported.tree)
@@ -255,7 +252,7 @@ def prepare(
 
     named = {"prompt": prompt_key, "answer": answer_key, "response": response_key}
     columns = RecordColumns(source=data_source, **{key: (value,) for key, value in named.items() if value is not None})
-    with _writing(out):
+    with writing(f"--out {out}"):
         written = prepare(name, source, out, columns, report=lambda line: print(line, file=sys.stderr))
     for split in written:
         repeated = f", {split.num_repeated:,} repeated ones left out" if split.num_repeated else ""
@@ -280,7 +277,7 @@ def arithmetic(
     from megarl.tools.quickstart.arithmetic import SHAPE, make_arithmetic
 
     shape = SHAPE if like is None else _random_shape(like)
-    with _writing(out):
+    with writing(f"--out {out}"):
         files = make_arithmetic(out, seed=seed, shape=shape)
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
@@ -291,18 +288,10 @@ def calculator(out: _Out, seed: _Seed = 1) -> None:
     """Write sums that a tool adds, lessons of calling it, and a tiny random model whose chat template has tools."""
     from megarl.tools.quickstart.calculator import make_calculator
 
-    with _writing(out):
+    with writing(f"--out {out}"):
         files = make_calculator(out, seed=seed)
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
 
 
 def _random_shape(name: str) -> TinyShape:

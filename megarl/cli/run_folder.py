@@ -35,7 +35,7 @@ from megarl.data.rollout_files import (
     read_episodes,
     read_generations,
 )
-from megarl.errors import ConfigError, DataError, MachineError, Problem
+from megarl.errors import ConfigError, DataError, Problem, writing
 from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.events import EVENTS_FILE, EventTail, Progress, RunFinished, advance, read_events
 from megarl.observe.history import fold_history
@@ -121,10 +121,8 @@ def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonVal
 
 
 def write_text(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def top(run: RunArgument) -> None:

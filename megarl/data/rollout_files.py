@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError, first_line
+from megarl.errors import DataError, MachineError, first_line, writing
 from megarl.tokens import COLUMNS, ContentHandle, TokenColumn
 from megarl.types import (
     DEMONSTRATION,
@@ -373,15 +373,13 @@ def as_line(generation: Generation) -> bytes:
 def write_generations(path: Path, lines: Iterable[bytes]) -> None:
     """Write the file in one operation: under its name it is complete and on disk."""
     partial = path.with_name(f"{path.name}.tmp")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
-        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def read_generations(path: Path) -> Iterator[Generation]:

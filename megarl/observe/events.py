@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from megarl.errors import DataError, MachineError
+from megarl.errors import DataError, writing
 from megarl.observe.summary import Phase, StepSummary
 from megarl.results import EvalResult, PublishResult
 from megarl.system.secret import masked
@@ -281,13 +281,11 @@ class EventLog:
         self._waiting: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._num_lost = 0
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.next_sequence, self._end = _prepare(path)
             # Unbuffered: the line is in the file when `record` returns, even if the process is killed next.
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
     def record(self, record: Record) -> None:
         # JSON has no NaN; a string survives the round trip and strict parsers.

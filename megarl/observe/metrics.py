@@ -25,7 +25,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError
+from megarl.errors import DataError, MachineError, writing
 from megarl.observe import catalogue as names
 from megarl.observe.catalogue import METRICS, REFUSED_SERIES, RUN_LABEL, Kind, Metric, Section
 from megarl.observe.events import (
@@ -407,12 +407,10 @@ def write_targets(path: Path, targets: list[Target]) -> None:
     """Replace the file in one operation: Prometheus never reads half of it."""
     text = json.dumps([target.model_dump() for target in targets], indent=2) + "\n"
     partial = path.with_name(f".{path.name}.tmp")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
         partial.replace(path)
-    except OSError as error:
-        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _link(path: Path) -> None:
@@ -420,13 +418,11 @@ def _link(path: Path) -> None:
     run_folder = path.parent
     links = run_folder.parent / LINKS_FOLDER
     partial = links / f".{run_folder.name}.tmp"
-    try:
+    with writing(links):
         links.mkdir(exist_ok=True)
         partial.unlink(missing_ok=True)
         partial.symlink_to(Path("..") / run_folder.name / TARGETS_FILE)
         partial.replace(links / f"{run_folder.name}.json")
-    except OSError as error:
-        raise MachineError(f"{links}: cannot be written: {error.strerror}") from error
 
 
 def read_targets(path: Path) -> list[Target]:

@@ -6,19 +6,13 @@ version --Publisher--> engines
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.results import PublishResult, UpdateResult
 from megarl.types import Estimates, PolicyVersion, Prompt, RolloutGroup, ScoredGroup, TrainSample
-
-
-class PromptSource(Protocol):
-    """An endless, seeded stream: one epoch after the other."""
-
-    def next(self) -> Prompt: ...
 
 
 class GroupSource(Protocol):
@@ -103,7 +97,8 @@ class Phases(Protocol):
 class Stages:
     """One implementation of each Protocol: everything that a step passes through."""
 
-    prompts: PromptSource
+    prompts: Iterator[Prompt]
+    """Endless and seeded: one epoch after the other."""
     groups: GroupSource
     algorithm: Algorithm
     trainer: Trainer

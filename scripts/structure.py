@@ -191,7 +191,9 @@ def single_protocols() -> list[str]:
     objects: neither is a seam.
     """
     known = protocols()
-    methods = {node.name: frozenset(_methods(node)) for _, node in classes() if node.name not in known}
+    methods = {
+        node.name: frozenset((*_methods(node), *_attributes(node))) for _, node in classes() if node.name not in known
+    }
     bases = {node.name: [base.id for base in node.bases if isinstance(base, ast.Name)] for _, node in classes()}
 
     def all_methods(name: str) -> frozenset[str]:
@@ -210,6 +212,19 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not re.match("_(?!_call__)", child.name):
             yield child.name
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Yield what a class sets on itself or on its objects: it may stand for a property of a Protocol."""
+    for child in ast.walk(node):
+        match child:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store())
+            ):
+                yield name
+            case _:
+                pass
 
 
 def algorithm_branches() -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.cluster.adoption import AdoptableActors
-from megarl.cluster.lease_actor import leased
+from megarl.cluster.leases import AdoptableActors, leased
 from megarl.cluster.local_ray import LocalRay, adopted_ray, local_ray
-from megarl.cluster.node_faults import NodeFaults
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
@@ -37,13 +35,39 @@ from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
 from megarl.weights.algebra.slices import Gpu
 
+WITHIN_S = 3600.0
+"""Faults that are older no longer count."""
+_ONE_ACCIDENT_S = 30.0
+"""Processes of a node that are lost within this time are lost for one reason."""
 PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0
-_POLL_S = 1.0
 GROUP_PREFIX = "megarl-"
 RAY_FAILURES = (ray.exceptions.RayError, RuntimeError, ConnectionError)
 """Raised by Ray's functions when its head or a node does not answer."""
 _NAMESPACE = "megarl"
+
+
+class NodeFaults:
+    """The faults of each node, of its engines and of its trainer ranks, and which nodes are excluded after too many.
+
+    A node is known by its address: one that comes back after a crash is another one to Ray, and has its faults here.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._faults: defaultdict[str, list[float]] = defaultdict(list)
+        self.excluded: set[str] = set()
+
+    def count(self, node: str) -> int:
+        """Note a fault of a node; return how many it had within an hour."""
+        now = self._clock()
+        faults = [at for at in self._faults[node] if at > now - WITHIN_S]
+        self._faults[node] = faults if faults and now < faults[-1] + _ONE_ACCIDENT_S else [*faults, now]
+        return len(self._faults[node])
+
+    def forgive(self, node: str) -> None:
+        self._faults.pop(node, None)
+        self.excluded.discard(node)
 
 
 class NodeBundle:

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from megarl.cluster.cluster import (
     RAY_FAILURES,
     NodeBundle,
+    NodeFaults,
     Pool,
     address_of,
     devices_of,
@@ -23,7 +24,6 @@ from megarl.cluster.cluster import (
     live_nodes,
     name_nodes,
 )
-from megarl.cluster.node_faults import NodeFaults
 from megarl.cluster.tasks import beside
 from megarl.cluster.worker_group import LostRanksError
 from megarl.errors import MachineError, WorkerError, first_line

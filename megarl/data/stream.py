@@ -5,7 +5,7 @@ The order of an epoch depends only on (seed, epoch), so that the position is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from megarl.types import Prompt
 
 
-class PromptStream:
-    """A `stages.PromptSource` that draws every prompt once per epoch."""
+class PromptStream(Iterator[Prompt]):
+    """An iterator that draws every prompt once per epoch."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PromptStream:
         is_pending = number < len(self._pending)
         return self._pending[number] if is_pending else self._first + number - len(self._pending)
 
-    def next(self) -> Prompt:
+    def __next__(self) -> Prompt:
         prompt = self.at(self.position_of(self._num_drawn))
         self._num_drawn += 1
         self._cursor = max(self._cursor, prompt.position + 1)

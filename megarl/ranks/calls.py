@@ -35,15 +35,9 @@ class ModelCalls(Protocol):
 
 
 class PolicyCalls(ModelCalls, Protocol):
-    """Calls to a language model: the actor, or a reference in its own pool (`train.frozen.ReferenceRank`)."""
+    """Calls to a language model: the actor, a reference in its own pool or a teacher (`train.frozen`)."""
 
     def logprobs(self, batch: TrainBatch) -> SampleColumn | None: ...
-
-
-class TeacherCalls(ModelCalls, Protocol):
-    """Calls to a teacher (`train.frozen.TeacherRank`)."""
-
-    def scores(self, batch: TrainBatch) -> SampleColumn | None: ...
 
 
 class TrainedCalls(ModelCalls, Protocol):

@@ -22,7 +22,7 @@ import ray
 import torch.distributed as dist
 from ray.actor import ActorHandle
 
-from megarl.cluster.remote_process import RemoteProcess, describe
+from megarl.cluster.worker_group import RemoteProcess, describe
 
 _STACKS_S = 2.0
 _COLLECTIVES = "torch.distributed.distributed_c10d"

@@ -5,6 +5,7 @@ They cannot lose a member: a rank that died or hangs ends them all, and the next
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,15 +25,19 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
 from megarl.env import trainer_environment
-from megarl.ranks.adoption import adopt_ranks
-from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls, TrainedCalls
+from megarl.errors import WorkerError
+from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TrainedCalls
 from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
 from megarl.train.rank_spec import RankSpec
+
+logger = logging.getLogger(__name__)
 
 Rank = TypeVar("Rank", bound=ModelCalls)
 
 _HANG_REPORT_S = 60.0
 """How much longer than the driver a collective waits: only the driver's report names the rank that is missing."""
+_ADOPT_S = 60.0
+"""Time for ranks to end the calls that the earlier driver began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class Trainers:
     critic: RankGroup[CriticCalls] | None
     reference: RankGroup[PolicyCalls] | None
     """None without a reference, and where the actor's ranks have it."""
-    teachers: Mapping[str, RankGroup[TeacherCalls]] = field(default_factory=dict)
+    teachers: Mapping[str, RankGroup[PolicyCalls]] = field(default_factory=dict)
     """By their key below `roles`."""
 
     @property
@@ -195,7 +200,7 @@ class _Starter:
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
         return await self._start("reference", build, config, self.shape, pool=config.pool)
 
-    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherCalls]:
+    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[PolicyCalls]:
         distillation = self.recipe.algorithm.distillation
         assert distillation is not None, "a teacher without algorithm.distillation"
         build = partial(
@@ -333,7 +338,7 @@ def _build_reference(spec: RankSpec, *, folder: Path) -> PolicyCalls:
     return rank
 
 
-def _build_teacher(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> TeacherCalls:
+def _build_teacher(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) -> PolicyCalls:
     """`vocab` is the size of the policy's vocabulary."""
     from megarl.train.frozen import TeacherRank  # noqa: PLC0415 - as above
 
@@ -350,3 +355,27 @@ def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
 def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
     body = policy if critic.path is None else read_model_shape(critic.path)
     return body if algorithm.needs.implicit_reward_beta is not None else body.as_critic()
+
+
+async def adopt_ranks(ranks: RankGroup[Rank], fill: Callable[[Rank], bool], *, is_shared: bool) -> bool:
+    """Let `fill` bring every rank to this driver's state; return False if they must be started again.
+
+    `fill` returns whether its rank was there already. `is_shared`: engines are on the devices of the ranks.
+    """
+    try:
+        if is_shared:
+            raise WorkerError("they may have given up memory to engines of their devices")
+        is_there = await _adopt(ranks, fill)
+    except WorkerError as error:
+        logger.warning("role=%s ranks are not adopted, but started again: %s", ranks.role, error)
+        return False
+    logger.info("adopted role=%s %s", ranks.role, "as they are" if is_there else "with the checkpoint")
+    return True
+
+
+async def _adopt(ranks: RankGroup[Rank], fill: Callable[[Rank], bool]) -> bool:
+    for group in (ALWAYS, BESIDE_TRAINING):  # in the latter after the calls that the earlier driver began
+        started = [worker.process.options(concurrency_group=group).remote() for worker in ranks.workers]
+        ranks.processes = await ranks.gather("process", started, timeout_s=_ADOPT_S)
+    filling = [worker.adopt.remote(fill) for worker in ranks.workers]
+    return all(await ranks.gather("adopt", filling, timeout_s=max(_ADOPT_S, ranks.timeout_s)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,40 +32,27 @@ _PASSES = 3
 """In units of the forward pass: the backward pass multiplies with weights and with activations."""
 
 
+@dataclass(kw_only=True)
 class ModelsTrainer:
-    def __init__(
-        self,
-        trainers: Trainers,
-        packings: ModelPackings,
-        passes: ForwardPasses | None,
-        *,
-        algorithm: Sft | PolicyGradient,
-        shape: ModelShape,
-        epochs: int,
-        num_steps: int,
-        version: PolicyVersion,
-        skipped_folder: Path,
-        warmup_steps: int = 0,
-        refresh_every_steps: int | None = None,
-    ) -> None:
-        """The models have taken `num_steps` steps and are at `version`. Samples of skipped updates are written.
-
-        In the first `warmup_steps` the critic alone is updated. The reference takes the actor's weights after every
-        `refresh_every_steps`. Without `passes` the algorithm needs no column of tokens before an update.
-        """
-        self._trainers = trainers
-        self._packings = packings
-        self._passes = passes
-        self._algorithm = algorithm
-        self._shape = shape
-        self._epochs = epochs
-        self._num_steps = num_steps
-        self._version = version
-        self._skipped_folder = skipped_folder
-        self._warmup_steps = warmup_steps
-        self._refresh_every_steps = refresh_every_steps
-        self._columns: Mapping[ColumnName, RemoteColumn] = {}
-        """Columns of the step under way, which ranks have computed."""
+    trainers: Trainers
+    packings: ModelPackings
+    passes: ForwardPasses | None
+    """None if the algorithm needs no column of tokens before an update."""
+    algorithm: Sft | PolicyGradient
+    shape: ModelShape
+    epochs: int
+    num_steps: int
+    """Steps that the models have taken."""
+    version: PolicyVersion
+    """The version that they are at."""
+    skipped_folder: Path
+    """Samples of skipped updates are written there."""
+    warmup_steps: int
+    """First steps, in which the critic alone is updated."""
+    refresh_every_steps: int | None
+    """Steps after which the reference takes the actor's weights."""
+    _columns: Mapping[ColumnName, RemoteColumn] = field(default_factory=dict, init=False)
+    """Columns of the step under way, which ranks have computed."""
 
     @classmethod
     def of(
@@ -81,9 +68,9 @@ class ModelsTrainer:
         """Return the trainer of a recipe; `shape` is the policy's."""
         packings, critic = packings_of(recipe, shape), recipe.roles.critic
         return cls(
-            trainers,
-            packings,
-            passes_of(recipe, trainers, packings, algorithm),
+            trainers=trainers,
+            packings=packings,
+            passes=passes_of(recipe, trainers, packings, algorithm),
             algorithm=algorithm,
             shape=shape,
             epochs=recipe.train.epochs,
@@ -95,20 +82,20 @@ class ModelsTrainer:
         )
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
-        if self._passes is None:
+        if self.passes is None:
             return Estimates()
-        estimates, self._columns = await self._passes.estimate(groups)
+        estimates, self._columns = await self.passes.estimate(groups)
         return estimates
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
         """Return the actor's log-probabilities of every token of the samples' responses."""
-        shares = self._packings.actor.for_forward(samples)
-        return await (await self._trainers.actor.compute_column(ActorCalls.logprobs, shares)).fetch()
+        shares = self.packings.actor.for_forward(samples)
+        return await (await self.trainers.actor.compute_column(ActorCalls.logprobs, shares)).fetch()
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
-        step = self._num_steps + 1
+        step = self.num_steps + 1
         try:
-            result = replace(await self._update(samples), preference=self._algorithm.pairs)
+            result = replace(await self._update(samples), preference=self.algorithm.pairs)
             if result.num_skipped_updates:
                 warning = (
                     f"step {step}: {result.num_skipped_updates} updates were skipped, their loss or gradient was not "
@@ -119,37 +106,37 @@ class ModelsTrainer:
             raise NumericsError(f"{error}; {await self._write_skipped(step, samples)}") from error
         finally:
             self._columns = {}
-        self._num_steps = step
-        self._version = result.version
-        if self._refresh_every_steps is not None and step % self._refresh_every_steps == 0:
-            await self._trainers.actor.compute(ActorCalls.refresh_reference)
+        self.num_steps = step
+        self.version = result.version
+        if self.refresh_every_steps is not None and step % self.refresh_every_steps == 0:
+            await self.trainers.actor.compute(ActorCalls.refresh_reference)
         return result
 
     async def _update(self, samples: Sequence[TrainSample]) -> UpdateResult:
-        if self._trainers.critic is None:
+        if self.trainers.critic is None:
             return await self._update_actor(samples)
-        if self._num_steps < self._warmup_steps:
-            return _with_critic(UpdateResult(version=self._version, stats=None), await self._update_critic(samples))
+        if self.num_steps < self.warmup_steps:
+            return _with_critic(UpdateResult(version=self.version, stats=None), await self._update_critic(samples))
         update, critic = await asyncio.gather(self._update_actor(samples), self._update_critic(samples))
         return _with_critic(update, critic)
 
     async def _update_actor(self, samples: Sequence[TrainSample]) -> UpdateResult:
-        actor = self._trainers.actor
+        actor = self.trainers.actor
         columns = self._of_step("old_logprobs", "teacher", "advantages")
-        if self._passes is not None and "reference_logprobs" not in self._passes.fetched:
+        if self.passes is not None and "reference_logprobs" not in self.passes.fetched:
             columns |= self._of_step("reference_logprobs")
-        update = await actor.compute_shares(ActorCalls.update, self._packings.actor.for_update(samples), columns)
+        update = await actor.compute_shares(ActorCalls.update, self.packings.actor.for_update(samples), columns)
         work = training_work(
             [length for sample in samples for length in row_lengths(sample)],
             update.usage["actor"],
-            shape=self._shape,
-            epochs=self._epochs,
+            shape=self.shape,
+            epochs=self.epochs,
             num_ranks=len(actor),
         )
         return replace(update, work=work)
 
     async def _update_critic(self, samples: Sequence[TrainSample]) -> CriticResult:
-        critic, packing = self._trainers.critic, self._packings.critic
+        critic, packing = self.trainers.critic, self.packings.critic
         assert critic is not None, "a run without a critic"
         assert packing is not None, "a critic without a packing"
         columns = self._of_step("values", "returns")
@@ -161,7 +148,7 @@ class ModelsTrainer:
 
     async def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> str:
         """Return where the rollouts are, or why they are nowhere: a full disk ends no run."""
-        path = self._skipped_folder / f"step_{step:06d}.parquet"
+        path = self.skipped_folder / f"step_{step:06d}.parquet"
         try:
             await asyncio.to_thread(write_samples, path, await self.complete(samples, range(len(samples))))
         except MachineError as error:

@@ -8,33 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
 
 import msgspec
 import numpy as np
+import ray
 from ray.actor import ActorHandle
 
+from megarl.cluster.tasks import task_group
 from megarl.config.model import ModelShape
+from megarl.config.roles import Teaching, teacher_of
 from megarl.data.tokenizer import Chat, Tokenizer, load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Fleet
-from megarl.errors import DataError, EngineError, EngineLostError, ScoreError
+from megarl.errors import DataError, EngineError, EngineLostError, QuarantineError, ScoreError
 from megarl.reward.judge import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.following import EngineView, FollowingFleet
 from megarl.rollout.teacher import token_scores
-from megarl.types import FloatArray, JsonValue, TokenArray
+from megarl.stages import Generator
+from megarl.types import FloatArray, JsonValue, Prompt, Rollout, RolloutGroup, TokenArray
 
 _MAX_LOSSES = 20
 """Engines that may be lost with one request: it may be the cause."""
 
 Reply = TypeVar("Reply")
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+_FOLLOW_EVERY_S = 0.5
 
 
 class _Meta(msgspec.Struct):
@@ -95,7 +103,11 @@ class FrozenEngines:
     async def token_scores(
         self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int, prefix: str
     ) -> FloatArray:
-        """Return what a teacher is asked (a `TeacherModel`)."""
+        """Return a teacher's numbers of every token from `first` on. [N - first, 1 + 2K]
+
+        Requests with the same `prefix` share an engine's cache. Raise a ScoreError where the tokens do not fit the
+        model or no engine answers.
+        """
         shape, num_spare = self._shape, max(0, self._shape.vocab - vocab)
         if len(token_ids) >= shape.max_context_tokens or token_ids.max() >= shape.vocab:
             given = f"{len(token_ids)} tokens up to id {token_ids.max()} do not fit roles.{self._role}"
@@ -149,6 +161,51 @@ class FrozenEngines:
         raise MachineFaultError(f"roles.{self._role} gave no answer: {'; '.join([*failures, *losses])}")
 
 
+class TaughtGenerator:
+    """A `stages.Generator` whose rollouts have the numbers of a teacher."""
+
+    def __init__(self, generator: Generator, teaching: Teaching, models: Mapping[str, FrozenEngines]) -> None:
+        self._generator = generator
+        self._teaching = teaching
+        self._models = models
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        model = self._models[teacher_of(prompt.data_source, dict(self._teaching.sources))]
+        group = await self._generator.generate(prompt)
+        try:
+            async with task_group() as tasks:
+                taught = [tasks.create_task(self._taught(prompt, each, model)) for each in group.rollouts]
+        except ScoreError as error:
+            raise QuarantineError(f"prompt {prompt.uid}: {error}") from None
+        return replace(group, rollouts=tuple(task.result() for task in taught))
+
+    async def _taught(self, prompt: Prompt, rollout: Rollout, model: FrozenEngines) -> Rollout:
+        content, teaching = rollout.content.load(), self._teaching
+        numbers = np.zeros((rollout.num_tokens, teaching.width), np.float32)
+        for token_ids, num_given, place in _sequences(prompt, rollout):
+            part = slice(place, place + len(token_ids) - num_given)
+            if rollout.loss_mask[part].any():
+                numbers[part] = await model.token_scores(
+                    token_ids,
+                    first=num_given,
+                    num_top=teaching.num_top,
+                    vocab=teaching.vocab,
+                    prefix=prompt.uid,
+                )
+        return replace(rollout, content=replace(content, teacher=numbers))
+
+
+def _sequences(prompt: Prompt, rollout: Rollout) -> Iterator[tuple[TokenArray, int, int]]:
+    """Yield the tokens of each row as the trainer sees them, the number of those that it does not predict, and the
+    place of the first that it predicts among the rollout's tokens."""
+    tokens, starts = rollout.token_ids, rollout.episode.rows
+    bounds = (*starts, len(tokens))
+    if bounds[0]:
+        yield np.concatenate([prompt.token_ids, tokens[: bounds[0]]]), len(prompt.token_ids), 0
+    for start, end in pairwise(bounds):
+        yield tokens[start:end], 1, start + 1
+
+
 async def classify(client: EngineClient, token_ids: Sequence[int]) -> float:
     """Return the classifier's output after the last token; an EngineError if the reply is not this answer."""
     rid = uuid4().hex
@@ -192,9 +249,6 @@ async def generate(
     return reply.output_ids, end["type"] == "length"
 
 
-Decoded = TypeVar("Decoded", bound=msgspec.Struct)
-
-
 def _decode(client: EngineClient, content: bytes, kind: type[Decoded]) -> Decoded:
     try:
         return msgspec.json.decode(content, type=kind)
@@ -205,9 +259,6 @@ def _decode(client: EngineClient, content: bytes, kind: type[Decoded]) -> Decode
 def _check(client: EngineClient, meta: _Meta, rid: str, token_ids: Sequence[int]) -> None:
     if meta.id != rid or meta.prompt_tokens != len(token_ids):
         raise EngineError(f"{client.endpoint}: the reply is to another request")
-
-
-_FOLLOW_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,3 +323,47 @@ class FollowedModels:
                 # Numbered again: a state that only this process changed is told again as well.
                 await self._fleets[role].follow([replace(view, number=number) for view in of_role])
             await asyncio.sleep(_FOLLOW_EVERY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenRole:
+    """The engines of one role in the driver."""
+
+    setup: FrozenSetup
+    fleet: Fleet
+    is_shared: bool
+    """Whether it is time-shared with other roles of its pool."""
+
+
+def models_of(roles: Mapping[str, FrozenRole]) -> dict[str, FrozenEngines]:
+    """Return the models for a rollout worker in the driver's process."""
+    return {name: role.setup.model(role.fleet) for name, role in roles.items()}
+
+
+class FrozenDirectory:
+    """The actor from which rollout workers read the engines of frozen models as the driver records them."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, list[EngineView]] = {}
+
+    async def put(self, role: str, views: list[EngineView]) -> None:
+        self._views[role] = views
+
+    async def views(self) -> dict[str, list[EngineView]]:
+        return self._views
+
+
+def open_access(roles: Mapping[str, FrozenRole], stack: AsyncExitStack) -> FrozenAccess | None:
+    """Return the access of rollout workers to frozen engines; None where there are none."""
+    if not roles:
+        return None
+    directory = ray.remote(num_cpus=0)(FrozenDirectory).remote()
+    stack.callback(ray.kill, directory)
+
+    def announce(role: FrozenRole) -> None:
+        directory.put.remote(role.setup.role, [EngineView.of(engine, number=1) for engine in role.fleet.engines])
+
+    for role in roles.values():
+        role.fleet.listen(lambda _engine, _before, role=role: announce(role))  # type: ignore[misc]
+        announce(role)
+    return FrozenAccess(directory=directory, setups=tuple(role.setup for role in roles.values()))

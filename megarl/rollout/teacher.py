@@ -6,83 +6,21 @@ against the tokens that were sent; one that is not the answer to its request is 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.roles import Teaching, teacher_of
 from megarl.engine.client import EngineClient
-from megarl.errors import EngineError, MegarlError, QuarantineError, ScoreError
-from megarl.stages import Generator
-from megarl.types import FloatArray, JsonValue, Prompt, Rollout, RolloutGroup, TokenArray
+from megarl.errors import EngineError
+from megarl.types import FloatArray, JsonValue, TokenArray
 
 _MOST = 1e-3
 """A log-probability, or that of several tokens together, is at most 0, up to the rounding of a kernel."""
-
-
-class TeacherModel(Protocol):
-    async def token_scores(
-        self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int, prefix: str
-    ) -> FloatArray:
-        """Return the numbers of every token from `first` on. [N - first, 1 + 2K]
-
-        Requests with the same `prefix` share an engine's cache. Raise a ScoreError where the tokens do not fit the
-        model or no engine answers.
-        """
-        ...
-
-
-class TaughtGenerator:
-    """A `stages.Generator` whose rollouts have the numbers of a teacher."""
-
-    def __init__(self, generator: Generator, teaching: Teaching, models: Mapping[str, TeacherModel]) -> None:
-        self._generator = generator
-        self._teaching = teaching
-        self._models = models
-
-    async def generate(self, prompt: Prompt) -> RolloutGroup:
-        model = self._models[teacher_of(prompt.data_source, dict(self._teaching.sources))]
-        group = await self._generator.generate(prompt)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                taught = [tasks.create_task(self._taught(prompt, each, model)) for each in group.rollouts]
-        except* MegarlError as errors:
-            error = errors.exceptions[0]
-            raise QuarantineError(f"prompt {prompt.uid}: {error}") if isinstance(error, ScoreError) else error from None
-        return replace(group, rollouts=tuple(task.result() for task in taught))
-
-    async def _taught(self, prompt: Prompt, rollout: Rollout, model: TeacherModel) -> Rollout:
-        content, teaching = rollout.content.load(), self._teaching
-        numbers = np.zeros((rollout.num_tokens, teaching.width), np.float32)
-        for token_ids, num_given, place in _sequences(prompt, rollout):
-            part = slice(place, place + len(token_ids) - num_given)
-            if rollout.loss_mask[part].any():
-                numbers[part] = await model.token_scores(
-                    token_ids,
-                    first=num_given,
-                    num_top=teaching.num_top,
-                    vocab=teaching.vocab,
-                    prefix=prompt.uid,
-                )
-        return replace(rollout, content=replace(content, teacher=numbers))
-
-
-def _sequences(prompt: Prompt, rollout: Rollout) -> Iterator[tuple[TokenArray, int, int]]:
-    """Yield the tokens of each row as the trainer sees them, the number of those that it does not predict, and the
-    place of the first that it predicts among the rollout's tokens."""
-    tokens, starts = rollout.token_ids, rollout.episode.rows
-    bounds = (*starts, len(tokens))
-    if bounds[0]:
-        yield np.concatenate([prompt.token_ids, tokens[: bounds[0]]]), len(prompt.token_ids), 0
-    for start, end in pairwise(bounds):
-        yield tokens[start:end], 1, start + 1
+_Listed = tuple[float | None, int, str | None]
 
 
 async def token_scores(
@@ -119,9 +57,6 @@ class _FlatScores(msgspec.Struct):
 
     logprobs: bytes
     token_ids: bytes
-
-
-_Listed = tuple[float | None, int, str | None]
 
 
 class _Meta(msgspec.Struct):

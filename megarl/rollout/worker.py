@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from megarl.config.roles import InFlight, Teaching
+from megarl.cluster.tasks import task_group
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.config.roles import InFlight, Teaching, teaching_of
 from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.episodes.play import EpisodeScorer, Player
+from megarl.rollout.frozen import FrozenEngines, TaughtGenerator
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.greedy import WithGreedyRollout, WithGreedyScore
-from megarl.rollout.teacher import TaughtGenerator, TeacherModel
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
-from megarl.types import Prompt, ScoredGroup
+from megarl.types import Prompt, RolloutGroup, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,21 @@ class RolloutTask:
     """The rollouts have the experts that the engines chose."""
     teaching: Teaching | None = None
     """The numbers that teachers on engines compute for the rollouts."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, shape: ModelShape) -> RolloutTask:
+        """Return how the prompts of a recipe are sampled for training."""
+        max_tokens = recipe.sampling.max_response_tokens
+        nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
+        return cls(
+            sampling=Sampling.of(recipe.sampling, max_response_tokens=max_tokens),
+            seed=recipe.run.seed,
+            in_flight=recipe.in_flight,
+            generator=recipe.sampling.generator,
+            baseline=nearly_greedy if recipe.algorithm.needs.has_baseline else None,
+            has_routes=recipe.replays_routing(shape),
+            teaching=teaching_of(recipe.algorithm, recipe.roles, shape.vocab),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +94,7 @@ class RolloutWorker:
         scorer: Scorer,
         max_attempts: int,
         open_player: Callable[[], Awaitable[Player]] | None = None,
-        teachers: Mapping[str, TeacherModel] | None = None,
+        teachers: Mapping[str, FrozenEngines] | None = None,
     ) -> None:
         """`open_player` is called at the first prompt; `teachers` are given by their key below `roles`."""
         self._fleet = fleet
@@ -133,3 +150,34 @@ class RolloutWorker:
             player=self._player,
             has_routes=has_routes,
         )
+
+
+class WithGreedyRollout:
+    """A `stages.Generator` that adds a greedy rollout to every group as its baseline."""
+
+    def __init__(self, sampled: Generator, greedy: Generator) -> None:
+        self._sampled = sampled
+        self._greedy = greedy
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        async with task_group() as tasks:
+            group = tasks.create_task(self._sampled.generate(prompt))
+            greedy = tasks.create_task(self._greedy.generate(prompt))
+        (baseline,) = greedy.result().rollouts
+        return replace(group.result(), baseline=baseline)
+
+
+class WithGreedyScore:
+    """A `stages.Scorer` that also scores the baseline of every group."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        assert group.baseline is not None, f"prompt {group.prompt.uid} has no greedy rollout"
+        alone = RolloutGroup(prompt=group.prompt, rollouts=(group.baseline,))
+        async with task_group() as tasks:
+            scored = tasks.create_task(self._scorer.score(group))
+            greedy = tasks.create_task(self._scorer.score(alone))
+        (baseline,) = greedy.result().scores
+        return replace(scored.result(), baseline=baseline)

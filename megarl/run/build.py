@@ -1,29 +1,29 @@
-"""From a recipe and its running roles to the loop: builds its second half, from the trainer on, and joins both."""
+"""From a recipe and its running roles to the loop: prompts, the source of their groups, the buffer, and all stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
+from megarl.checkpoint.carried import read_groups
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
+from megarl.data.prompts import Demonstrations, DemonstrationScorer
+from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
-from megarl.rollout.groups import RetainedGroups
-from megarl.rollout.worker import RolloutSource
-from megarl.run.build_evaluation import RolloutWriter, build_evaluation
-from megarl.run.build_groups import GroupBuilder
+from megarl.rollout.groups import GivenGroups, RetainedGroups, SampledGroups
+from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.run.buffer import Buffer
+from megarl.run.evaluate import build_evaluation
 from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, rollout_writer
 from megarl.run.saver import RunSaver
-from megarl.serving.adapter_publisher import AdapterPublisher
-from megarl.serving.canary import Canary, CanaryProbe
-from megarl.serving.connect import NoPublisher, Roles
-from megarl.serving.serving import ExternalServing, ManagedServing, NoServing
-from megarl.stages import Publisher, Stages, Trainer
+from megarl.serving.connect import Roles, publisher_of
+from megarl.stages import Stages, Trainer
 from megarl.types import PolicyVersion
 
 
@@ -45,21 +45,15 @@ class LoopBuilder:
     """Groups of the step that the ranks before these were lost in."""
 
     def loop(self) -> Loop:
-        recipe, start, resume = self.recipe, self._start, self.resume
-        first_half = GroupBuilder(
-            recipe=recipe,
-            inputs=self.inputs,
-            workers=self.workers,
-            observer=self.observer,
-            resume=resume,
-            version=start.version,
-            serves=self._served_version,
-            retained=self.retained,
+        recipe, resume = self.recipe, self.resume
+        prompts = self._prompts()
+        groups = self._groups(prompts)
+        buffer = self._buffer(prompts, groups)
+        algorithm = build_algorithm(
+            recipe.algorithm,
+            max_response_tokens=recipe.sampling.max_response_tokens,
+            kl_coef=None if resume is None else resume.state.kl_coef,
         )
-        prompts = first_half.prompts()
-        groups = first_half.groups(prompts)
-        buffer = first_half.buffer(prompts, groups)
-        algorithm = self._algorithm()
         models = self._models(algorithm)
         saver = RunSaver.of(
             recipe,
@@ -74,6 +68,16 @@ class LoopBuilder:
             saved=self.saved,
             marked=self.retained.forget,
         )
+        stages = Stages(
+            prompts=prompts,
+            groups=groups,
+            algorithm=algorithm,
+            trainer=self._trainer(models),
+            publisher=publisher_of(
+                self.roles, recipe, self.workers, self.inputs.tokenizer.eos_ids, models, self.observer
+            ),
+            phases=self.roles.phases,
+        )
         evaluation = build_evaluation(
             recipe,
             self.inputs,
@@ -84,30 +88,82 @@ class LoopBuilder:
             observer=self.observer,
             saver=saver,
         )
-        stages = Stages(
-            prompts=prompts,
-            groups=groups,
-            algorithm=algorithm,
-            trainer=self._trainer(models),
-            publisher=self._publisher(models),
-            phases=self.roles.phases,
-        )
         return Loop(
             stages,
             buffer=buffer,
             evaluation=evaluation,
             saver=saver,
             observer=self.observer,
-            start=start,
+            start=self._start,
             num_steps=recipe.run.total_steps,
         )
 
-    def _algorithm(self) -> PolicyGradient | Sft:
-        return build_algorithm(
-            self.recipe.algorithm,
-            max_response_tokens=self.recipe.sampling.max_response_tokens,
-            kl_coef=None if self.resume is None else self.resume.state.kl_coef,
+    @property
+    def _start(self) -> Start:
+        resume = self.resume
+        if resume is None:
+            return Start(step=0, version=PolicyVersion(0))
+        return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
+
+    def _prompts(self) -> PromptStream:
+        state = None if self.resume is None else self.resume.state
+        return PromptStream(
+            self.inputs.train.prompts,
+            seed=self.recipe.run.seed,
+            is_shuffled=self.recipe.data.is_shuffled,
+            cursor=0 if state is None else state.prompt_cursor,
+            pending=() if state is None else state.ledger.pending,
         )
+
+    def _groups(self, prompts: PromptStream) -> SampledGroups | GivenGroups:
+        needs = self.recipe.algorithm.needs
+        if not needs.has_engines or self.workers is None:
+            # The first answer of a pair is the better one.
+            values = (1.0, 0.0) if needs.rows == "pairs" else (1.0,)
+            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=needs.is_scorer)
+            return GivenGroups(answers, DemonstrationScorer(values))
+        is_synchronous = self.recipe.train.max_staleness == 0
+        if is_synchronous:
+            self._take_left(prompts)
+        return SampledGroups(
+            self.workers,
+            RolloutTask.of(self.recipe, self.inputs.shape),
+            self.observer,
+            retained=self.retained if is_synchronous else None,
+            serves=lambda: self.roles.committed_version,
+            demonstrations=None if needs.self_play_steps is None else Demonstrations(self.inputs.tokenizer),
+        )
+
+    def _take_left(self, prompts: PromptStream) -> None:
+        """Begin with the groups of this step that a preempted run of this folder left."""
+        if self.resume is None:
+            return
+        num_left = self.retained.take_left(
+            self.recipe.run_folder.absolute(),
+            self._start.version,
+            identity=self.inputs.answers_digest(self.recipe.model_dump_json()),
+            prompt_at=prompts.at,
+            warn=self.observer.warned,
+        )
+        if num_left:
+            self.observer.noted(f"{num_left} groups of the step are kept from before the run was stopped")
+
+    def _buffer(self, prompts: PromptStream, groups: SampledGroups | GivenGroups) -> Buffer:
+        resume, filtering, train = self.resume, self.recipe.algorithm.filter, self.recipe.train
+        buffer = Buffer(
+            prompts_per_step=train.prompts_per_step,
+            max_staleness=train.max_staleness,
+            oversampling=1.0 if filtering is None else filtering.oversampling,
+            versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
+            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            replace_lost=groups.replace_lost if isinstance(groups, SampledGroups) else None,
+        )
+        self.observer.watch_queue(
+            num_waiting=lambda: buffer.num_ready,
+            num_under_way=lambda: buffer.num_under_way,
+            capacity=lambda: buffer.capacity,
+        )
+        return buffer
 
     def _models(self, algorithm: PolicyGradient | Sft) -> ModelsTrainer:
         return ModelsTrainer.of(
@@ -119,18 +175,6 @@ class LoopBuilder:
             algorithm=algorithm,
         )
 
-    @property
-    def _start(self) -> Start:
-        resume = self.resume
-        if resume is None:
-            return Start(step=0, version=PolicyVersion(0))
-        return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
-
-    def _served_version(self) -> PolicyVersion:
-        serving = self.roles.serving
-        assert not isinstance(serving, NoServing), "no engine serves a version"
-        return serving.fleet.committed_version
-
     def _trainer(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
         if not recipe.algorithm.needs.has_engines:
@@ -141,41 +185,7 @@ class LoopBuilder:
             seed=recipe.run.seed,
             logprobs=models.logprobs,
             complete=models.complete,
-            write=RolloutWriter(inputs=self.inputs, workers=self.workers).write,
+            write=rollout_writer(self.inputs, self.workers),
             warn=self.observer.warned,
         )
         return SampledTrainer(models, sampler, num_steps=self._start.step)
-
-    def _publisher(self, models: ModelsTrainer) -> Publisher:
-        """Return the publisher of these ranks, with the steps around it that this run takes."""
-        publisher, serving = self.roles.publisher, self.roles.serving
-        if isinstance(publisher, NoPublisher) or isinstance(serving, NoServing) or self.workers is None:
-            return publisher
-        canary = self._canary(models, serving)
-        if canary is not None and isinstance(publisher.transport, AdapterPublisher):
-            # Probed before the first request uses the version; in a shared pool none does before the check anyway.
-            publisher.transport.compare_with(canary.differences, every=canary.every)
-            canary = None
-        return replace(publisher, in_flight=self.recipe.in_flight, announce=self.workers.announce, canary=canary)
-
-    def _canary(self, models: ModelsTrainer, serving: ExternalServing | ManagedServing) -> Canary | None:
-        recipe, config = self.recipe, serving.config
-        if config.canary_every is None:
-            return None
-        probe = CanaryProbe.of(
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-            max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
-            vocab=self.inputs.shape.vocab,
-            eos_ids=self.inputs.tokenizer.eos_ids,
-            dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
-        )
-        return Canary(
-            serving.fleet,
-            probe=probe,
-            logprobs=models.logprobs,
-            phases=self.roles.phases,
-            warn=self.observer.warned,
-            # Only the canary shows that an external engine computes with the files that were written.
-            every=1 if isinstance(serving, ExternalServing) else config.canary_every,
-        )

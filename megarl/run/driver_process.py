@@ -2,6 +2,10 @@
 
 The process of the command waits, passes signals on and ends as its driver ended. It holds nothing of the run: a command
 that is killed takes its driver along.
+
+`python -m megarl.run.driver_process RUN` prints the notice of a driver that was killed, or was ended by Ray's library,
+and could not print one itself. It reads a pipe whose other end the driver holds. A byte means that the driver printed
+its own ending; end of file without a byte means that it could not.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
@@ -27,6 +32,8 @@ Choice = TypeVar("Choice")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_RESTARTS = 3
 """Drivers that may be killed between two checkpoints."""
+_PRINTED = b"."
+_WAIT_S = 5.0
 
 
 def drive_again(
@@ -140,3 +147,48 @@ def _end_like(status: int) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status if status > 0 else SIGNAL_EXIT - status)  # the first process of a container cannot kill itself
+
+
+@contextmanager
+def exit_notice(run_folder: Path) -> Iterator[None]:
+    """Have the notice printed to standard error if this process is killed inside the block."""
+    # In a session of its own, so that a signal to our process group does not end it too.
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", __name__, str(run_folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            process.stdin.write(_PRINTED)
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_WAIT_S)
+
+
+def killed_notice(run_folder: Path) -> str:
+    is_saved = (run_folder / "checkpoints" / "latest").exists()
+    remedy = "resume from its last checkpoint" if is_saved else "start again: no checkpoint was saved yet"
+    log = run_folder / "ray.log"
+    # The log of a cluster that was joined is not in the run's folder.
+    ray_log = f" (its log is {log})" if log.exists() else ""
+    lease = find_leased(run_folder)
+    left = "nothing it started is left"
+    if lease is not None:
+        left = f"what it started waits {lease.seconds:g} s for the next driver (cluster.lease_s)"
+    return (
+        f"megarl: the driver was killed, or a process of Ray{ray_log} was, which ends the driver; "
+        f"{left}; run the same command to {remedy}"
+    )
+
+
+def main(run_folder: Path) -> None:
+    if os.read(sys.stdin.fileno(), 1) != _PRINTED:
+        with suppress(OSError):  # the terminal is gone, too
+            sys.stderr.write(f"{killed_notice(run_folder)}\n")
+            sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

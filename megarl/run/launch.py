@@ -28,8 +28,7 @@ from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
-from megarl.run.driver_process import drive_again
-from megarl.run.exit_notice import exit_notice
+from megarl.run.driver_process import drive_again, exit_notice
 from megarl.run.inputs import Inputs
 from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run

@@ -32,7 +32,7 @@ class Loop:
         stages: Stages,
         *,
         buffer: Buffer,
-        evaluation: Evaluation,
+        evaluation: Evaluation | None,
         saver: Saver,
         observer: Observer,
         start: Start,
@@ -50,7 +50,7 @@ class Loop:
     async def run(self) -> None:
         """Take every step that is left; return when the last one is trained, published, evaluated and saved."""
         await self._publish(self._start.version)
-        if self._start.step == 0:
+        if self._start.step == 0 and self._evaluation is not None:
             await self._evaluation.before_training(self._start.version)
         if self._start.step >= self._num_steps:  # producers would wait for a step for ever
             return
@@ -63,7 +63,8 @@ class Loop:
                 self._saver.mark(step)
                 for producer in producers if is_last else ():
                     producer.cancel()
-                await self._evaluation.after_step(step, version, tasks, is_last=is_last)
+                if self._evaluation is not None:
+                    await self._evaluation.after_step(step, version, tasks, is_last=is_last)
                 await self._saver.after_step(step, is_last=is_last)
                 if not is_last:
                     await self._buffer.release_step(version)
@@ -72,7 +73,7 @@ class Loop:
         stages = self._stages
         while True:
             ticket = await self._buffer.reserve()
-            prompt = stages.prompts.next()
+            prompt = next(stages.prompts)
             scored = await stages.groups.scored_group(prompt)
             if scored is not None and stages.algorithm.keeps(scored):
                 await self._buffer.put(ticket, scored)

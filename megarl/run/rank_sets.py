@@ -18,6 +18,7 @@ from megarl.errors import DamagedError, MegarlError, PreemptedError, StoppedErro
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.ranks.start import running_trainers
+from megarl.rollout.frozen import FrozenRole
 from megarl.rollout.groups import RetainedGroups
 from megarl.rollout.worker import RolloutSource
 from megarl.run.build import LoopBuilder
@@ -25,8 +26,7 @@ from megarl.run.inputs import Inputs
 from megarl.run.preemption import Preemption
 from megarl.run.resume import Restarts, last_good
 from megarl.serving.connect import connect, make_room
-from megarl.serving.frozen import FrozenRole
-from megarl.serving.frozen_phases import alternating, sleeping_beside_trainers
+from megarl.serving.frozen import alternating, sleeping_beside_trainers
 from megarl.serving.serving import NoServing, Serving
 from megarl.serving.stragglers import watched_ranks
 

@@ -8,16 +8,34 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import TypeAlias
 
 from megarl.config.recipe import RolloutSamplesConfig
-from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file
+from megarl.data.rollout_files import FiledRollout, SampledRollout, prune_rollouts, rollouts_file, write_rollouts
 from megarl.errors import MegarlError
 from megarl.results import UpdateResult
+from megarl.rollout.worker import RolloutSource
+from megarl.rollout.workers import RolloutWorkers
+from megarl.run.inputs import Inputs
 from megarl.stages import Trainer
 from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 
+WriteRollouts: TypeAlias = Callable[[Path, Sequence[FiledRollout]], Awaitable[None]]
+"""Writes a file of rollouts."""
+
 _PATIENCE_S = 60.0
 """Time that a step waits, after its update, for a file that is still being written."""
+
+
+def rollout_writer(inputs: Inputs, workers: RolloutSource | None) -> WriteRollouts:
+    """Return what writes files of rollouts for people, where their tokens are."""
+    if isinstance(workers, RolloutWorkers):
+        return workers.write
+
+    async def write(path: Path, rollouts: Sequence[FiledRollout]) -> None:
+        await asyncio.to_thread(write_rollouts, path, rollouts, decode=inputs.tokenizer.decode)
+
+    return write
 
 
 @dataclass(kw_only=True)
@@ -32,7 +50,6 @@ class RolloutSampler:
     complete: Callable[[Sequence[TrainSample], Sequence[int]], Awaitable[Sequence[TrainSample]]]
     """Returns the samples at these places with all numbers that ranks hold of their tokens."""
     write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]]
-    """Writes a file of rollouts."""
     warn: Callable[[str], None]
     _has_failed: bool = False
     _writing: asyncio.Task[None] | None = None
@@ -81,7 +98,7 @@ class RolloutSampler:
 
     def _fail(self, step: int, reason: str) -> None:
         if not self._has_failed:
-            self.warn(f"the rollouts of step {step} are not kept: {reason}")
+            self.warn(f"the rollouts of step {step} are not written: {reason}")
         self._has_failed = True
 
 

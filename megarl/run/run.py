@@ -19,11 +19,12 @@ from megarl.config.roles import RolesConfig
 from megarl.observe.observer import Observer
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import other_gpu, reported_gpu
+from megarl.rollout.frozen import FrozenRole
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import preemptible
 from megarl.run.rank_sets import RankSets, StartedRoles
 from megarl.run.start_workers import start_workers
-from megarl.serving.frozen import FrozenRole, start_frozen
+from megarl.serving.frozen import start_frozen
 from megarl.serving.serving import Serving, reserve_pools, start_serving
 from megarl.system.lease import Lease
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
@@ -19,11 +19,13 @@ from megarl.observe.observer import Observer
 from megarl.ranks.calls import ActorCalls, ModelCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
-from megarl.results import PublishResult
+from megarl.ranks.trainer import ModelsTrainer
+from megarl.rollout.worker import RolloutSource
 from megarl.serving.adapter_publisher import AdapterPublisher
+from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.file_publisher import FilePublisher
-from megarl.serving.phases import SeparatePhases
-from megarl.serving.publisher import EnginePublisher, TransferPublisher
+from megarl.serving.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.serving.publisher import EnginePublisher, NoPublisher, TransferPublisher
 from megarl.serving.serving import (
     ExternalServing,
     ManagedServing,
@@ -32,8 +34,7 @@ from megarl.serving.serving import (
     reserve_pools,
     start_serving,
 )
-from megarl.serving.shared_phases import Offloader, SharedPhases
-from megarl.stages import Phases
+from megarl.stages import Phases, Publisher
 from megarl.types import PolicyVersion
 
 
@@ -46,12 +47,11 @@ class Roles:
     publisher: EnginePublisher | NoPublisher
     phases: Phases
 
-
-class NoPublisher:
-    """The publisher of a run without engines: it does nothing."""
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
+    @property
+    def committed_version(self) -> PolicyVersion:
+        """The version that the engines serve."""
+        assert not isinstance(self.serving, NoServing), "no engine serves a version"
+        return self.serving.fleet.committed_version
 
 
 async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
@@ -153,6 +153,44 @@ def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
         )
         for ranks in beside
     ]
+
+
+def publisher_of(
+    roles: Roles,
+    recipe: Recipe,
+    workers: RolloutSource | None,
+    eos_ids: tuple[int, ...],
+    models: ModelsTrainer,
+    observer: Observer,
+) -> Publisher:
+    """Return the publisher of a loop, with the steps around it that this run takes."""
+    publisher, serving = roles.publisher, roles.serving
+    if isinstance(publisher, NoPublisher) or isinstance(serving, NoServing) or workers is None:
+        return publisher
+    canary, config = None, serving.config
+    if config.canary_every is not None:
+        probe = CanaryProbe.of(
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_response_tokens=recipe.sampling.max_response_tokens,
+            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
+            vocab=models.shape.vocab,
+            eos_ids=eos_ids,
+            dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
+        )
+        canary = Canary(
+            serving.fleet,
+            probe=probe,
+            logprobs=models.logprobs,
+            phases=roles.phases,
+            warn=observer.warned,
+            # Only the canary shows that an external engine computes with the files that were written.
+            every=1 if isinstance(serving, ExternalServing) else config.canary_every,
+        )
+    if canary is not None and isinstance(publisher.transport, AdapterPublisher):
+        # Probed before the first request uses the version; in a shared pool none does before the check anyway.
+        publisher.transport.compare_with(canary.differences, every=canary.every)
+        canary = None
+    return replace(publisher, in_flight=recipe.in_flight, announce=workers.announce, canary=canary)
 
 
 @asynccontextmanager

@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
-from megarl.cluster.cluster import NodeBundle, Pool
+from megarl.cluster.cluster import NodeBundle, NodeFaults, Pool
 from megarl.cluster.lost_nodes import failure_of, followed, leave_for_spares
-from megarl.cluster.node_faults import NodeFaults
 from megarl.cluster.tasks import logged_task
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus, Relocated

@@ -1,26 +1,179 @@
-"""When trainers and engines of separate pools may use their devices: always. `shared_phases` has those of one pool."""
+"""When trainers and engines may use their devices: always in separate pools, one after the other in a shared pool.
+
+The order in a shared pool, where one step follows the other (docs/operations.md, "Memory of a shared pool"):
+
+    engines start   ->  engines release their KV cache [and weights]  ->  trainers start
+    publish:            trainers free all but their weights           ->  engines take the memory of theirs
+    generating:         trainers give their memory back               ->  engines take their KV cache
+    scoring:            engines release their KV cache                ->  frozen models of the pool wake, score, sleep
+    training:           engines release their KV cache [and weights]  ->  trainers take their memory
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.engine.fleet import Engine
 
 
 class SeparatePhases:
     """Trainers and engines have separate pools: neither waits for the other."""
 
+    def generating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    training = comparing = publishing = generating
+
+
+class Sleeper(Protocol):
+    """Engines that can stop using their devices for a while; see `Fleet`."""
+
+    @property
+    def reachable(self) -> Sequence[object]: ...
+
+    async def any_reachable(self) -> Sequence[object]: ...
+
+    async def sleep(self, *, releases_weights: bool) -> None: ...
+
+    async def take_weights(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloader:
+    """A model that can leave its device to others."""
+
+    trim: Callable[[], Awaitable[None]]
+    """Frees what only a pass needs; the model can still send its weights."""
+    release: Callable[[], Awaitable[None]]
+    reload: Callable[[], Awaitable[None]]
+
+
+class SharedPhases:
+    """Trainers and engines are time-shared on one pool; while weights are published, both are on the devices."""
+
+    def __init__(self, engines: Sleeper, *, releases_weights: bool = False) -> None:
+        """With `releases_weights` engines keep nothing while trainers work, and a publish must follow."""
+        self._engines = engines
+        self._releases_weights = releases_weights
+        self._trainers: Sequence[Offloader] = ()
+        self._refill: Callable[[], Awaitable[object]] | None = None
+        self._can_send_away = True
+        self._are_awake = True
+        self._are_away = False
+        self._are_empty = False
+        """Whether the engines have given up their weights, and no publish has filled them since."""
+        self._device_lock = asyncio.Lock()
+        """Held while weights are sent, and while engines give up memory."""
+
+    async def make_room(self) -> None:
+        """Let the engines sleep before a set of trainers starts on their devices."""
+        self._trainers = ()
+        self._refill = None
+        self._are_away = False
+        # Whatever was under way when the trainers before were lost may have been cut off.
+        self._are_awake = True
+        await self._sleep(releases_weights=self._releases_weights)
+
+    def alternate_with(
+        self,
+        trainers: Sequence[Offloader],
+        *,
+        refill: Callable[[], Awaitable[object]] | None = None,
+        can_send_away: bool = True,
+    ) -> None:
+        """Alternate with these trainers, which have just started and are on the devices.
+
+        `refill` publishes the version that they hold. `can_send_away` says whether weights can be sent while engines
+        generate, which is not so when the trainers release them.
+        """
+        self._trainers = trainers
+        self._refill = refill
+        self._can_send_away = can_send_away
+        self._are_away = False
+
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
+        if self._are_empty:
+            # The step before changed no weights and published none.
+            assert self._refill is not None, "engines without weights, and no trainers to fill them"
+            await self._refill()
+        await self._leave()
+        if not self._are_awake:
+            await self._engines.wake()
+            self._are_awake = True
         yield
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
+        await self._sleep(releases_weights=self._releases_weights)
+        await self._reload()
         yield
 
     @asynccontextmanager
     async def comparing(self) -> AsyncIterator[None]:
+        """Let trainers compute, and engines keep the weights that both are compared by."""
+        await self._sleep(releases_weights=False)
+        await self._reload()
         yield
 
     @asynccontextmanager
     async def publishing(self) -> AsyncIterator[None]:
-        yield
+        """Enclose a publish. After one that fails, engines that had given up their weights are still empty."""
+        async with self._device_lock:
+            await self.take_weights()
+            yield
+            self._are_empty = False
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Let other engines have the devices inside the block, between `generating` and `training`."""
+        async with self._device_lock:
+            await self._engines.sleep(releases_weights=False)
+            yield
+            if self._are_awake:
+                await self._engines.wake()
+
+    async def take_weights(self) -> None:
+        """Let engines have memory for their weights, before they get any command: SGLang looks at them each time."""
+        if not self._engines.reachable:
+            await self._let_one_start()
+        await asyncio.gather(*(trainer.trim() for trainer in self._trainers))
+        await self._engines.take_weights()
+
+    async def send_to_one(self, send: Callable[[Engine], Awaitable[bool]], engine: Engine) -> bool:
+        """Send weights to one engine, which keeps its memory meanwhile; return False if that is not possible now."""
+        async with self._device_lock:
+            can_send = not self._are_empty and (self._can_send_away or not self._are_away)
+            return can_send and await send(engine)
+
+    async def _let_one_start(self) -> None:
+        """Wait until an engine has started in place of those that were lost; engines start while trainers are away."""
+        await self._leave()
+        await self._engines.wake()
+        await self._engines.any_reachable()
+        await self._engines.sleep(releases_weights=False)
+        await self._reload()
+
+    async def _sleep(self, *, releases_weights: bool) -> None:
+        if not self._are_awake and not (releases_weights and not self._are_empty):
+            return
+        async with self._device_lock:
+            self._are_empty = self._are_empty or releases_weights
+            await self._engines.sleep(releases_weights=releases_weights)
+            self._are_awake = False
+
+    async def _leave(self) -> None:
+        if not self._are_away:
+            await asyncio.gather(*(trainer.release() for trainer in self._trainers))
+            self._are_away = True
+
+    async def _reload(self) -> None:
+        if self._are_away:
+            await asyncio.gather(*(trainer.reload() for trainer in self._trainers))
+            self._are_away = False

@@ -14,22 +14,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from megarl.config.roles import InFlight
+from megarl.engine import admin
 from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl, ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import WeightSyncError, WorkerError
+from megarl.errors import EngineError, WeightSyncError, WorkerError
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.serving.canary import Canary
-from megarl.serving.pauses import paused
 from megarl.stages import Phases, Publisher
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
@@ -82,6 +82,13 @@ class EnginePublisher:
         if self.announce is not None:
             await self.announce()
         return result
+
+
+class NoPublisher:
+    """The publisher of a run without engines: it does nothing."""
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,3 +312,50 @@ def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:
         logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
         return "gloo"
     return "nccl"
+
+
+@asynccontextmanager
+async def paused(
+    fleet: Fleet, in_flight: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[None]:
+    """Pause all reachable engines inside the block; new requests wait.
+
+    `announce` returns when rollout workers in other processes know the counts of pauses.
+    """
+    engines = fleet.reachable
+
+    async def count() -> None:
+        fleet.count_pause(engines)
+        if announce is not None:
+            # An engine that is paused answers at once: the count must be there before the tokens.
+            await announce()
+
+    async def pause(engine: Engine) -> None:
+        await admin.pause(engine.client, admin.PauseMode(in_flight))
+
+    await count()
+    try:
+        await _call_all(fleet, engines, pause)
+        yield
+    finally:
+        await count()
+        await _call_all(fleet, engines, _resume)
+
+
+async def _resume(engine: Engine) -> None:
+    if not engine.is_live:
+        # Its weights are wrong: its requests are sent to other engines.
+        await admin.abort_all(engine.client)
+    await admin.resume(engine.client)
+
+
+async def _call_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
+    outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+    for engine, outcome in zip(engines, outcomes, strict=True):
+        match outcome:
+            case EngineError():
+                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
+                await fleet.mark_stale(engine, str(outcome))
+            case BaseException():
+                raise outcome

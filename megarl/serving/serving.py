@@ -1,12 +1,15 @@
-"""The serving side of a run: starts or joins the engines of rollout.
+"""The serving side of a run: starts or joins the engines of rollout, and has them watched and repaired.
+
+`supervisor` notices deaths and silence, `stragglers` slow engines, `nodes` faulty and lost nodes; `operator` lets a
+person retire and add engines. Each reports to the fleet what happened to an engine.
 
 It outlives the trainer ranks: `connect` connects each new set of ranks with the engines that run then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import TypeAlias
 
 from megarl.cluster.cluster import Cluster, Pool, own_address
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ClusterConfig, Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.engine.admin import endpoints_of
 from megarl.engine.client import EngineClient, EngineEndpoint
@@ -23,14 +26,13 @@ from megarl.engine.lifecycle import FellBehind, RestartPolicy
 from megarl.engine.process import EngineDeadlines, deadlines_of, restart_policy
 from megarl.observe.observer import Observer
 from megarl.serving.adapter_publisher import ServedAdapters
-from megarl.serving.adoption import Adoption
-from megarl.serving.engine_specs import rollout_engine
-from megarl.serving.engine_transfer import located, near_trainers, transfer_spec
-from megarl.serving.phases import SeparatePhases
-from megarl.serving.processes import start_engines
-from megarl.serving.shared_phases import SharedPhases
+from megarl.serving.nodes import EngineNodes, following_nodes, moving_engines
+from megarl.serving.operator import Growth, open_to_operator
+from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.serving.processes import Adoption, Engines, start_engines
+from megarl.serving.specs import located, near_trainers, rollout_engine, transfer_spec
+from megarl.serving.stragglers import EngineWatch
 from megarl.serving.supervisor import Supervisor, observe_fleet
-from megarl.serving.watch import watched_engines
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _PUBLISH_FOLDER = "published"
@@ -187,3 +189,36 @@ def _open_fleet(
             fleet.report(engine, FellBehind(reason=UNFILLED))
     observe_fleet(fleet, observer)
     return fleet
+
+
+@asynccontextmanager
+async def watched_engines(
+    run_folder: Path,
+    fleet: Fleet,
+    engines: Engines,
+    pool: Pool,
+    *,
+    cluster: ClusterConfig,
+    observer: Observer,
+    request_timeout_s: float,
+) -> AsyncIterator[Supervisor]:
+    """Watch the engines inside the block; yield their supervisor."""
+    connect = partial(EngineClient, request_timeout_s=request_timeout_s)
+    supervisor = Supervisor(fleet, engines, connect=connect)
+    slow = EngineWatch(fleet, cluster.stragglers, observer, drain=supervisor.drain)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(supervisor.running())
+        move = await stack.enter_async_context(moving_engines(pool, fleet, engines, supervisor, warn=observer.warned))
+        nodes = EngineNodes(
+            fleet,
+            supervisor,
+            max_faults=cluster.max_node_faults,
+            observer=observer,
+            faults=pool.faults,
+            grow=Growth(pool, fleet, engines, connect=connect).add,
+            excluded=move,
+        )
+        await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))
+        await stack.enter_async_context(slow.running())
+        await stack.enter_async_context(following_nodes(pool, fleet, engines, warn=observer.warned))
+        yield supervisor

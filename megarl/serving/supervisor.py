@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from megarl.cluster.tasks import beside, task_group
 from megarl.engine import admin
@@ -35,6 +35,7 @@ from megarl.engine.lifecycle import (
 )
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.observe.observer import Observer
+from megarl.serving.processes import Engines
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,6 @@ _MOST_DRAINED = 1 / 16
 """Part of the fleet that may be out of service when an engine is drained; one engine may in any case."""
 
 
-class Processes(Protocol):
-    """The processes of the engines, by index."""
-
-    async def start(self, index: int) -> EngineEndpoint:
-        """Start an engine; return when it generates, or raise a MegarlError with the reason."""
-        ...
-
-    async def wait_end(self, index: int) -> str: ...
-
-    async def end(self, index: int) -> None: ...
-
-
 CatchUp: TypeAlias = Callable[[Engine], Awaitable[bool]]
 """Sends the committed version to a stale engine; returns False if that is not possible now."""
 
@@ -70,16 +59,8 @@ CatchUp: TypeAlias = Callable[[Engine], Awaitable[bool]]
 class Supervisor:
     """One task per engine, inside `running`. It does not depend on the trainer ranks."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        processes: Processes,
-        *,
-        connect: Callable[[EngineEndpoint], EngineClient],
-        may_start: Callable[[int], bool] = lambda _: True,
-    ) -> None:
-        """`connect` makes the client of a restarted engine; an engine without a node may not start."""
-        self._may_start = may_start
+    def __init__(self, fleet: Fleet, processes: Engines, *, connect: Callable[[EngineEndpoint], EngineClient]) -> None:
+        """`connect` makes the client of a restarted engine."""
         self._fleet = fleet
         self._processes = processes
         self._connect = connect
@@ -146,7 +127,7 @@ class Supervisor:
             seconds, last = now - last, now
             unheard_s = seconds if seconds > _UNHEARD_S else 0.0
             for engine in self._fleet.engines:
-                may_start = self._fleet.is_awake and self._may_start(engine.index)
+                may_start = self._fleet.is_awake and self._processes.has_nodes(engine.index)
                 self._fleet.report(engine, Ticked(unheard_s=unheard_s, may_start=may_start))
 
     async def _supervise(self, engine: Engine) -> None:

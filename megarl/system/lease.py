@@ -1,7 +1,7 @@
 """The lease of a run: what it started on Ray outlives a driver that dies, for the next driver of the run.
 
 A driver that ends in order ends everything itself. One that is killed leaves its private Ray to the guard
-(`system.guard`), or what it started on a Ray that it joined to an actor there (`cluster.lease_actor`): either ends it
+(`system.guard`), or what it started on a Ray that it joined to an actor there (`cluster.leases`): either ends it
 when no driver has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's lock, reads
 the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe, code,
 packages, environment), of another boot of the machine or of a Ray that is gone is not used.

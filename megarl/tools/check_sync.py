@@ -26,8 +26,8 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import WeightSyncError
 from megarl.serving.connect import Roles, started_roles
-from megarl.serving.engine_transfer import transfer_spec
 from megarl.serving.serving import ManagedServing
+from megarl.serving.specs import transfer_spec
 from megarl.tools.small_recipe import SmallRecipe, tiny_for_layouts
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to

@@ -93,7 +93,8 @@ def running_models(
     frozen: Mapping[str, FrozenRoleConfig], reward: RewardConfig, *, run: RunConfig, network: NetworkConfig
 ) -> OpenModels:
     """Return how those frozen models are reached whose engines run already."""
-    from megarl.serving.frozen import models_of, start_frozen  # noqa: PLC0415 - imports Ray, for seconds
+    from megarl.rollout.frozen import models_of  # noqa: PLC0415 - imports Ray, for seconds
+    from megarl.serving.frozen import start_frozen  # noqa: PLC0415 - as above
 
     roles = {role: config for role, config in frozen.items() if config.pool is None}
     longest, observer = longest_reply(reward), Observer(())

@@ -93,6 +93,6 @@ class TeacherRank(ModelRank):
             assert isinstance(model, PolicyModel), "a teacher without a language head"
             model.teaching = partial(top_scores, num_top=num_top, vocab=vocab)
 
-    def scores(self, batch: TrainBatch) -> SampleColumn | None:
-        """Return `top_scores` of the response tokens."""
+    def logprobs(self, batch: TrainBatch) -> SampleColumn | None:
+        """Return `top_scores` of the response tokens: their log-probabilities and those of the likeliest tokens."""
         return self._column(batch)

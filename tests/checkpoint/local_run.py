@@ -129,7 +129,7 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     async with saver:
         for step in steps:
             ticket = await buffer.reserve()
-            prompts.next()
+            next(prompts)
             await buffer.put(ticket, scored_group([1.0], lengths=[1], version=0))
             await buffer.take_step()
             rank.num_steps = step

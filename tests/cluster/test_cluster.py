@@ -6,7 +6,17 @@ import pytest
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
-from megarl.cluster.cluster import NodeBundle, Place, Pool, accelerators, gpu_numbers, nodes_of, refuse_missing
+from megarl.cluster.cluster import (
+    WITHIN_S,
+    NodeBundle,
+    NodeFaults,
+    Place,
+    Pool,
+    accelerators,
+    gpu_numbers,
+    nodes_of,
+    refuse_missing,
+)
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.errors import MachineError
@@ -81,3 +91,25 @@ def test_the_kinds_of_gpus_are_those_that_ray_reports(monkeypatch: pytest.Monkey
     resources = {"GPU": 16.0, "accelerator_type:H100": 1.0, "accelerator_type:H200": 1.0, "node:10.0.0.1": 1.0}
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     assert accelerators() == ["H100", "H200"]
+
+
+def test_faults_within_seconds_are_one_accident_and_old_ones_do_not_count() -> None:
+    now = 0.0
+    faults = NodeFaults(lambda: now)
+    assert faults.count("a") == 1
+    now = 29.0
+    assert faults.count("a") == 1
+    assert faults.count("b") == 1
+    now = 60.0
+    assert faults.count("a") == 2
+    now = WITHIN_S + 1.0
+    assert faults.count("a") == 2, "the first is too old"
+
+
+def test_a_node_that_is_taken_back_has_no_faults() -> None:
+    faults = NodeFaults(lambda: 0.0)
+    faults.count("a")
+    faults.excluded |= {"a", "b"}
+    faults.forgive("a")
+    assert faults.excluded == {"b"}
+    assert faults.count("a") == 1

@@ -35,8 +35,8 @@ with private_ray():
     from megarl.cluster import cluster as cluster_module
     from megarl.cluster import local_ray as local_ray_module
     from megarl.cluster import lost_nodes
-    from megarl.cluster.adoption import AdoptableActors
     from megarl.cluster.cluster import Cluster, NodeBundle, Place, Pool
+    from megarl.cluster.leases import AdoptableActors
     from megarl.cluster.local_ray import LocalRay, local_ray
     from megarl.cluster.lost_nodes import RankNodes, followed, wait_for_nodes
     from megarl.cluster.worker_group import LostRanksError, WorkerDiedError, WorkerLateError

@@ -14,7 +14,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def draw(stream: PromptStream, count: int) -> list[tuple[str, int, int]]:
-    return [(prompt.uid, prompt.position, prompt.epoch) for prompt in (stream.next() for _ in range(count))]
+    return [(prompt.uid, prompt.position, prompt.epoch) for prompt in (next(stream) for _ in range(count))]
 
 
 @given(count=st.integers(1, 40), epochs=st.integers(1, 4), seed=st.integers(0, 2**32), is_shuffled=st.booleans())

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TeacherCalls, TrainedCalls
+from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TrainedCalls
 from megarl.ranks.publishing import PublishingActor
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.frozen import ReferenceRank, TeacherRank
@@ -21,7 +21,7 @@ RANKS: list[tuple[type, type]] = [
     (CriticCalls, CriticRank),
     (CriticCalls, ImplicitRewardRank),
     (PolicyCalls, ReferenceRank),
-    (TeacherCalls, TeacherRank),
+    (PolicyCalls, TeacherRank),
 ]
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from megarl.algo.advantage import Outcomes
 from megarl.algo.estimators import choose_estimator
 from megarl.algo.token_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
+from megarl.cluster.worker_group import WorkerDiedError
 from megarl.config.algorithm import GaeConfig
 from megarl.config.load import load_recipe
 from megarl.config.recipe import StragglerConfig
@@ -28,6 +30,8 @@ from megarl.data.shares import make_shares, unpack
 from megarl.errors import WorkerError
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
+from megarl.ranks.calls import ModelCalls
+from megarl.ranks.ranks import RankGroup
 from megarl.serving.stragglers import watched_ranks
 from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
@@ -40,9 +44,9 @@ with private_ray():
     import ray
 
     from megarl.cluster.cluster import open_cluster
+    from megarl.ranks.forward_passes import assign_credit
     from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
     from megarl.ranks.remote_columns import RemoteColumn, RemotePart
-    from megarl.ranks.remote_credit import assign_credit
     from megarl.train.rank import ModelRank
     from megarl.train.rank_spec import RankSpec
 
@@ -245,3 +249,28 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
     asyncio.run(run())
     (text,) = [text for text in sink.texts if "actor rank 2 on " in text]
     assert "times the median, for 2 windows of 0.5 s; every step waits for it" in text
+
+
+async def _end() -> int:
+    return 1
+
+
+async def _die() -> int:
+    raise ray.exceptions.RayActorError
+
+
+def test_a_call_to_some_ranks_names_the_one_that_died() -> None:
+    async def call() -> None:
+        group: RankGroup[ModelCalls] = RankGroup(
+            "critic",
+            [],
+            split=ModelParallelConfig(),
+            timeout_s=60,
+            report_folder=Path(),
+            device_lock=asyncio.Lock(),
+        )
+        await group.gather("compute_credit", [_end(), _die()], ranks=[0, 2])
+
+    with pytest.raises(WorkerDiedError, match="critic rank 2: died during compute_credit") as raised:
+        asyncio.run(call())
+    assert raised.value.ranks == (2,)

@@ -24,8 +24,8 @@ from megarl.ranks.packings import ModelPackings
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.remote_columns import RemoteColumn
 from megarl.ranks.start import Trainers
-from megarl.ranks.trainer import ModelsTrainer
-from megarl.results import CriticResult, CriticStats, RankUsage, UpdateResult
+from megarl.ranks.trainer import ModelsTrainer, training_work
+from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
 from megarl.tokens import ColumnName, RolloutSums
 from megarl.types import Estimates, FloatArray, PolicyVersion
 from tests.algo.groups import scored_group
@@ -145,9 +145,9 @@ def trainer(
         fetched=frozenset(fetched),
     )
     return ModelsTrainer(
-        trainers,
-        PACKINGS,
-        passes if critic is not None or has_reference else None,
+        trainers=trainers,
+        packings=PACKINGS,
+        passes=passes if critic is not None or has_reference else None,
         algorithm=algorithm,
         shape=PUBLIC_MODELS["qwen2.5-7b"],
         epochs=1,
@@ -155,6 +155,7 @@ def trainer(
         version=PolicyVersion(version),
         skipped_folder=folder,
         warmup_steps=warmup_steps,
+        refresh_every_steps=None,
     )
 
 
@@ -268,3 +269,31 @@ def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
     with pytest.raises(NumericsError, match=r"the loss is nan; the rollouts are in .*step_000008\.parquet"):
         asyncio.run(trainer(tmp_path, broken, num_steps=7).update(make_samples(3, vocab=9)))
     assert (tmp_path / "step_000008.parquet").exists()
+
+
+SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
+
+
+def work_of(lengths: list[int], *, epochs: int = 1, num_ranks: int = 1, gpu: str | None = None) -> TrainingWork:
+    usage = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2, gpu_name=gpu)
+    return training_work(lengths, usage, shape=SHAPE, epochs=epochs, num_ranks=num_ranks)
+
+
+def test_a_token_costs_six_per_weight_and_a_long_sequence_more() -> None:
+    short = work_of([10]).flops / 10
+    long = work_of([8192]).flops / 8192
+    # 7.07e9 weights are multiplied with: the embedding is only looked up.
+    assert short == pytest.approx(6 * 7.07e9, rel=0.01)
+    assert long - short == pytest.approx(3 * 2 * 28 * 28 * 128 * (8192 - 10))
+
+
+def test_all_sequences_count_in_every_epoch() -> None:
+    one = work_of([10])
+    two = work_of([10, 10], epochs=3, num_ranks=2, gpu="NVIDIA H100 80GB HBM3")
+    assert two.flops == 2 * 3 * one.flops
+    assert (one.peak_flops_per_second, two.peak_flops_per_second) == (None, 2 * 989e12)
+
+
+def test_the_peak_of_a_gpu_that_is_not_known_is_not_guessed() -> None:
+    assert work_of([10], gpu="NVIDIA H200").peak_flops_per_second == 989e12
+    assert work_of([10], gpu="Some Accelerator").peak_flops_per_second is None

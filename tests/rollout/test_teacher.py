@@ -20,8 +20,8 @@ from megarl.config.roles import Teaching
 from megarl.engine.client import EngineClient
 from megarl.engine.process import EngineProcess
 from megarl.errors import DataError, EngineError, QuarantineError, ScoreError
-from megarl.rollout.frozen import FrozenEngines
-from megarl.rollout.teacher import TaughtGenerator, token_scores
+from megarl.rollout.frozen import FrozenEngines, TaughtGenerator
+from megarl.rollout.teacher import token_scores
 from megarl.tokens import Content
 from megarl.types import Episode, FinishReason, FloatArray, Prompt, Rollout, RolloutGroup, TokenArray
 from tests.engine.engines import ServedModel, engine_spec, prompt_of, scripted_client

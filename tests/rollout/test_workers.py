@@ -29,7 +29,7 @@ from megarl.observe.events import Noted
 from megarl.observe.observer import Observer
 from megarl.observe.summary import StepSummary, summarize_step
 from megarl.results import UpdateResult
-from megarl.run.evaluate import HeldOutEvaluator
+from megarl.run.evaluate import HeldOutAnswers
 from megarl.types import PolicyVersion, Prompt, ScoredGroup, TrainSample
 from tests.observe.samples import ListSink
 from tests.reward.test_judge import Judge, chat_judge, completion
@@ -207,9 +207,9 @@ def first_only(scored: ScoredGroup) -> ScoredGroup:
 
 def evaluator_of(
     groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[FiledRollout]], Awaitable[None]], folder: Path
-) -> HeldOutEvaluator:
-    return HeldOutEvaluator(
-        EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
+) -> HeldOutAnswers:
+    return HeldOutAnswers(
+        config=EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
         prompts=prompts(),
         greedy=Answers([first_only(scored) for scored in groups]).answer,
         sampled=Answers(groups).answer,
@@ -229,8 +229,8 @@ def test_an_evaluation_is_graded_and_written_without_its_tokens_in_the_driver(
 
     with monkeypatch.context() as patch:
         patch.setattr(stored, "_get", forbidden)
-        evaluated = two.run(evaluator_of(groups, two.workers.write, tmp_path / "there").evaluate(1, PolicyVersion(0)))
-    here = two.run(evaluator_of(expected, write, tmp_path / "here").evaluate(1, PolicyVersion(0)))
+        evaluated = two.run(evaluator_of(groups, two.workers.write, tmp_path / "there").evaluate(1))
+    here = two.run(evaluator_of(expected, write, tmp_path / "here").evaluate(1))
     assert evaluated == here
     files = [generations_file(tmp_path / folder, 1).read_bytes() for folder in ("there", "here")]
     assert files[0] == files[1]

@@ -1,8 +1,9 @@
-"""The evaluator against fakes of its seams; whole runs with both ways to answer are in test_run."""
+"""Evaluations against fakes of their seams: grades of answers, the loss of demonstrations, and when it is time."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,22 @@ from megarl.data.rollout_files import FiledRollout, generations_file, read_gener
 from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.rollout.groups import GivenGroups
-from megarl.run.evaluate import HeldOutEvaluator
+from megarl.run.evaluate import Evaluator, HeldOutAnswers, HeldOutDemonstrations
+from megarl.serving.phases import SeparatePhases
 from megarl.stages import Generator
 from megarl.tokens import Content
-from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.types import (
+    DEMONSTRATION,
+    FinishReason,
+    FloatArray,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TrainSample,
+)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -81,9 +94,9 @@ async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
 
 def evaluator(
     folder: Path, config: EvaluationConfig, *, greedy: Generator | None = None, sampled: Generator | None = None
-) -> HeldOutEvaluator:
-    return HeldOutEvaluator(
-        config,
+) -> HeldOutAnswers:
+    return HeldOutAnswers(
+        config=config,
         prompts=prompts(4),
         greedy=None if greedy is None else GivenGroups(greedy, Comparer()).scored_group,
         sampled=None if sampled is None else GivenGroups(sampled, Comparer()).scored_group,
@@ -92,8 +105,8 @@ def evaluator(
     )
 
 
-def evaluate(of: HeldOutEvaluator) -> EvalResult:
-    return asyncio.run(of.evaluate(5, PolicyVersion(7)))
+def evaluate(of: HeldOutAnswers) -> EvalResult:
+    return asyncio.run(of.evaluate(5))
 
 
 def test_greedy_alone_has_an_accuracy_and_nothing_of_samples(tmp_path: Path) -> None:
@@ -154,11 +167,82 @@ def test_a_failing_engine_ends_the_evaluation_with_its_own_error_and_keeps_nothi
         (EvaluationConfig(every_steps=4, runs_before_training=False), [4, 6]),
     ],
 )
-def test_when_it_is_time(tmp_path: Path, config: EvaluationConfig, due: list[int]) -> None:
-    of = evaluator(tmp_path, config, greedy=Guesser(1))
+def test_when_it_is_time(config: EvaluationConfig, due: list[int]) -> None:
+    of = Evaluator(config=config, phases=SeparatePhases())
     assert [step for step in range(7) if of.is_due(step, is_last=step == 6)] == due
 
 
 @pytest.mark.parametrize(("num_rollouts", "expected"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
 def test_without_a_list_pass_at_takes_powers_of_two_and_n(num_rollouts: int, expected: tuple[int, ...]) -> None:
     assert SampledEvaluationConfig(rollouts_per_prompt=num_rollouts).pass_at_or_default == expected
+
+
+LENGTHS = (3, 1, 4, 2, 5)
+
+
+def demonstration(length: int) -> Prompt:
+    return Prompt(
+        uid=str(length),
+        position=0,
+        epoch=0,
+        token_ids=np.zeros(2, np.int32),
+        data_source="test",
+        ground_truth="",
+        extra_info={},
+        demonstration=np.arange(length, dtype=np.int32),
+        # The first of several tokens belongs to another speaker.
+        demonstration_mask=np.arange(length) >= min(1, length - 1),
+    )
+
+
+class Recited:
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        assert prompt.demonstration is not None
+        assert prompt.demonstration_mask is not None
+        num_tokens = len(prompt.demonstration)
+        rollout = Rollout(
+            content=Content(token_ids=prompt.demonstration, logprobs=np.zeros(num_tokens, np.float32), text=""),
+            versions=np.full(num_tokens, DEMONSTRATION, np.int32),
+            loss_mask=prompt.demonstration_mask,
+            finish_reason=FinishReason.STOP,
+        )
+        return RolloutGroup(prompt=prompt, rollouts=(rollout,))
+
+
+def evaluate_demonstrations(
+    *, samples_per_call: int, answers: HeldOutAnswers | None = None
+) -> tuple[EvalResult, list[int]]:
+    """Return the result, and the number of samples of each call; a token's log-probability is minus its place."""
+    calls: list[int] = []
+
+    async def logprobs(samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+        calls.append(len(samples))
+        return tuple(-sample.rollout.token_ids.astype(np.float32) for sample in samples)
+
+    demonstrations = HeldOutDemonstrations(
+        prompts=[demonstration(length) for length in LENGTHS],
+        generator=Recited(),
+        logprobs=logprobs,
+        samples_per_call=samples_per_call,
+    )
+    of = Evaluator(config=EvaluationConfig(), phases=SeparatePhases(), answers=answers, demonstrations=demonstrations)
+    return asyncio.run(of.evaluate(3, PolicyVersion(3))), calls
+
+
+@pytest.mark.parametrize(("samples_per_call", "calls"), [(2, [2, 2, 1]), (5, [5]), (9, [5])])
+def test_the_loss_is_the_mean_over_the_imitated_tokens(samples_per_call: int, calls: list[int]) -> None:
+    counted = [place for length in LENGTHS for place in range(min(1, length - 1), length)]
+    result, seen = evaluate_demonstrations(samples_per_call=samples_per_call)
+    assert seen == calls
+    assert result.version == 3
+    assert result.held_out_loss == pytest.approx(sum(counted) / len(counted))
+    assert result.numbers == pytest.approx(
+        {"held_out_loss": result.held_out_loss, "perplexity": math.exp(sum(counted) / len(counted))}
+    )
+
+
+def test_the_loss_stands_beside_the_grades_of_answers(tmp_path: Path) -> None:
+    answers = evaluator(tmp_path, EvaluationConfig(), greedy=Guesser(1))
+    result, _ = evaluate_demonstrations(samples_per_call=2, answers=answers)
+    assert list(result.numbers) == ["accuracy", "score", "held_out_loss", "perplexity"]
+    assert (result.version, result.accuracy) == (7, 1.0)

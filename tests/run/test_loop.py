@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -19,10 +19,9 @@ from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
-from megarl.run.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
+from megarl.run.evaluate import Evaluation, Evaluator
 from megarl.run.loop import Loop, Start
-from megarl.serving.phases import SeparatePhases
-from megarl.serving.shared_phases import Offloader, SharedPhases
+from megarl.serving.phases import Offloader, SeparatePhases, SharedPhases
 from megarl.stages import Phases, Stages
 from megarl.tokens import Content
 from megarl.types import (
@@ -64,7 +63,7 @@ TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
 NEW = Start(step=0, version=PolicyVersion(0))
 
 
-class FakeCluster:
+class FakeCluster(Iterator[Prompt]):
     """Every seam in one object, so that it sees the order of all calls."""
 
     def __init__(
@@ -98,7 +97,7 @@ class FakeCluster:
         self._version = version
         self._position = num_drawn - 1
 
-    def next(self) -> Prompt:
+    def __next__(self) -> Prompt:
         self._position += 1
         return Prompt(
             uid=str(self._position),
@@ -233,10 +232,10 @@ def run(
             phases=phases or SeparatePhases(),
         )
         buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version])
-        evaluation: Evaluation = NoEvaluation()
+        evaluation = None
         if evaluator is not None:
-            evaluation = ScheduledEvaluation(
-                evaluator,
+            evaluation = Evaluation(
+                evaluator=evaluator,
                 phases=stages.phases,
                 observer=observer,
                 saver=cluster,
@@ -301,7 +300,7 @@ def test_a_step_tells_who_waited_for_whom_and_how_old_its_tokens_are() -> None:
     assert [flow.age_mean for flow in flows if flow] == [0, 1, 1, 1]
 
 
-class SlowEvaluator:
+class SlowEvaluator(Evaluator):
     """Answers only when the third step is trained, if it may."""
 
     def __init__(self, cluster: FakeCluster, *, waits: bool) -> None:
@@ -390,7 +389,7 @@ def test_a_quarantined_prompt_is_not_asked_again_in_the_next_epoch() -> None:
     async def ask_twice() -> list[int]:
         cluster = FakeCluster(poison=lambda position: True)
         cluster.served = PolicyVersion(0)
-        groups, prompt = SampledGroups(cluster, TASK, Observer(())), cluster.next()
+        groups, prompt = SampledGroups(cluster, TASK, Observer(())), next(cluster)
         for _ in range(2):
             assert await groups.scored_group(prompt) is None
         assert groups.take_dropped() == {"quarantined": 2}
@@ -404,7 +403,7 @@ def test_a_run_whose_few_prompts_are_all_in_quarantine_ends() -> None:
     async def ask(num_prompts: int, num_times: int) -> None:
         cluster = FakeCluster(poison=lambda position: True)
         cluster.served = PolicyVersion(0)
-        groups, prompts = SampledGroups(cluster, TASK, Observer(())), [cluster.next() for _ in range(num_prompts)]
+        groups, prompts = SampledGroups(cluster, TASK, Observer(())), [next(cluster) for _ in range(num_prompts)]
         for _ in range(num_times):
             for prompt in prompts:
                 assert await groups.scored_group(prompt) is None
@@ -422,7 +421,7 @@ def test_a_run_whose_prompts_all_fail_ends() -> None:
 def test_no_prompt_is_drawn_after_the_last_step() -> None:
     cluster = FakeCluster()
     run(cluster, num_steps=3)
-    assert cluster.next().position == 3 * 4
+    assert next(cluster).position == 3 * 4
 
 
 def test_a_step_is_saved_before_prompts_of_the_next_are_drawn() -> None:

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     blocked.write_text("a file where the folder should be")
     _, warnings = keep(tmp_path, RolloutSamplesConfig(), steps=[1, 2])
     path = rollouts_file(tmp_path, 1)
-    assert warnings == [f"the rollouts of step 1 are not kept: {path}: cannot be written: File exists"]
+    assert warnings == [f"the rollouts of step 1 are not written: {path}: cannot be written: File exists"]
 
 
 @pytest.mark.needs("root")
@@ -129,7 +129,7 @@ def test_a_full_disk_costs_the_file_of_a_step_and_is_told_each_time_it_fills(tmp
 
         asyncio.run(asyncio.wait_for(run(), 60))
         assert [path.name for path in (disk / "rollouts").iterdir()] == ["step_000003.parquet"]
-    assert [warning.partition(" are not kept")[0] for warning in warnings] == [
+    assert [warning.partition(" are not written")[0] for warning in warnings] == [
         "the rollouts of step 1",
         "the rollouts of step 4",
     ]
@@ -202,4 +202,4 @@ def test_a_disk_that_hangs_costs_files_and_no_step(tmp_path: Path, monkeypatch: 
         await steps(trainer, 100, sampler_of(trainer, tmp_path, hang, warnings.append))
 
     asyncio.run(asyncio.wait_for(run(), 60))  # the first step waits, none after it
-    assert warnings == ["the rollouts of step 8 are not kept: the file of an earlier step is still being written"]
+    assert warnings == ["the rollouts of step 8 are not written: the file of an earlier step is still being written"]

@@ -133,7 +133,7 @@ class FakeRun:
 
     async def _generate(self, step: int) -> None:
         while len(self.buffer.counts.carried) < self.recipe.train.prompts_per_step:
-            ticket, prompt = await self.buffer.reserve(), self.prompts.next()
+            ticket, prompt = await self.buffer.reserve(), next(self.prompts)
             if step == self.leaves_in:
                 self.preemption.request(signal.SIGUSR1)
                 await asyncio.sleep(60)

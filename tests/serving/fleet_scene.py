@@ -20,6 +20,7 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.process import EngineProcess
 from megarl.engine.tool_commands import ToolControl
+from megarl.serving.processes import Engines
 from megarl.serving.publisher import TransferPublisher
 from megarl.serving.supervisor import Supervisor
 from megarl.system.network import LOOPBACK
@@ -39,7 +40,7 @@ START_TIMEOUT_S = 900.0
 _SPLIT = MegatronParallel(tensor=2)
 
 
-class LocalProcesses:
+class LocalProcesses(Engines):
     """Engines as children of the test."""
 
     def __init__(self, folder: Path, model: Path, num_engines: int) -> None:
@@ -68,6 +69,9 @@ class LocalProcesses:
         ]
         await asyncio.gather(*(self.start(index) for index in missing))
 
+    def has_nodes(self, index: int) -> bool:
+        return True
+
     async def wait_end(self, index: int) -> str:
         return await self.running[index].wait_end()
 
@@ -78,7 +82,7 @@ class LocalProcesses:
         """To everything an engine consists of."""
         os.killpg(self.running[index].pid, number)
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         for process in self.running.values():
             process.stop()
 
@@ -243,4 +247,4 @@ def open_duo(folder: Path) -> Iterator[Duo]:
     try:
         yield Duo(processes=processes, folders=folders, shape=shape)
     finally:
-        processes.stop()
+        processes.stop_all()

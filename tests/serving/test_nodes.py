@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megarl.cluster.node_faults import WITHIN_S, NodeFaults
+from megarl.cluster.cluster import WITHIN_S, NodeFaults
 from megarl.engine.fleet import Fleet
 from megarl.errors import FleetError
 from megarl.observe.observer import Observer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.node_faults import NodeFaults
+from megarl.cluster.cluster import NodeFaults
 from megarl.engine.fleet import Fleet
 from megarl.errors import EngineError, FleetError, MachineError
 from megarl.observe.observer import Observer

@@ -17,8 +17,8 @@ from megarl.errors import WeightSyncError
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult
 from megarl.serving.connect import offloaders
+from megarl.serving.phases import Offloader, SharedPhases
 from megarl.serving.publisher import EnginePublisher
-from megarl.serving.shared_phases import Offloader, SharedPhases
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted
 

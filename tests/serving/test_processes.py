@@ -14,9 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from safetensors.torch import load_file
 
 from megarl.cluster.cluster import Place, open_cluster
+from megarl.cluster.leases import AdoptableActors
 from megarl.cluster.local_ray import private_ray
 from megarl.config.load import load_recipe
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
@@ -27,12 +29,13 @@ from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineSpec, PortTakenError
 from megarl.engine.reply import Expectation, read_response
+from megarl.errors import EngineError
 from megarl.ranks.adapters import store_adapter
 from megarl.serving import processes as engines
-from megarl.serving.processes import EngineHost, Engines, on_nodes, start_engines, with_free_ports
+from megarl.serving.processes import Adoption, EngineHost, Engines, on_nodes, start_engines, take_over, with_free_ports
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
-from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
+from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, ServedModel, engine_spec
 from tests.run.runs import write_recipe
 from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
 
@@ -211,3 +214,78 @@ def test_the_actor_of_an_engine_does_without_torch() -> None:
     code = f"import sys, {EngineHost.__module__}; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert {"torch", "megatron", "transformers"}.isdisjoint(printed.stdout.split())
+
+
+def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: ServedModel) -> None:
+    """Paused, with an update open and a request under way, as a driver leaves it that dies in a publish."""
+    endpoint = qwen2_tp1.process.endpoint
+    request = GenerateRequest(rid="left", input_ids=(5, 6), max_new_tokens=64, temperature=1.0)
+
+    async def scenario() -> None:
+        client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+        try:
+            await admin.pause(client, admin.PauseMode.IN_PLACE)
+            left = asyncio.create_task(client.generate(request))
+            await client.control("begin", "/begin_weight_update", {})
+            with pytest.raises(EngineError, match="already open"):
+                await client.control("begin", "/begin_weight_update", {})
+
+            version = await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)
+
+            assert version == str((await admin.model_info(client))["weight_version"])
+            await left
+            await client.control("begin", "/begin_weight_update", {})
+            await client.control("end", "/end_weight_update", {})
+            await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)  # nothing is left: nothing changes
+            await client.generate(request)
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def _adoption(notes: list[str], *, is_possible: bool = True) -> Adoption:
+    actors = AdoptableActors(outlive_driver=False)
+    actors.left = {name: object() for name in ("engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1", "actor-0")}
+    return Adoption(actors, RolloutRoleConfig(pool="rollout"), 3, is_possible=is_possible, noted=notes.append)
+
+
+def test_engines_that_cannot_be_used_are_counted_once_all_were_asked() -> None:
+    notes: list[str] = []
+    adoption = _adoption(notes)
+
+    async def refuse() -> EngineEndpoint:
+        raise EngineError("was not running")
+
+    assert asyncio.run(adoption.take_over(0, refuse)) is None
+    assert notes == []
+    assert asyncio.run(adoption.take_over(1, refuse)) is None
+    assert notes == ["adopted 0 engines of 3"]
+
+
+def test_engines_that_the_operator_had_added_are_ended_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    actors, notes = AdoptableActors(outlive_driver=False), list[str]()
+    actors.left = {"engine-0-0": "kept", "engine-1-0": "added"}
+    adoption = Adoption(actors, RolloutRoleConfig(pool="rollout"), 1, is_possible=False, noted=notes.append)
+
+    async def never() -> EngineEndpoint:
+        raise AssertionError
+
+    asyncio.run(adoption.take_over(0, never))
+    assert (ended, list(actors.left), notes) == (["added"], ["engine-0-0"], ["adopted 0 engines of 1"])
+
+
+def test_engines_whose_memory_is_unknown_are_not_asked() -> None:
+    async def never() -> EngineEndpoint:
+        raise AssertionError
+
+    assert asyncio.run(_adoption([], is_possible=False).take_over(0, never)) is None
+
+
+def test_an_actor_is_taken_once() -> None:
+    actors = _adoption([]).actors
+    assert actors.take("actor-0") is not None
+    assert actors.take("actor-0") is None
+    assert actors.options("actor-0") == {}

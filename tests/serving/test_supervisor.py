@@ -15,6 +15,7 @@ from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
 from megarl.errors import FleetError, MachineError, QuarantineError, WeightSyncError
+from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor, probe_interval_s
 from megarl.types import PolicyVersion
 from tests.engine.engines import EOS, generator_of, prompt_of, scripted_client
@@ -23,7 +24,7 @@ from tests.rollout.test_generator import reply_of
 POLICY = RestartPolicy(max_restarts=2, back_off_s=0.05, silence_timeout_s=3, start_timeout_s=5)
 
 
-class Scripted:
+class Scripted(Engines):
     """Engines as processes and servers: each can be killed, frozen, or kept from starting."""
 
     def __init__(self, num_engines: int, *, per_node: int | None = None) -> None:
@@ -52,6 +53,9 @@ class Scripted:
         self.frozen.discard(index)
         self.served[index] = PolicyVersion(0)
         return self.client(index).endpoint
+
+    def has_nodes(self, index: int) -> bool:
+        return True
 
     async def wait_end(self, index: int) -> str:
         return str(await asyncio.shield(self._ends[index]))

@@ -13,7 +13,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError, MachineError
 from megarl.planner.deployment import find_shapes
-from megarl.serving.engine_transfer import transfer_spec
+from megarl.serving.specs import transfer_spec
 from megarl.tools.small_recipe import (
     RehearsalFiles,
     SmallRecipe,

@@ -128,7 +128,7 @@ def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question
     """Return the answer of a teacher with the setup's model and split."""
     teacher = TeacherRank(spec_of(rank, world, port, setup), num_top=num_top, vocab=setup.shape.vocab)
     teacher.load(setup.folder)
-    scores = teacher.scores(question)
+    scores = teacher.logprobs(question)
     teacher.close()
     return scores
 

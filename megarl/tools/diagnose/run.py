@@ -21,8 +21,8 @@ from megarl.ranks.calls import ActorCalls
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.run.inputs import read_inputs
 from megarl.serving.connect import started_roles
-from megarl.serving.engine_transfer import transfer_spec
 from megarl.serving.serving import ManagedServing
+from megarl.serving.specs import transfer_spec
 from megarl.tools.diagnose.comparison import compare
 from megarl.tools.diagnose.verdict import Diagnosis
 from megarl.tools.small_recipe import SmallRecipe, single_copy

@@ -18,7 +18,7 @@ with private_ray():
     from ray.util.placement_group import placement_group, placement_group_table
 
     from megarl.cluster.cluster import joined
-    from megarl.cluster.lease_actor import leased, take_lease
+    from megarl.cluster.leases import leased, take_lease
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import cast
 import pytest
 from ray.actor import ActorHandle
 
-from megarl.cluster.remote_process import RemoteProcess
+from megarl.cluster.worker_group import RemoteProcess
 from megarl.config.roles import ModelParallelConfig
 from megarl.errors import WorkerError
-from megarl.ranks.adoption import adopt_ranks
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
+from megarl.ranks.start import adopt_ranks
 
 
 class FakeMethod:

@@ -1,10 +1,14 @@
-"""The actor that has the lease of a run on a Ray that it joined, and ends what runs there when no driver renews it."""
+"""Actors that outlive their driver: the next one finds them by their names.
+
+On a Ray that a run joined, an actor has the lease, and ends what runs there when no driver renews it.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,10 +22,44 @@ from megarl.system.lease import JoinedLease
 
 logger = logging.getLogger(__name__)
 
+_NUMBER = "#"
+"""Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
 _NAME = "lease-"
 """Precedes a part that no other actor's name has: Ray frees the name of a dead actor only later."""
 _ANSWER_S = 60.0
 _POLL_S = 0.25
+
+
+class AdoptableActors:
+    """The names by which the next driver of a run finds actors that outlived this one."""
+
+    def __init__(self, *, outlive_driver: bool, finds: bool = False) -> None:
+        """Without `outlive_driver` actors end with their driver. With `finds` an earlier one may have left some."""
+        self._outlive_driver = outlive_driver
+        self.left: dict[str, ActorHandle] = {}
+        """Actors of an earlier driver that this one has not taken."""
+        if finds:
+            self._find()
+
+    def _find(self) -> None:
+        names = [name for name in ray.util.list_named_actors() if _NUMBER in name]
+        counts = Counter(name.partition(_NUMBER)[0] for name in names)
+        for name in names:
+            plain = name.partition(_NUMBER)[0]
+            with suppress(ValueError):  # it has ended meanwhile
+                actor = ray.get_actor(name)
+                if counts[plain] == 1:
+                    self.left[plain] = actor
+                else:  # one of them was just being replaced
+                    ray.kill(actor)
+
+    def options(self, name: str) -> dict[str, object]:
+        """Return Ray's options for a new actor that outlives the driver as `name`."""
+        return {"name": f"{name}{_NUMBER}{uuid4().hex[:8]}", "lifetime": "detached"} if self._outlive_driver else {}
+
+    def take(self, name: str) -> ActorHandle | None:
+        """Return the actor of this name that an earlier driver left, once."""
+        return self.left.pop(name, None)
 
 
 class LeaseActor:

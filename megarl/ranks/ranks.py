@@ -52,6 +52,8 @@ class RankHost(ColumnHost):
 
     def __init__(self, bind: str | None) -> None:
         self._rank: ModelCalls | None = None
+        self._listener: socket.socket | None = None
+        """Rank 0's: another process could take a port that is only known to be free."""
         self._has_failed = False
         self._is_replaced = threading.Event()
         self._host = own_address(bind)
@@ -60,13 +62,14 @@ class RankHost(ColumnHost):
             GLOO_INTERFACE.set(interface)
 
     def find_address(self) -> tuple[str, int]:
-        """Return this node's address and a port that is free now, for rank 0's rendezvous."""
-        with socket.create_server((self._host, 0)) as listener:
-            port: int = listener.getsockname()[1]
-        return self._host, port
+        """Return this node's address and the port of rank 0's rendezvous, where it listens from now on."""
+        self._listener = socket.create_server((self._host, 0), backlog=1024)
+        return self._host, self._listener.getsockname()[1]
 
     def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build the rank and fill it with weights."""
+        if self._listener is not None:
+            spec = replace(spec, listener=self._listener.detach())
         self._rank = build(spec)
 
     def run(self, method: str, *arguments: object, **named: object) -> object:

@@ -62,6 +62,7 @@ class ModelRank:
                 world=spec.world,
                 master_address=spec.master_address,
                 master_port=spec.master_port,
+                listener=spec.listener,
                 device=spec.device,
                 seed=spec.seed,
                 timeout_s=spec.timeout_s,

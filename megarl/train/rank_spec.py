@@ -27,6 +27,8 @@ class RankSpec:
     master_address: str
     master_port: int
     """Port of rank 0, where all ranks rendezvous."""
+    listener: int | None = None
+    """The descriptor of rank 0's socket, which listens at the port already; None: rank 0 opens it."""
     device: Device
     split: ModelParallelConfig
     shape: ModelShape

@@ -98,16 +98,19 @@ def initialize(
     world: int,
     master_address: str,
     master_port: int,
+    listener: int | None = None,
     device: Device,
     seed: int,
     timeout_s: float,
 ) -> Topology:
     """Rendezvous with the other ranks, build Megatron's groups, seed its random states. Every later wait ends after
-    `timeout_s`."""
+    `timeout_s`. `listener` as in `RankSpec`."""
     assert world % split.model_parallel == 0, f"{world} ranks, {split.model_parallel} per model"
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        store = _rendezvous_store(master_address, master_port, rank=rank, world=world, timeout=timeout)
+        store = _rendezvous_store(
+            master_address, master_port, rank=rank, world=world, timeout=timeout, listener=listener
+        )
         dist.init_process_group(
             backend="gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=world, timeout=timeout
         )
@@ -148,14 +151,15 @@ def initialize(
     )
 
 
-def _rendezvous_store(address: str, port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> TCPStore:
+def _rendezvous_store(
+    address: str, port: int, *, rank: int, world: int, timeout: datetime.timedelta, listener: int | None
+) -> TCPStore:
     """Connect to the store of rank 0, which listens on this address only; by default it would on every interface."""
     if rank > 0:
         return TCPStore(address, port, world_size=world, is_master=False, timeout=timeout)
-    listener = socket.create_server((address, port), backlog=1024)
-    return TCPStore(
-        address, port, world_size=world, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
-    )
+    if listener is None:
+        listener = socket.create_server((address, port), backlog=1024).detach()
+    return TCPStore(address, port, world_size=world, is_master=True, timeout=timeout, master_listen_fd=listener)
 
 
 def shut_down() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megarl.algo.token_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.cluster.worker_group import WorkerDiedError
 from megarl.config.algorithm import GaeConfig
+from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.load import load_recipe
 from megarl.config.recipe import StragglerConfig
 from megarl.config.roles import ModelParallelConfig
@@ -31,10 +33,11 @@ from megarl.errors import WorkerError
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ModelCalls
-from megarl.ranks.ranks import RankGroup
+from megarl.ranks.ranks import RankGroup, RankHost
 from megarl.serving.stragglers import watched_ranks
 from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch, TrainSample
 from tests.run.runs import write_recipe
 from tests.train.samples import make_samples
@@ -274,3 +277,26 @@ def test_a_call_to_some_ranks_names_the_one_that_died() -> None:
     with pytest.raises(WorkerDiedError, match="critic rank 2: died during compute_credit") as raised:
         asyncio.run(call())
     assert raised.value.ranks == (2,)
+
+
+def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it() -> None:
+    built: list[RankSpec] = []
+    host = RankHost("127.0.0.0/8")
+    address, port = host.find_address()
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server((address, port))
+    spec = RankSpec(
+        rank=0,
+        world=1,
+        master_address=address,
+        master_port=port,
+        device="cpu",
+        split=ModelParallelConfig(),
+        shape=PUBLIC_MODELS["qwen2.5-7b"],
+        seed=0,
+        timeout_s=60,
+    )
+    host.start(lambda spec: built.append(spec), spec)  # type: ignore[arg-type,return-value,func-returns-value]
+    assert built[0].listener is not None
+    with socket.socket(fileno=built[0].listener) as listener:
+        assert listener.getsockname()[:2] == (address, port)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.tokens import Content
-from megarl.types import Episode, FinishReason, Prompt, Rollout
+from megarl.types import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
 def make_prompt(
@@ -54,3 +55,11 @@ def make_rollout(
         finish_reason=finish_reason,
         episode=episode or Episode(),
     )
+
+
+def versioned_group(position: int, *versions: int) -> ScoredGroup:
+    """Return a group of one rollout with a token per version; without any, one token of version 0."""
+    versions = versions or (0,)
+    rollout = replace(make_rollout([2] * len(versions)), versions=np.array(versions, np.int32))
+    group = RolloutGroup(prompt=make_prompt(position), rollouts=(rollout,))
+    return ScoredGroup(group=group, scores=(Score(value=0.0, components={}),))

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -66,30 +66,31 @@ class _Generated(msgspec.Struct):
     meta_info: _Meta
 
 
+@dataclass(eq=False)
 class FrozenEngines:
-    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, shape: ModelShape, *, role: str, max_attempts: int) -> None:
-        """`role` is the key below `roles`."""
-        self._fleet = fleet
-        self._tokenizer = tokenizer
-        self._shape = shape
-        self._role = role
-        self._max_attempts = max_attempts
-        self._labels: dict[tuple[str, ...], list[int]] = {}
+    fleet: Fleet
+    tokenizer: Tokenizer
+    shape: ModelShape
+    _: KW_ONLY
+    role: str
+    """Its key below `roles`."""
+    max_attempts: int
+    _labels: dict[tuple[str, ...], list[int]] = field(default_factory=dict, init=False)
 
     async def classify(self, chat: Sequence[Mapping[str, object]]) -> float:
-        token_ids = self._encode(self._tokenizer.render_answered, cast("Chat", chat))
+        token_ids = self._encode(self.tokenizer.render_answered, cast("Chat", chat))
         return await self._ask(lambda client: classify(client, token_ids))
 
     async def probabilities(self, question: str, answers: Sequence[str]) -> Sequence[float]:
         labels = self.labels(answers)
-        token_ids = self._encode(self._tokenizer.render_chat, [{"role": "user", "content": question}])
+        token_ids = self._encode(self.tokenizer.render_chat, [{"role": "user", "content": question}])
         logprobs = np.array(await self._ask(lambda client: label_logprobs(client, token_ids, labels)))
         shares = np.exp(logprobs - logprobs.max())
         return (shares / shares.sum()).tolist()  # type: ignore[no-any-return]
 
     async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
         chat: Chat = [{"role": "user", "content": question}]
-        token_ids = self._encode(self._tokenizer.render_chat, chat, room=max_tokens)
+        token_ids = self._encode(self.tokenizer.render_chat, chat, room=max_tokens)
         sampling: dict[str, JsonValue] = {
             "json_schema": schema,
             "max_new_tokens": max_tokens,
@@ -97,7 +98,7 @@ class FrozenEngines:
             "sampling_seed": attempt,
         }
         output_ids, is_cut = await self._ask(lambda client: generate(client, token_ids, sampling))
-        text = self._tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
+        text = self.tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
         return WrittenReply(text=text, num_tokens=len(token_ids) + len(output_ids), is_cut=is_cut)
 
     async def token_scores(
@@ -108,9 +109,9 @@ class FrozenEngines:
         Requests with the same `prefix` share an engine's cache. Raise a ScoreError where the tokens do not fit the
         model or no engine answers.
         """
-        shape, num_spare = self._shape, max(0, self._shape.vocab - vocab)
+        shape, num_spare = self.shape, max(0, self.shape.vocab - vocab)
         if len(token_ids) >= shape.max_context_tokens or token_ids.max() >= shape.vocab:
-            given = f"{len(token_ids)} tokens up to id {token_ids.max()} do not fit roles.{self._role}"
+            given = f"{len(token_ids)} tokens up to id {token_ids.max()} do not fit roles.{self.role}"
             raise ScoreError(f"{given}: {shape.max_context_tokens} tokens of context, {shape.vocab} of vocabulary")
         asked = partial(
             token_scores, token_ids=token_ids, first=first, num_top=num_top, num_spare=num_spare, vocab=vocab
@@ -121,7 +122,7 @@ class FrozenEngines:
         """Return the first token of each answer; a ScoreError if two answers begin with the same."""
         key = tuple(answers)
         if key not in self._labels:
-            firsts = [int(token_ids[0]) for token_ids in self._tokenizer.encode(answers)]
+            firsts = [int(token_ids[0]) for token_ids in self.tokenizer.encode(answers)]
             if len(set(firsts)) < len(firsts):
                 raise ScoreError(f"two of the answers {', '.join(answers)} begin with the same token of the judge")
             self._labels[key] = firsts
@@ -132,11 +133,11 @@ class FrozenEngines:
             text = render(chat)
         except DataError as error:
             raise ScoreError(str(error)) from error
-        token_ids: list[int] = self._tokenizer.encode([text])[0].tolist()
-        limit, reply = self._shape.max_context_tokens, f" and a reply of {room}" if room else ""
+        token_ids: list[int] = self.tokenizer.encode([text])[0].tolist()
+        limit, reply = self.shape.max_context_tokens, f" and a reply of {room}" if room else ""
         # A request that fills the context leaves the engine no place for a token.
         if not 0 < len(token_ids) < limit - room:
-            message = f"{len(token_ids)} tokens{reply} do not fit into the context of roles.{self._role}, {limit}"
+            message = f"{len(token_ids)} tokens{reply} do not fit into the context of roles.{self.role}, {limit}"
             raise ScoreError(message)
         return token_ids
 
@@ -144,34 +145,34 @@ class FrozenEngines:
         failures: list[str] = []
         losses: list[str] = []
         tried: set[int] = set()
-        while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
+        while len(failures) < self.max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self._fleet.lease(avoid=tried, prefixes=prefixes) as engine:
+                async with self.fleet.lease(avoid=tried, prefixes=prefixes) as engine:
                     try:
                         reply = await ask(engine.client)
-                        self._fleet.answered(engine, Throughput(num_requests=1))
+                        self.fleet.answered(engine, Throughput(num_requests=1))
                         return reply
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
-                        await self._fleet.doubt(engine, str(error))
+                        await self.fleet.doubt(engine, str(error))
             except EngineLostError as error:
                 # Not counted as an attempt: the request is rarely at fault, and lost engines are restarted.
                 losses.append(str(error))
-        raise MachineFaultError(f"roles.{self._role} gave no answer: {'; '.join([*failures, *losses])}")
+        raise MachineFaultError(f"roles.{self.role} gave no answer: {'; '.join([*failures, *losses])}")
 
 
+@dataclass(eq=False)
 class TaughtGenerator:
     """A `stages.Generator` whose rollouts have the numbers of a teacher."""
 
-    def __init__(self, generator: Generator, teaching: Teaching, models: Mapping[str, FrozenEngines]) -> None:
-        self._generator = generator
-        self._teaching = teaching
-        self._models = models
+    generator: Generator
+    teaching: Teaching
+    models: Mapping[str, FrozenEngines]
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
-        model = self._models[teacher_of(prompt.data_source, dict(self._teaching.sources))]
-        group = await self._generator.generate(prompt)
+        model = self.models[teacher_of(prompt.data_source, dict(self.teaching.sources))]
+        group = await self.generator.generate(prompt)
         try:
             async with task_group() as tasks:
                 taught = [tasks.create_task(self._taught(prompt, each, model)) for each in group.rollouts]
@@ -180,7 +181,7 @@ class TaughtGenerator:
         return replace(group, rollouts=tuple(task.result() for task in taught))
 
     async def _taught(self, prompt: Prompt, rollout: Rollout, model: FrozenEngines) -> Rollout:
-        content, teaching = rollout.content.load(), self._teaching
+        content, teaching = rollout.content.load(), self.teaching
         numbers = np.zeros((rollout.num_tokens, teaching.width), np.float32)
         for token_ids, num_given, place in _sequences(prompt, rollout):
             part = slice(place, place + len(token_ids) - num_given)

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from uuid import uuid4
 
 import numpy as np
@@ -126,40 +126,32 @@ class _Rest:
     """The request was cut at its deadline; another one continues the response."""
 
 
+@dataclass(eq=False)
 class FleetGenerator:
     """The Generator of a run (see `stages`). The fleet limits the number of outstanding requests."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        sampling: Sampling,
-        vocabulary: Vocabulary,
-        seed: int,
-        max_attempts: int,
-        in_flight: InFlight | None = None,
-        player: Player | None = None,
-        has_routes: bool = False,
-    ) -> None:
-        """`in_flight` says how engines are paused where weights may change during a request.
+    fleet: Fleet
+    _: KW_ONLY
+    sampling: Sampling
+    vocabulary: Vocabulary
+    seed: int
+    max_attempts: int
+    in_flight: InFlight | None = None
+    """How engines are paused where weights may change during a request."""
+    player: Player | None = None
+    """With one a rollout is an episode of turns, else one response."""
+    has_routes: bool = False
+    """Whether rollouts have the experts that the engines chose."""
 
-        With a `player` a rollout is an episode of turns, else one response. `has_routes` adds the engines' experts.
-        """
-        self._fleet = fleet
-        self._sampling = sampling
-        self._vocabulary = vocabulary
-        self._seed = seed
-        self._max_attempts = max_attempts
-        self._in_flight: InFlight | None = in_flight
-        self._player = player
-        self._routes = vocabulary.routes if has_routes else None
+    def __post_init__(self) -> None:
+        self._routes = self.vocabulary.routes if self.has_routes else None
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """Return all rollouts of one prompt, in the order of their seeds."""
         self._check(prompt)
         try:
             async with asyncio.TaskGroup() as tasks:
-                rollouts = [tasks.create_task(self._rollout(prompt, i)) for i in range(self._sampling.num_rollouts)]
+                rollouts = [tasks.create_task(self._rollout(prompt, i)) for i in range(self.sampling.num_rollouts)]
         except* MegarlError as group:
             # A group needs all its rollouts; the other requests are cancelled.
             raise group.exceptions[0] from None
@@ -167,30 +159,30 @@ class FleetGenerator:
 
     def _check(self, prompt: Prompt) -> None:
         """Refuse a prompt that would end the engine: one token id outside the vocabulary does."""
-        token_ids, size = prompt.token_ids, self._vocabulary.size
+        token_ids, size = prompt.token_ids, self.vocabulary.size
         if not len(token_ids):
             raise DataError(f"prompt {prompt.uid} has no tokens")
         for token_id in (int(token_ids.min()), int(token_ids.max())):
             if not 0 <= token_id < size:
                 raise DataError(f"prompt {prompt.uid}: token id {token_id} is not in the vocabulary of {size}")
-        num_tokens = len(token_ids) + self._sampling.max_response_tokens
-        if num_tokens > self._vocabulary.max_context_tokens:
+        num_tokens = len(token_ids) + self.sampling.max_response_tokens
+        if num_tokens > self.vocabulary.max_context_tokens:
             raise DataError(
                 f"prompt {prompt.uid}: {len(token_ids)} tokens and a response of up to "
-                f"{self._sampling.max_response_tokens} exceed the context of {self._vocabulary.max_context_tokens}"
+                f"{self.sampling.max_response_tokens} exceed the context of {self.vocabulary.max_context_tokens}"
             )
 
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
-        max_tokens = self._sampling.max_response_tokens
-        if self._player is not None:
+        max_tokens = self.sampling.max_response_tokens
+        if self.player is not None:
             turns = _EpisodeSampler(self, prompt, index)
-            return await self._player.rollout(prompt, turns, max_tokens=max_tokens)
+            return await self.player.rollout(prompt, turns, max_tokens=max_tokens)
         context = _Context(
             prompt=prompt,
             index=index,
             token_ids=prompt.token_ids,
             max_tokens=max_tokens,
-            seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
+            seed=sampling_seed(self.seed, prompt.uid, epoch=prompt.epoch, index=index),
             prefixes=(prompt.uid,),
         )
         return self._finished(await self._continued(context))
@@ -206,7 +198,7 @@ class FleetGenerator:
             index=index,
             token_ids=history,
             max_tokens=max_tokens,
-            seed=sampling_seed(self._seed, name, epoch=prompt.epoch, index=index),
+            seed=sampling_seed(self.seed, name, epoch=prompt.epoch, index=index),
             prefixes=(f"{prompt.uid}#{prompt.epoch}.{index}", prompt.uid),
             is_echoed=True,
             num_routed=num_routed,
@@ -220,9 +212,9 @@ class FleetGenerator:
         failures: list[str] = []
         losses: list[str] = []
         tried: set[int] = set()
-        while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
+        while len(failures) < self.max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self._fleet.lease(avoid=tried, prefixes=context.prefixes) as engine:
+                async with self.fleet.lease(avoid=tried, prefixes=context.prefixes) as engine:
                     try:
                         rest = await self._respond(engine, context, so_far)
                         so_far = so_far.then(rest.response)
@@ -233,12 +225,12 @@ class FleetGenerator:
                         tried.add(engine.index)
                         failures.append(str(error))
                         logger.info("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
-                        self._fleet.requests.request_retried(type(error).__name__)
+                        self.fleet.requests.request_retried(type(error).__name__)
                         await self._report(engine, error)
             except EngineLostError as error:
                 # Not counted as an attempt: the request is rarely at fault, and lost engines are restarted.
                 losses.append(str(error))
-                self._fleet.requests.request_retried(type(error).__name__)
+                self.fleet.requests.request_retried(type(error).__name__)
                 logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
             if so_far.finish_reason is not FinishReason.ABORT:
                 return so_far
@@ -248,7 +240,7 @@ class FleetGenerator:
 
     def _late(self, context: _Context, num_tokens: int) -> list[str]:
         """Return the failure if the cut request made too little progress, else []."""
-        self._fleet.requests.request_retried("late")
+        self.fleet.requests.request_retried("late")
         logger.info("rollout late prompt=%s index=%d tokens=%d", context.prompt.uid, context.index, num_tokens)
         if num_tokens >= _LEAST_PROGRESS * context.max_tokens:
             return []
@@ -257,13 +249,13 @@ class FleetGenerator:
     async def _report(self, engine: Engine, error: EngineError) -> None:
         """Report a failed request to the fleet, which decides whether the engine gets another one."""
         if isinstance(error, WrongVersionError):
-            await self._fleet.mark_stale(engine, str(error))
+            await self.fleet.mark_stale(engine, str(error))
         elif not isinstance(error, BadReplyError):
-            await self._fleet.doubt(engine, str(error))
+            await self.fleet.doubt(engine, str(error))
 
     async def _respond(self, engine: Engine, context: _Context, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
-        sampling, in_flight, version = self._sampling, self._in_flight, engine.version
+        sampling, in_flight, version = self.sampling, self.in_flight, engine.version
         base_version = None if engine.adapter is None else engine.weights_version
         num_pauses = engine.num_pauses
         max_new_tokens = context.max_tokens - len(so_far.token_ids)
@@ -277,7 +269,7 @@ class FleetGenerator:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop_token_ids=self._vocabulary.eos_ids,
+            stop_token_ids=self.vocabulary.eos_ids,
             sampling_seed=context.seed,
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
             adapter=engine.adapter,
@@ -293,9 +285,9 @@ class FleetGenerator:
         if is_interrupted and not engine.is_live:
             raise EngineError(f"{engine}: a publish failed during the request: {engine.reason}")
         expected = Expectation(
-            vocab=self._vocabulary.size,
+            vocab=self.vocabulary.size,
             max_response_tokens=max_new_tokens,
-            eos_ids=frozenset(self._vocabulary.eos_ids),
+            eos_ids=frozenset(self.vocabulary.eos_ids),
             version=version,
             newest_version=engine.version if is_interrupted else version,
             base_version=base_version,
@@ -310,12 +302,12 @@ class FleetGenerator:
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
         throughput = Throughput(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
-        self._fleet.answered(engine, throughput)
+        self.fleet.answered(engine, throughput)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(
-            content=Content(text=self._vocabulary.decode(response.token_ids), **response.columns()),
+            content=Content(text=self.vocabulary.decode(response.token_ids), **response.columns()),
             versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ _MAX_SKIPPED = 4
 _WATCH_EVERY_S = 0.5
 
 
+@dataclass(eq=False)
 class SampledGroups:
     """Groups that engines sample for one loop (a `stages.GroupSource`).
 
@@ -40,30 +41,20 @@ class SampledGroups:
     fail.
     """
 
-    def __init__(
-        self,
-        rollouts: RolloutSource,
-        task: RolloutTask,
-        observer: Observer,
-        *,
-        retained: RetainedGroups | None = None,
-        serves: Callable[[], PolicyVersion] = lambda: PolicyVersion(0),
-        demonstrations: Demonstrations | None = None,
-    ) -> None:
-        """`retained` has groups of earlier loops; `serves` returns the version that they must be of, the engines'.
-
-        `demonstrations` adds that of the prompt to each group, as its last and right answer.
-        """
-        self._rollouts = rollouts
-        self._task = task
-        self._observer = observer
-        self._retained = retained
-        self._serves = serves
-        self._demonstrations = demonstrations
-        self._quarantined: set[str] = set()
-        self._num_dropped = 0
-        self._num_in_a_row = 0
-        self._num_skipped = 0
+    rollouts: RolloutSource
+    task: RolloutTask
+    observer: Observer
+    _: KW_ONLY
+    retained: RetainedGroups | None = None
+    """Has groups of earlier loops."""
+    serves: Callable[[], PolicyVersion] = lambda: PolicyVersion(0)
+    """Returns the version that retained groups must be of: the engines'."""
+    demonstrations: Demonstrations | None = None
+    """Adds that of the prompt to each group, as its last and right answer."""
+    _quarantined: set[str] = field(default_factory=set, init=False)
+    _num_dropped: int = field(default=0, init=False)
+    _num_in_a_row: int = field(default=0, init=False)
+    _num_skipped: int = field(default=0, init=False)
 
     async def scored_group(self, prompt: Prompt) -> ScoredGroup | None:
         """Return the group of a prompt; None if the prompt is quarantined, now or since an earlier epoch."""
@@ -71,10 +62,10 @@ class SampledGroups:
             self._skip()
             return None
         try:
-            if self._retained is None:
+            if self.retained is None:
                 scored = await self._sample(prompt)
             else:
-                scored = await self._retained.get(prompt, self._serves(), self._sample)
+                scored = await self.retained.get(prompt, self.serves(), self._sample)
         except QuarantineError as error:
             self._quarantine(prompt, error)
             return None
@@ -88,26 +79,26 @@ class SampledGroups:
     async def replace_lost(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Return the groups, with those whose tokens are lost sampled again."""
         replaced = list(groups)
-        lost = await self._rollouts.lost(groups)
+        lost = await self.rollouts.lost(groups)
         if lost:
             text = f"a node was lost with {len(lost)} groups of the step; their prompts are asked again"
-            self._observer.warned(text)
+            self.observer.warned(text)
         sampled = await asyncio.gather(*(self._sample(groups[place].group.prompt) for place in lost))
         for place, scored in zip(lost, sampled, strict=True):
             replaced[place] = scored
         return replaced
 
     async def _sample(self, prompt: Prompt) -> ScoredGroup:
-        answered = await self._rollouts.answer(prompt, self._task)
+        answered = await self.rollouts.answer(prompt, self.task)
         scored, rollouts = answered.scored, answered.scored.group.rollouts
-        self._observer.group_generated(
+        self.observer.group_generated(
             seconds=answered.seconds,
             num_rollouts=len(rollouts),
             num_tokens=sum(rollout.num_tokens for rollout in rollouts),
         )
-        if self._demonstrations is None:
+        if self.demonstrations is None:
             return scored
-        (demonstration,) = (await self._demonstrations.generate(prompt)).rollouts
+        (demonstration,) = (await self.demonstrations.generate(prompt)).rollouts
         group = replace(scored.group, rollouts=(*rollouts, demonstration))
         return replace(scored, group=group, scores=(*scored.scores, Score(value=1.0, components={})))
 
@@ -117,7 +108,7 @@ class SampledGroups:
             raise FleetError(f"{self._num_in_a_row} prompts in a row have no answer; the last: {error}") from error
         self._num_dropped += 1
         self._quarantined.add(prompt.uid)
-        self._observer.warned(f"quarantined, its group is dropped: {error}")
+        self.observer.warned(f"quarantined, its group is dropped: {error}")
 
     def _skip(self) -> None:
         """Count a prompt that is drawn again in quarantine."""
@@ -128,15 +119,15 @@ class SampledGroups:
             raise FleetError(f"all prompts that are left are in quarantine ({num_quarantined}); see the warnings")
 
 
+@dataclass(eq=False)
 class GivenGroups:
     """Groups of a generator and a scorer that need no engine (a `stages.GroupSource`)."""
 
-    def __init__(self, generator: Generator, scorer: Scorer) -> None:
-        self._generator = generator
-        self._scorer = scorer
+    generator: Generator
+    scorer: Scorer
 
     async def scored_group(self, prompt: Prompt) -> ScoredGroup:
-        return await self._scorer.score(await self._generator.generate(prompt))
+        return await self.scorer.score(await self.generator.generate(prompt))
 
     def take_dropped(self) -> dict[str, int]:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol, cast
 
 from megarl.cluster.tasks import task_group
@@ -85,32 +85,28 @@ async def cache_sizes(engines: Sequence[Engine]) -> list[int | None]:
     return await asyncio.gather(*(admin.num_cached_tokens(engine.client) for engine in engines))
 
 
+@dataclass(eq=False)
 class RolloutWorker:
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        vocabulary: Vocabulary,
-        scorer: Scorer,
-        max_attempts: int,
-        open_player: Callable[[], Awaitable[Player]] | None = None,
-        teachers: Mapping[str, FrozenEngines] | None = None,
-    ) -> None:
-        """`open_player` is called at the first prompt; `teachers` are given by their key below `roles`."""
-        self._fleet = fleet
-        self._vocabulary = vocabulary
-        self._scorer = scorer if open_player is None else EpisodeScorer(scorer)
-        self._open_player = open_player
-        self._opening = asyncio.Lock()
-        self._player: Player | None = None
-        self._max_attempts = max_attempts
-        self._teachers = teachers or {}
-        self._generators: dict[RolloutTask, Generator] = {}
+    fleet: Fleet
+    _: KW_ONLY
+    vocabulary: Vocabulary
+    scorer: Scorer
+    max_attempts: int
+    open_player: Callable[[], Awaitable[Player]] | None = None
+    """Called at the first prompt."""
+    teachers: Mapping[str, FrozenEngines] = field(default_factory=dict)
+    """By their key below `roles`."""
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _player: Player | None = field(default=None, init=False)
+    _generators: dict[RolloutTask, Generator] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._scorer = self.scorer if self.open_player is None else EpisodeScorer(self.scorer)
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
         async with self._opening:
-            if self._open_player is not None and self._player is None:
-                self._player = await self._open_player()
+            if self.open_player is not None and self._player is None:
+                self._player = await self.open_player()
         if task not in self._generators:
             self._generators[task] = self._build(task)
         scorer = self._scorer if task.baseline is None else WithGreedyScore(self._scorer)
@@ -137,47 +133,47 @@ class RolloutWorker:
             generator = WithGreedyRollout(generator, self._generator(task, task.baseline, has_routes=False))
         if task.generator is not None:
             generator = cast("Generator", load_code(task.generator, key="sampling.generator")(generator))
-        return generator if task.teaching is None else TaughtGenerator(generator, task.teaching, self._teachers)
+        return generator if task.teaching is None else TaughtGenerator(generator, task.teaching, self.teachers)
 
     def _generator(self, task: RolloutTask, sampling: Sampling, *, has_routes: bool) -> Generator:
         return FleetGenerator(
-            self._fleet,
+            self.fleet,
             sampling=sampling,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             seed=task.seed,
-            max_attempts=self._max_attempts,
+            max_attempts=self.max_attempts,
             in_flight=task.in_flight,
             player=self._player,
             has_routes=has_routes,
         )
 
 
+@dataclass(eq=False)
 class WithGreedyRollout:
     """A `stages.Generator` that adds a greedy rollout to every group as its baseline."""
 
-    def __init__(self, sampled: Generator, greedy: Generator) -> None:
-        self._sampled = sampled
-        self._greedy = greedy
+    sampled: Generator
+    greedy: Generator
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         async with task_group() as tasks:
-            group = tasks.create_task(self._sampled.generate(prompt))
-            greedy = tasks.create_task(self._greedy.generate(prompt))
+            group = tasks.create_task(self.sampled.generate(prompt))
+            greedy = tasks.create_task(self.greedy.generate(prompt))
         (baseline,) = greedy.result().rollouts
         return replace(group.result(), baseline=baseline)
 
 
+@dataclass(eq=False)
 class WithGreedyScore:
     """A `stages.Scorer` that also scores the baseline of every group."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    scorer: Scorer
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         assert group.baseline is not None, f"prompt {group.prompt.uid} has no greedy rollout"
         alone = RolloutGroup(prompt=group.prompt, rollouts=(group.baseline,))
         async with task_group() as tasks:
-            scored = tasks.create_task(self._scorer.score(group))
-            greedy = tasks.create_task(self._scorer.score(alone))
+            scored = tasks.create_task(self.scorer.score(group))
+            greedy = tasks.create_task(self.scorer.score(alone))
         (baseline,) = greedy.result().scores
         return replace(scored.result(), baseline=baseline)

@@ -21,7 +21,7 @@ from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, rollout_writer
-from megarl.run.saver import RunSaver
+from megarl.run.saver import RunSaver, saved_models
 from megarl.serving.connect import Roles, publisher_of
 from megarl.stages import Stages, Trainer
 from megarl.types import PolicyVersion
@@ -55,16 +55,19 @@ class LoopBuilder:
             kl_coef=None if resume is None else resume.state.kl_coef,
         )
         models = self._models(algorithm)
-        saver = RunSaver.of(
+        trainers = self.roles.trainers
+        saver = RunSaver(
             recipe,
-            self.inputs,
-            self.roles.trainers,
+            models=saved_models(recipe, trainers, self.inputs.shape),
             algorithm=algorithm,
             prompts=prompts,
             buffer=buffer,
+            data_digest=self.inputs.train.digest,
+            tools_digest=self.inputs.tools_digest,
             preemption=self.preemption,
             observer=self.observer,
             resumed=None if resume is None else resume.state,
+            is_lost=lambda: trainers.is_lost,
             saved=self.saved,
             marked=self.retained.forget,
         )

@@ -6,7 +6,7 @@ The step consumes scored groups, waits for a step's worth of them, and produces 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from megarl.cluster.tasks import task_group
 from megarl.observe.observer import Observer
@@ -26,65 +26,56 @@ class Start:
     version: PolicyVersion
 
 
+@dataclass(eq=False)
 class Loop:
-    def __init__(
-        self,
-        stages: Stages,
-        *,
-        buffer: Buffer,
-        evaluation: Evaluation | None,
-        saver: Saver,
-        observer: Observer,
-        start: Start,
-        num_steps: int,
-    ) -> None:
-        self._stages = stages
-        self._buffer = buffer
-        self._evaluation = evaluation
-        self._saver = saver
-        self._observer = observer
-        self._start = start
-        self._num_steps = num_steps
-        self._published: PolicyVersion | None = None
+    stages: Stages
+    _: KW_ONLY
+    buffer: Buffer
+    evaluation: Evaluation | None
+    saver: Saver
+    observer: Observer
+    start: Start
+    num_steps: int
+    _published: PolicyVersion | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Take every step that is left; return when the last one is trained, published, evaluated and saved."""
-        await self._publish(self._start.version)
-        if self._start.step == 0 and self._evaluation is not None:
-            await self._evaluation.before_training(self._start.version)
-        if self._start.step >= self._num_steps:  # producers would wait for a step for ever
+        await self._publish(self.start.version)
+        if self.start.step == 0 and self.evaluation is not None:
+            await self.evaluation.before_training(self.start.version)
+        if self.start.step >= self.num_steps:  # producers would wait for a step for ever
             return
-        async with self._saver, task_group() as tasks:
-            producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
-            for step in range(self._start.step + 1, self._num_steps + 1):
-                is_last = step == self._num_steps
-                self._observer.step_started()
+        async with self.saver, task_group() as tasks:
+            producers = [tasks.create_task(self._produce()) for _ in range(self.buffer.capacity)]
+            for step in range(self.start.step + 1, self.num_steps + 1):
+                is_last = step == self.num_steps
+                self.observer.step_started()
                 version = await self._step(step)
-                self._saver.mark(step)
+                self.saver.mark(step)
                 for producer in producers if is_last else ():
                     producer.cancel()
-                if self._evaluation is not None:
-                    await self._evaluation.after_step(step, version, tasks, is_last=is_last)
-                await self._saver.after_step(step, is_last=is_last)
+                if self.evaluation is not None:
+                    await self.evaluation.after_step(step, version, tasks, is_last=is_last)
+                await self.saver.after_step(step, is_last=is_last)
                 if not is_last:
-                    await self._buffer.release_step(version)
+                    await self.buffer.release_step(version)
 
     async def _produce(self) -> None:
-        stages = self._stages
+        stages = self.stages
         while True:
-            ticket = await self._buffer.reserve()
+            ticket = await self.buffer.reserve()
             prompt = next(stages.prompts)
             scored = await stages.groups.scored_group(prompt)
             if scored is not None and stages.algorithm.keeps(scored):
-                await self._buffer.put(ticket, scored)
+                await self.buffer.put(ticket, scored)
             else:
-                await self._buffer.give_up(ticket)
+                await self.buffer.give_up(ticket)
 
     async def _step(self, step: int) -> PolicyVersion:
-        stages, observer = self._stages, self._observer
+        stages, observer = self.stages, self.observer
         async with stages.phases.generating():
             with observer.phase("generate"):
-                groups = await self._saver.unless_leaving(self._buffer.take_step())
+                groups = await self.saver.unless_leaving(self.buffer.take_step())
         async with stages.phases.training():
             with observer.phase("assign"):
                 estimates = await stages.trainer.estimate(groups)
@@ -100,12 +91,12 @@ class Loop:
             update,
             dropped={**stages.algorithm.take_dropped(), **stages.groups.take_dropped()},
             kl_coef=stages.algorithm.kl_coef,
-            flow=self._buffer.flow,
+            flow=self.buffer.flow,
         )
         return update.version
 
     async def _publish(self, version: PolicyVersion) -> None:
-        with self._observer.phase("publish"):
-            published = await self._stages.publisher.publish(version)
+        with self.observer.phase("publish"):
+            published = await self.stages.publisher.publish(version)
         self._published = version
-        self._observer.published(published)
+        self.observer.published(published)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.checkpoint.mirror import Mirroring
@@ -48,24 +48,20 @@ class StartedRoles:
     """Lets Ray outlive this process from now on."""
 
 
+@dataclass(eq=False)
 class RankSets:
-    def __init__(
-        self,
-        recipe: Recipe,
-        inputs: Inputs,
-        observer: Observer,
-        choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
-    ) -> None:
-        """`choose_earlier` returns another checkpoint where ranks find some damaged."""
-        self.recipe = recipe
-        self.inputs = inputs
-        self.observer = observer
-        self.mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, observer)
-        self._choose_earlier = choose_earlier
-        self._saved_steps: list[int] = []
-        self._retained = RetainedGroups()
-        self._damaged: set[Path] = set()
-        """Checkpoints that ranks found damaged."""
+    recipe: Recipe
+    inputs: Inputs
+    observer: Observer
+    choose_earlier: Callable[[Collection[Path]], ResumePoint | None]
+    """Returns another checkpoint where ranks find some damaged."""
+    _saved_steps: list[int] = field(default_factory=list, init=False)
+    _retained: RetainedGroups = field(default_factory=RetainedGroups, init=False)
+    _damaged: set[Path] = field(default_factory=set, init=False)
+    """Checkpoints that ranks found damaged."""
+
+    def __post_init__(self) -> None:
+        self.mirroring = Mirroring(self.recipe.checkpoint, self.recipe.run_folder, self.observer)
 
     async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
@@ -101,7 +97,7 @@ class RankSets:
                 if self._saved_steps:
                     point = await self._last_good(first)
                 else:
-                    point = first = await asyncio.to_thread(self._choose_earlier, self._damaged)
+                    point = first = await asyncio.to_thread(self.choose_earlier, self._damaged)
                 self._restarted(point, error)
 
     async def _last_good(self, first: ResumePoint | None) -> ResumePoint | None:

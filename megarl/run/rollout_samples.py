@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -102,26 +102,27 @@ class RolloutSampler:
         self._has_failed = True
 
 
+@dataclass(eq=False)
 class SampledTrainer:
     """A Trainer that has samples of each step written while it updates."""
 
-    def __init__(self, trainer: Trainer, sampler: RolloutSampler, *, num_steps: int) -> None:
-        """The trainer has taken `num_steps` steps."""
-        self._trainer = trainer
-        self._sampler = sampler
-        self._num_steps = num_steps
-        self._groups: Sequence[ScoredGroup] = ()
+    trainer: Trainer
+    sampler: RolloutSampler
+    _: KW_ONLY
+    num_steps: int
+    """Steps that the trainer has taken."""
+    _groups: Sequence[ScoredGroup] = field(default_factory=lambda: (), init=False)
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
         self._groups = groups
-        return await self._trainer.estimate(groups)
+        return await self.trainer.estimate(groups)
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         groups, self._groups = self._groups, ()
-        await self._sampler.begin(self._num_steps + 1, groups, samples)
+        await self.sampler.begin(self.num_steps + 1, groups, samples)
         try:
-            update = await self._trainer.update(samples)
+            update = await self.trainer.update(samples)
         finally:
-            await self._sampler.finish()
-        self._num_steps += 1
+            await self.sampler.finish()
+        self.num_steps += 1
         return update

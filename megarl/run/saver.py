@@ -39,7 +39,6 @@ from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, critic_folder, critic_shape
 from megarl.results import EvalResult
 from megarl.run.buffer import Buffer
-from megarl.run.inputs import Inputs
 from megarl.run.preemption import Preemption
 from megarl.stages import Algorithm
 from megarl.system.faults import reach, step_in
@@ -90,7 +89,7 @@ class SavedModel:
         return {name: digest for files in written for name, digest in files.items()}
 
 
-def _saved_models(recipe: Recipe, trainers: Trainers, shape: ModelShape) -> dict[str, SavedModel]:
+def saved_models(recipe: Recipe, trainers: Trainers, shape: ModelShape) -> dict[str, SavedModel]:
     """Return the trained models by their folder within a checkpoint; the actor's is the checkpoint itself."""
     models = {"": SavedModel(ranks=trainers.actor, shape=shape, source_folder=recipe.model.path)}
     critic = recipe.roles.critic
@@ -181,39 +180,6 @@ class RunSaver:
         self._failure = ""
         self._best = None if resumed is None else _still_best(resumed.best, self._config.keep_best, self._parent)
         self._candidate: Best | None = None
-
-    @classmethod
-    def of(
-        cls,
-        recipe: Recipe,
-        inputs: Inputs,
-        trainers: Trainers,
-        *,
-        algorithm: Algorithm,
-        prompts: PromptStream,
-        buffer: Buffer,
-        preemption: Preemption,
-        observer: Observer,
-        resumed: RunState | None,
-        saved: Callable[[int], None],
-        marked: Callable[[], None],
-    ) -> RunSaver:
-        """Return the saver of a run with these trainer ranks."""
-        return cls(
-            recipe,
-            models=_saved_models(recipe, trainers, inputs.shape),
-            algorithm=algorithm,
-            prompts=prompts,
-            buffer=buffer,
-            data_digest=inputs.train.digest,
-            tools_digest=inputs.tools_digest,
-            preemption=preemption,
-            observer=observer,
-            resumed=resumed,
-            is_lost=lambda: trainers.is_lost,
-            saved=saved,
-            marked=marked,
-        )
 
     async def __aenter__(self) -> RunSaver:
         return self

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -64,34 +64,24 @@ class ServedAdapters:
         return cls(place=engines.placed_adapter, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
 
 
+@dataclass(eq=False, kw_only=True)
 class AdapterPublisher:
-    def __init__(
-        self,
-        *,
-        ranks: RankGroup[ActorCalls],
-        fleet: Fleet,
-        place: PlaceAdapter,
-        base_folder: Path,
-        tensors: Mapping[str, TensorSpec],
-        num_loaded: int,
-        timeout_s: float,
-        failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
-    ) -> None:
-        """`tensors` is what an adapter consists of; an engine has at most `num_loaded` versions at a time."""
-        self._ranks = ranks
-        self._fleet = fleet
-        self._place = place
-        self._base_folder = base_folder
-        self._tensors = tensors
-        self._num_loaded = num_loaded
-        self._timeout_s = timeout_s
-        self._failed = failed
-        self._compare: tuple[Compare, int] | None = None
-        self._num_published = 0
-        self._num_alive = 0
-        self._served: StoredAdapter | None = None
-        self._publish_lock = asyncio.Lock()
-        """Held during a publish: versions are loaded one after the other."""
+    ranks: RankGroup[ActorCalls]
+    fleet: Fleet
+    place: PlaceAdapter
+    base_folder: Path
+    tensors: Mapping[str, TensorSpec]
+    """All that an adapter consists of."""
+    num_loaded: int
+    """Versions that an engine has at most at a time."""
+    timeout_s: float
+    failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None
+    _compare: tuple[Compare, int] | None = field(default=None, init=False)
+    _num_published: int = field(default=0, init=False)
+    _num_alive: int = field(default=0, init=False)
+    _served: StoredAdapter | None = field(default=None, init=False)
+    _publish_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held during a publish: versions are loaded one after the other."""
 
     def compare_with(self, compare: Compare, *, every: int) -> None:
         """Compare the engines with the trainer before the switch, in the first and then every `every`-th publish."""
@@ -115,13 +105,13 @@ class AdapterPublisher:
             seconds=seconds,
             num_engines=len(engines),
             num_adapters=self._num_alive,
-            max_adapters=self._num_loaded,
+            max_adapters=self.num_loaded,
         )
 
     async def _store(self, version: PolicyVersion) -> StoredAdapter:
         """Put the adapter of the version that the ranks hold into the object store."""
-        async with self._ranks.device_lock:
-            of_ranks = await self._ranks.call_to_end(ActorCalls.store_adapter, version, self._base_folder)
+        async with self.ranks.device_lock:
+            of_ranks = await self.ranks.call_to_end(ActorCalls.store_adapter, version, self.base_folder)
         (stored,) = (each for each in of_ranks if each is not None)
         return stored
 
@@ -131,14 +121,14 @@ class AdapterPublisher:
             stored = self._served
             if stored is None or engine.state is not EngineState.STALE:
                 return False
-            if stored.version != self._fleet.committed_version:
+            if stored.version != self.fleet.committed_version:
                 return False
             name = self._new_name(stored.version)
-            with self._fleet.syncing([engine]):
+            with self.fleet.syncing([engine]):
                 reason = await self._load(engine, stored, name)
             if reason is not None:
                 raise WeightSyncError(reason)
-            await self._fleet.joined(engine, adapter=name)
+            await self.fleet.joined(engine, adapter=name)
             await self._unload_unused(engine)
             return True
 
@@ -146,23 +136,23 @@ class AdapterPublisher:
         """Compare what the trainer stored with what the engines expect: half an adapter would be served unnoticed."""
         wrong = [
             f"{name} is {stored.tensors.get(name, 'missing')}, expected {spec}"
-            for name, spec in self._tensors.items()
+            for name, spec in self.tensors.items()
             if stored.tensors.get(name) != spec
         ]
-        wrong += [f"{name} is unexpected" for name in stored.tensors if name not in self._tensors]
+        wrong += [f"{name} is unexpected" for name in stored.tensors if name not in self.tensors]
         if wrong:
             raise WeightSyncError(f"adapter of version {stored.version} is not sent: {first_few(wrong)}")
 
     async def _deliver_somewhere(self, stored: StoredAdapter) -> list[Engine]:
         num_unexplained = 0
         while True:
-            roster = await self._fleet.any_reachable()
+            roster = await self.fleet.any_reachable()
             try:
                 return await self._deliver(roster, stored)
             except WeightSyncError as error:
                 logger.info("publish failed version=%d engines=%d reason=%s", stored.version, len(roster), error)
-                self._failed(PolicyVersion(stored.version), str(error))
-                if all(await asyncio.gather(*(self._fleet.examine(engine, str(error)) for engine in roster))):
+                self.failed(PolicyVersion(stored.version), str(error))
+                if all(await asyncio.gather(*(self.fleet.examine(engine, str(error)) for engine in roster))):
                     num_unexplained += 1
                     if num_unexplained > _MAX_UNEXPLAINED:
                         raise
@@ -170,7 +160,7 @@ class AdapterPublisher:
     async def _deliver(self, roster: Sequence[Engine], stored: StoredAdapter) -> list[Engine]:
         """Return the engines that serve the version now. Before the switch a failure changes nothing."""
         version, name = PolicyVersion(stored.version), self._new_name(stored.version)
-        with self._fleet.syncing(roster):
+        with self.fleet.syncing(roster):
             outcomes = await asyncio.gather(*(self._load(engine, stored, name) for engine in roster))
         reasons = {engine.index: why for engine, why in zip(roster, outcomes, strict=True) if why is not None}
         loaded = [engine for engine in roster if engine.index not in reasons]
@@ -184,8 +174,8 @@ class AdapterPublisher:
             )
         for engine in roster:
             if engine.index in reasons:
-                self._fleet.report(engine, FellBehind(reason=reasons[engine.index]))
-        await self._fleet.committed(version, serving, adapter=name)
+                self.fleet.report(engine, FellBehind(reason=reasons[engine.index]))
+        await self.fleet.committed(version, serving, adapter=name)
         self._num_alive = max(len(_names(engine)) for engine in serving)
         await asyncio.gather(*(self._unload_unused(engine) for engine in serving))
         return serving
@@ -194,22 +184,22 @@ class AdapterPublisher:
         """Return None if the engine has the adapter now, else the reason."""
         try:
             await self._make_room(engine)
-            async with self._place(engine.index, stored, self._timeout_s) as folder:
+            async with self.place(engine.index, stored, self.timeout_s) as folder:
                 # Recorded first: a load that was cut off may have succeeded.
                 engine.adapters[name] += 0
-                await admin.load_adapter(engine.client, name, folder, timeout_s=self._timeout_s)
+                await admin.load_adapter(engine.client, name, folder, timeout_s=self.timeout_s)
         except (EngineError, WeightSyncError) as error:
             return str(error)
         return None
 
     async def _make_room(self, engine: Engine) -> None:
         """Wait until one more version can be loaded: SGLang would unload one in use, and wait for it inside a load."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         await self._unload_unused(engine)
-        while len(_names(engine)) >= self._num_loaded:
+        while len(_names(engine)) >= self.num_loaded:
             if time.monotonic() > deadline:
                 held = sorted(engine.held_adapters)
-                raise WeightSyncError(f"{engine}: no room for another adapter within {self._timeout_s:g} s: {held}")
+                raise WeightSyncError(f"{engine}: no room for another adapter within {self.timeout_s:g} s: {held}")
             await asyncio.sleep(_POLL_S)
             await self._unload_unused(engine)
 
@@ -222,14 +212,14 @@ class AdapterPublisher:
         """Forget an adapter that no request holds; one that the engine does not have is forgotten here alone."""
         adapters = engine.adapters
         try:
-            await admin.unload_adapter(engine.client, name, timeout_s=self._timeout_s)
+            await admin.unload_adapter(engine.client, name, timeout_s=self.timeout_s)
         except EngineError as error:
             logger.info("adapter=%s was not unloaded: %s", name, error)
         adapters.pop(name, None)
 
     def _new_name(self, version: int) -> str:
         """Return a name that no engine has loaded: ranks that resumed publish some versions again."""
-        loaded = {name for engine in self._fleet.engines for name in _names(engine)}
+        loaded = {name for engine in self.fleet.engines for name in _names(engine)}
         name, number = f"policy@{version}", 1
         while name in loaded:
             number += 1

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
+from megarl.config.recipe import Recipe
 from megarl.engine.client import GenerateRequest
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import Expectation, Response, read_response
@@ -51,22 +52,13 @@ class CanaryProbe:
     dtype: str
 
     @classmethod
-    def of(
-        cls,
-        *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        temperature: float,
-        vocab: int,
-        eos_ids: tuple[int, ...],
-        dtype: str,
-    ) -> CanaryProbe:
+    def of(cls, recipe: Recipe, *, vocab: int, eos_ids: tuple[int, ...], dtype: str) -> CanaryProbe:
         """Return a probe within the length limits of the run."""
-        num_tokens = min(MAX_PROMPT_TOKENS, max_prompt_tokens)
+        num_tokens = min(MAX_PROMPT_TOKENS, recipe.data.max_prompt_tokens)
         return cls(
             prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % vocab).astype(np.int32),
-            max_response_tokens=min(MAX_RESPONSE_TOKENS, max_response_tokens),
-            temperature=temperature,
+            max_response_tokens=min(MAX_RESPONSE_TOKENS, recipe.sampling.max_response_tokens),
+            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
             vocab=vocab,
             eos_ids=eos_ids,
             dtype=dtype,
@@ -94,27 +86,19 @@ class CanaryProbe:
         return TrainSample(prompt_ids=self.prompt_ids, rollout=rollout, advantages=np.zeros(num_tokens, np.float32))
 
 
+@dataclass(eq=False)
 class Canary:
     """Compares the live engines of a fleet with the trainer."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        probe: CanaryProbe,
-        logprobs: LogprobsOf,
-        phases: Phases,
-        warn: Callable[[str], None],
-        every: int = 1,
-    ) -> None:
-        """The first and then every `every`-th publish is checked."""
-        self._fleet = fleet
-        self._probe = probe
-        self._logprobs = logprobs
-        self._phases = phases
-        self._warn = warn
-        self.every = every
-        self._num_published = 0
+    fleet: Fleet
+    _: KW_ONLY
+    probe: CanaryProbe
+    logprobs: LogprobsOf
+    phases: Phases
+    warn: Callable[[str], None]
+    every: int = 1
+    """The first and then every `every`-th publish is checked."""
+    _num_published: int = field(default=0, init=False)
 
     async def check_if_due(self, version: PolicyVersion) -> None:
         """Check the engines after a publish, unless it is one that is not checked."""
@@ -124,13 +108,13 @@ class Canary:
 
     async def check(self, version: PolicyVersion) -> None:
         """Mark the engines that differ from the trainer as stale; WeightSyncError if all do."""
-        engines = [engine for engine in self._fleet.engines if engine.is_live]
+        engines = [engine for engine in self.fleet.engines if engine.is_live]
         reasons = await self.differences(engines, version)
         for engine in engines:
             if engine.index in reasons:
                 reason = reasons[engine.index]
-                await self._fleet.mark_stale(engine, reason)
-                self._warn(f"{reason}; it gets no request until the next publish reaches it")
+                await self.fleet.mark_stale(engine, reason)
+                self.warn(f"{reason}; it gets no request until the next publish reaches it")
         if engines and len(reasons) == len(engines):
             raise WeightSyncError(
                 f"version {version}: no engine computes what the trainer computes: {'; '.join(reasons.values())}; "
@@ -144,15 +128,15 @@ class Canary:
 
         Without the name of an `adapter` each engine computes with the one that it serves.
         """
-        async with self._phases.generating():
+        async with self.phases.generating():
             answers = await asyncio.gather(
                 *(self._send(engine, version, adapter or engine.adapter) for engine in engines)
             )
         answered = [
             (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)
         ]
-        async with self._phases.comparing():
-            trained = await self._logprobs([self._probe.sample(answer) for _, answer in answered])
+        async with self.phases.comparing():
+            trained = await self.logprobs([self.probe.sample(answer) for _, answer in answered])
         reasons = {
             engine.index: str(answer)
             for engine, answer in zip(engines, answers, strict=True)
@@ -165,7 +149,7 @@ class Canary:
         return {index: f"canary at version {version}: {reason}" for index, reason in reasons.items()}
 
     async def _send(self, engine: Engine, version: PolicyVersion, adapter: str | None) -> Response | EngineError:
-        probe = self._probe
+        probe = self.probe
         expected = Expectation(
             vocab=probe.vocab,
             max_response_tokens=probe.max_response_tokens,
@@ -182,12 +166,12 @@ class Canary:
 
     def _compare(self, answer: Response, of_trainer: FloatArray) -> str | None:
         difference = float(np.median(np.abs(answer.logprobs - of_trainer)))
-        tolerance = TOLERANCES[self._probe.dtype]
+        tolerance = TOLERANCES[self.probe.dtype]
         logger.info("canary difference=%.3g tolerance=%g", difference, tolerance)
         # Not `>`: NaN must count as a difference.
         if difference <= tolerance:
             return None
         return (
             f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} (median), "
-            f"at most {tolerance:g} is allowed in {self._probe.dtype}"
+            f"at most {tolerance:g} is allowed in {self.probe.dtype}"
         )

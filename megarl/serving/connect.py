@@ -169,14 +169,8 @@ def publisher_of(
         return publisher
     canary, config = None, serving.config
     if config.canary_every is not None:
-        probe = CanaryProbe.of(
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-            max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
-            vocab=models.shape.vocab,
-            eos_ids=eos_ids,
-            dtype=recipe.run.dtype if config.fp8_keep is None else "fp8",
-        )
+        dtype = recipe.run.dtype if config.fp8_keep is None else "fp8"
+        probe = CanaryProbe.of(recipe, vocab=models.shape.vocab, eos_ids=eos_ids, dtype=dtype)
         canary = Canary(
             serving.fleet,
             probe=probe,

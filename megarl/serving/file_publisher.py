@@ -12,6 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
@@ -29,40 +30,39 @@ logger = logging.getLogger(__name__)
 _PREFIX = "version_"
 
 
+@dataclass(eq=False, kw_only=True)
 class FilePublisher:
-    def __init__(
-        self, *, ranks: RankGroup[ActorCalls], fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
-    ) -> None:
-        """Engines load from `folder`; `source_folder` has the configuration and tokenizer."""
-        self._ranks = ranks
-        self._fleet = fleet
-        self._folder = folder
-        self._source_folder = source_folder
-        self._timeout_s = timeout_s
+    ranks: RankGroup[ActorCalls]
+    fleet: Fleet
+    folder: Path
+    """Engines load from it."""
+    source_folder: Path
+    """Has the configuration and tokenizer."""
+    timeout_s: float
 
     async def connect(self) -> None:
         """Check that every engine generates with the trainer's architecture; the error names each that does not."""
-        expected = json.loads((self._source_folder / "config.json").read_text())["architectures"]
-        problems = await asyncio.gather(*(_problem(engine, expected) for engine in self._fleet.engines))
+        expected = json.loads((self.source_folder / "config.json").read_text())["architectures"]
+        problems = await asyncio.gather(*(_problem(engine, expected) for engine in self.fleet.engines))
         if any(problems):
             raise MachineError("; ".join(filter(None, problems)))
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         started = time.monotonic()
-        folder = self._folder / f"{_PREFIX}{version:08d}"
+        folder = self.folder / f"{_PREFIX}{version:08d}"
         files = await self._write(folder)
-        engines = self._fleet.reachable
-        with self._fleet.syncing(engines):
+        engines = self.fleet.reachable
+        with self.fleet.syncing(engines):
             reasons = await asyncio.gather(*(self._load(engine, folder / MODEL_FOLDER, version) for engine in engines))
         succeeded = [engine for engine, reason in zip(engines, reasons, strict=True) if reason is None]
         for engine, reason in zip(engines, reasons, strict=True):
             if reason is not None:
-                await self._fleet.mark_stale(engine, reason)
+                await self.fleet.mark_stale(engine, reason)
         if not succeeded:
             all_reasons = "; ".join(filter(None, reasons)) or "no engine can be reached"
             raise WeightSyncError(f"version {version} was loaded nowhere: {all_reasons}")
-        await self._fleet.committed(version, succeeded)
-        await asyncio.to_thread(_prune, self._folder, folder)
+        await self.fleet.committed(version, succeeded)
+        await asyncio.to_thread(_prune, self.folder, folder)
         num_bytes = len(succeeded) * sum(file.num_bytes for file in files.values())
         seconds = time.monotonic() - started
         logger.info("published version=%d folder=%s engines=%d seconds=%.3f", version, folder, len(succeeded), seconds)
@@ -73,8 +73,8 @@ class FilePublisher:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            async with self._ranks.device_lock:
-                written = await self._ranks.call_to_end(ActorCalls.export, folder, self._source_folder)
+            async with self.ranks.device_lock:
+                written = await self.ranks.call_to_end(ActorCalls.export, folder, self.source_folder)
         except CheckpointError as error:
             raise WeightSyncError(f"{folder} was not written; engines keep what they have: {error}") from error
         return {name: digest for files in written for name, digest in files.items()}
@@ -82,7 +82,7 @@ class FilePublisher:
     async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
         """Return None if the engine serves `version` now, else the reason."""
         try:
-            await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=self._timeout_s)
+            await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=self.timeout_s)
             # Cached prefixes were computed with the old weights.
             await engine.client.flush_cache()
             info = await admin.model_info(engine.client)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -238,19 +238,22 @@ class _WaitingGroup:
     scored: asyncio.Future[ScoredGroup]
 
 
+@dataclass(eq=False)
 class ScoredAfterGeneration:
     """An `RolloutSource`: groups wait for their scores until none is being generated; the engines sleep meanwhile."""
 
-    def __init__(self, workers: RolloutSource, scorer: Scorer, *, phases: SharedPhases, models: SleepingModels) -> None:
-        """`workers` return groups without scores."""
-        self._workers = workers
-        self._scorer = scorer
-        self._phases = phases
-        self._models = models
-        self._num_generating = 0
-        self._waiting: list[_WaitingGroup] = []
-        self._scoring: asyncio.Task[None] | None = None
-        self._may_generate = asyncio.Event()
+    workers: RolloutSource
+    """Return groups without scores."""
+    scorer: Scorer
+    _: KW_ONLY
+    phases: SharedPhases
+    models: SleepingModels
+    _num_generating: int = field(default=0, init=False)
+    _waiting: list[_WaitingGroup] = field(default_factory=list, init=False)
+    _scoring: asyncio.Task[None] | None = field(default=None, init=False)
+    _may_generate: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
         self._may_generate.set()
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
@@ -258,7 +261,7 @@ class ScoredAfterGeneration:
         await self._may_generate.wait()
         self._num_generating += 1
         try:
-            answered = await self._workers.answer(prompt, task)
+            answered = await self.workers.answer(prompt, task)
             scored: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
             group = answered.scored.group
             self._waiting.append(_WaitingGroup(group=group, has_baseline=task.baseline is not None, scored=scored))
@@ -268,10 +271,10 @@ class ScoredAfterGeneration:
         return replace(answered, scored=await scored)
 
     async def announce(self) -> None:
-        await self._workers.announce()
+        await self.workers.announce()
 
     async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
-        return await self._workers.lost(groups)
+        return await self.workers.lost(groups)
 
     async def close(self) -> None:
         if self._scoring is not None:
@@ -304,13 +307,13 @@ class ScoredAfterGeneration:
     async def _score_all(self, waiting: Sequence[_WaitingGroup]) -> list[ScoredGroup | BaseException]:
         if not waiting:
             return []  # all callers were cancelled
-        async with self._phases.lent():
-            await self._models.wake()
+        async with self.phases.lent():
+            await self.models.wake()
             try:
                 return await asyncio.gather(*map(self._score, waiting), return_exceptions=True)
             finally:
-                await self._models.sleep()
+                await self.models.sleep()
 
     async def _score(self, waiting: _WaitingGroup) -> ScoredGroup:
-        scorer = WithGreedyScore(self._scorer) if waiting.has_baseline else self._scorer
+        scorer = WithGreedyScore(self.scorer) if waiting.has_baseline else self.scorer
         return await scorer.score(waiting.group)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from megarl.cluster.cluster import NodeBundle, NodeFaults, Pool
@@ -28,38 +29,29 @@ _POLL_S = 0.25
 _RETRY_S = 10.0
 
 
+@dataclass(eq=False)
 class EngineNodes:
     """Retires and adds the engines of a node, and counts the faults of each node."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        supervisor: Supervisor,
-        *,
-        max_faults: int,
-        observer: Observer,
-        faults: NodeFaults,
-        grow: Callable[[str, int | None], Awaitable[None]],
-        excluded: Callable[[str, list[Engine]], None] = lambda _node, _engines: None,
-    ) -> None:
-        """`grow` starts further engines on a node.
+    fleet: Fleet
+    supervisor: Supervisor
+    _: KW_ONLY
+    max_faults: int
+    observer: Observer
+    faults: NodeFaults
+    grow: Callable[[str, int | None], Awaitable[None]]
+    """Starts further engines on a node."""
+    notify_excluded: Callable[[str, list[Engine]], None] = lambda _node, _engines: None
+    """Called with a node and its engines, which are retired then."""
 
-        `excluded` is called with a node and its engines, which are retired then.
-        """
-        self._fleet = fleet
-        self._supervisor = supervisor
-        self._max_faults = max_faults
-        self._observer = observer
-        self._faults = faults
-        self._grow = grow
-        self._notify_excluded = excluded
-        fleet.listen(self._note)
+    def __post_init__(self) -> None:
+        self.fleet.listen(self._note)
 
     def retire(self, node: str) -> None:
         """Take all engines of a node out."""
         engines = self._on(node)
         if not engines:
-            used = sorted({each for engine in self._fleet.engines for each in nodes_of(engine)})
+            used = sorted({each for engine in self.fleet.engines for each in nodes_of(engine)})
             raise EngineError(f"no engine is on node {node}; there are engines on {', '.join(used)}")
         self._retire(node, engines, "retired by the operator")
 
@@ -70,21 +62,21 @@ class EngineNodes:
         """
         engines = self._on(node)
         if count is not None or not engines:
-            await self._grow(node, count)
-        self._faults.forgive(node)
-        self._observer.nodes_excluded(len(self._faults.excluded))
+            await self.grow(node, count)
+        self.faults.forgive(node)
+        self.observer.nodes_excluded(len(self.faults.excluded))
         for engine in engines:
-            self._supervisor.add(engine.index)
+            self.supervisor.add(engine.index)
 
     def _on(self, node: str) -> list[Engine]:
-        return [engine for engine in self._fleet.engines if node in nodes_of(engine)]
+        return [engine for engine in self.fleet.engines if node in nodes_of(engine)]
 
     def _retire(self, node: str, engines: list[Engine], reason: str) -> None:
-        if all(other.status.is_over for other in self._fleet.engines if other not in engines):
+        if all(other.status.is_over for other in self.fleet.engines if other not in engines):
             raise EngineError(f"node {node} has the last engines; stop the run instead")
         for engine in engines:
             if engine.state is not EngineState.RETIRED:
-                self._supervisor.retire(engine.index, reason)
+                self.supervisor.retire(engine.index, reason)
 
     def _note(self, engine: Engine, before: EngineStatus) -> None:
         if engine.state is not EngineState.DEAD or before.state is EngineState.RETIRED:
@@ -93,22 +85,22 @@ class EngineNodes:
             self._count(node, engine)
 
     def _count(self, node: str, engine: Engine) -> None:
-        num_faults = self._faults.count(node)
-        if node in self._faults.excluded or num_faults < self._max_faults:
+        num_faults = self.faults.count(node)
+        if node in self.faults.excluded or num_faults < self.max_faults:
             return
-        elsewhere = [other for other in self._fleet.engines if other.is_live and node not in nodes_of(other)]
+        elsewhere = [other for other in self.fleet.engines if other.is_live and node not in nodes_of(other)]
         if not elsewhere:
             return  # counted on: with the next fault another node may have engines
         reason = f"node {node} is excluded after {num_faults} faults within an hour"
-        self._faults.excluded.add(node)
-        self._observer.nodes_excluded(len(self._faults.excluded))
-        self._observer.warned(
+        self.faults.excluded.add(node)
+        self.observer.nodes_excluded(len(self.faults.excluded))
+        self.observer.warned(
             f"{reason} (cluster.max_node_faults), the last: {engine.reason}; its engines are retired, and "
             f"`megarl fleet RUN add --node {node}` takes it back"
         )
         engines = self._on(node)
         self._retire(node, engines, reason)
-        self._notify_excluded(node, engines)
+        self.notify_excluded(node, engines)
 
 
 def nodes_of(engine: Engine) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -166,22 +166,20 @@ def _short(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@dataclass(eq=False)
 class Growth:
     """Adds engines to a pool that only engines use."""
 
-    def __init__(
-        self, pool: Pool, fleet: Fleet, engines: Engines, *, connect: Callable[[EngineEndpoint], EngineClient]
-    ) -> None:
-        self._pool = pool
-        self._fleet = fleet
-        self._engines = engines
-        self._tensor = engines.tensor
-        self._connect = connect
-        self._reserve_lock = asyncio.Lock()
+    pool: Pool
+    fleet: Fleet
+    engines: Engines
+    _: KW_ONLY
+    connect: Callable[[EngineEndpoint], EngineClient]
+    _reserve_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def add(self, address: str, count: int | None) -> None:
         """Start `count` engines on a node, or as many as have room there. Raise EngineError if there is no room."""
-        if self._pool.is_shared:
+        if self.pool.is_shared:
             raise EngineError("the engines share their pool with other roles; only a pool of their own can grow")
         async with self._reserve_lock:
             try:
@@ -189,25 +187,26 @@ class Growth:
             except RAY_FAILURES as error:
                 raise EngineError(f"node {address}: Ray cannot place engines there now: {first_line(error)}") from error
             places = [Place(bundle=bundle, slot=slot) for slot in range(bundle.size)]
-            self._pool.places = [*self._pool.places, *places]
-            by_engine = [places[first : first + self._tensor] for first in range(0, bundle.size, self._tensor)]
-            endpoints = [self._engines.extend(of_engine, address) for of_engine in by_engine]
-            self._fleet.add([self._connect(endpoint) for endpoint in endpoints], "was added by the operator")
+            self.pool.places = [*self.pool.places, *places]
+            tensor = self.engines.tensor
+            by_engine = [places[first : first + tensor] for first in range(0, bundle.size, tensor)]
+            endpoints = [self.engines.extend(of_engine, address) for of_engine in by_engine]
+            self.fleet.add([self.connect(endpoint) for endpoint in endpoints], "was added by the operator")
 
     def _reserve(self, address: str, count: int | None) -> NodeBundle:
         """Reserve the devices of further engines on a node."""
-        resource = self._pool.places[0].bundle.resource
+        resource = self.pool.places[0].bundle.resource
         free = free_devices(resource)
         nodes = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
         if address not in nodes:
-            roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self._tensor)
+            roomy = sorted(each for each, key in nodes.items() if free.get(key, 0) >= self.engines.tensor)
             there = f"there is room on {', '.join(roomy)}" if roomy else "no node has free devices"
             raise EngineError(f"no node {address} is in the Ray cluster; {there}")
         num_free = free.get(nodes[address], 0)
-        num_engines = num_free // self._tensor if count is None else count
-        size = num_engines * self._tensor
+        num_engines = num_free // self.engines.tensor if count is None else count
+        size = num_engines * self.engines.tensor
         if not 0 < size <= num_free or (bundle := reserve_on(address, resource=resource, size=size)) is None:
-            each = f"an engine takes {self._tensor} (roles.rollout.tensor)"
+            each = f"an engine takes {self.engines.tensor} (roles.rollout.tensor)"
             raise EngineError(f"node {address} has {num_free} free device(s), {each}; no engine was added")
         bundle.node, bundle.is_bound = nodes[address], True
         return bundle

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megarl.config.roles import InFlight
@@ -103,42 +103,30 @@ class _Link:
     plan: Plan
 
 
+@dataclass(eq=False, kw_only=True)
 class TransferPublisher:
     """Publishes from trainer ranks to engine ranks through a transfer group that lasts as long as its roster."""
 
-    def __init__(
-        self,
-        *,
-        ranks: RankGroup[ActorCalls],
-        fleet: Fleet,
-        control: EngineControl,
-        transfer: Callable[[], TransferSpec],
-        timeout_s: float,
-        host: str,
-        failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
-    ) -> None:
-        """`transfer` returns the one to all engines of the fleet, where they are then.
-
-        `failed` is called before an attempt is repeated.
-        """
-        self._ranks = ranks
-        self._fleet = fleet
-        self._control = control
-        self._transfer = transfer
-        self._timeout_s = timeout_s
-        self._host = host
-        self._failed = failed
-        self._link: _Link | None = None
-        self._has_published = False
-        self._publish_lock = asyncio.Lock()
-        """Held during a publish: versions are sent one after the other."""
+    ranks: RankGroup[ActorCalls]
+    fleet: Fleet
+    control: EngineControl
+    transfer: Callable[[], TransferSpec]
+    """Returns the one to all engines of the fleet, where they are then."""
+    timeout_s: float
+    host: str
+    failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None
+    """Called before an attempt is repeated."""
+    _link: _Link | None = field(default=None, init=False)
+    _has_published: bool = field(default=False, init=False)
+    _publish_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held during a publish: versions are sent one after the other."""
 
     async def connect(self) -> None:
         """Check the parameters of all reachable engines against the layout, whatever version they serve."""
         while True:
-            roster = await self._fleet.any_reachable()
+            roster = await self.fleet.any_reachable()
             try:
-                await self._control.among(roster).check_layout(self._transfer_to(roster))
+                await self.control.among(roster).check_layout(self._transfer_to(roster))
                 return
             except WeightSyncError as error:
                 if await self._are_all_there(roster, str(error)):
@@ -168,13 +156,13 @@ class TransferPublisher:
         It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
         send the version it holds. The next publish includes this engine.
         """
-        async with self._publish_lock, self._ranks.device_lock:
-            version = self._fleet.committed_version
+        async with self._publish_lock, self.ranks.device_lock:
+            version = self.fleet.committed_version
             if not self._has_published or engine.state is not EngineState.STALE:
                 return False
-            if (await self._ranks.call(ActorCalls.version))[0] != version:
+            if (await self.ranks.call(ActorCalls.version))[0] != version:
                 return False
-            with self._fleet.syncing([engine]):
+            with self.fleet.syncing([engine]):
                 await self._deliver([engine], version, is_catching_up=True)
             return True
 
@@ -182,15 +170,15 @@ class TransferPublisher:
         """Return the number of engines that serve `version`, and the plan that was used."""
         num_unexplained = 0
         while True:
-            roster = await self._fleet.any_reachable()
+            roster = await self.fleet.any_reachable()
             if num_unexplained >= _MAX_UNEXPLAINED and len(roster) > 1:
                 return await self._publish_to_one(roster, version)
             try:
-                with self._fleet.syncing(roster):
+                with self.fleet.syncing(roster):
                     return await self._deliver(roster, version)
             except WeightSyncError as error:
                 logger.info("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
-                self._failed(version, str(error.__cause__ or error))
+                self.failed(version, str(error.__cause__ or error))
                 if await self._are_all_there(roster, str(error)):
                     num_unexplained += 1
                     if num_unexplained > _MAX_UNEXPLAINED:
@@ -201,7 +189,7 @@ class TransferPublisher:
         reasons = []
         for engine in roster:
             try:
-                with self._fleet.syncing([engine]):
+                with self.fleet.syncing([engine]):
                     return await self._deliver([engine], version)
             except WeightSyncError as error:
                 reasons.append(str(error))
@@ -209,7 +197,7 @@ class TransferPublisher:
 
     async def _are_all_there(self, roster: Sequence[Engine], reason: str) -> bool:
         """Return whether all engines of the roster answer; those that do not are dead from now on."""
-        return all(await asyncio.gather(*(self._fleet.examine(engine, reason) for engine in roster)))
+        return all(await asyncio.gather(*(self.fleet.examine(engine, reason) for engine in roster)))
 
     async def _deliver(
         self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
@@ -224,7 +212,7 @@ class TransferPublisher:
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
                 sent, arrived = await self._together(
-                    link.store, self._ranks.call(ActorCalls.send, version), link.control.receive(version)
+                    link.store, self.ranks.call(ActorCalls.send, version), link.control.receive(version)
                 )
                 check_digests(sent, arrived)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
@@ -242,7 +230,7 @@ class TransferPublisher:
             yield
         except BaseException as error:
             for engine in roster:
-                self._fleet.report(
+                self.fleet.report(
                     engine, FellBehind(reason=f"received a part of version {version}: {error or 'it was given up'}")
                 )
             raise
@@ -255,25 +243,25 @@ class TransferPublisher:
         self._link = None
         transfer = self._transfer_to(roster)
         plan = transfer.plan()
-        control = self._control.among(roster)
-        store = StoreServer(self._host)
+        control = self.control.among(roster)
+        store = StoreServer(self.host)
         rendezvous = Rendezvous(
             address=store.address,
             name=_GROUP,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             backend=_backend(transfer, plan),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
             store,
-            self._ranks.call(ActorCalls.join, transfer, rendezvous),
+            self.ranks.call(ActorCalls.join, transfer, rendezvous),
             control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
 
     def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
-        return self._transfer().with_engines([engine.index for engine in roster])
+        return self.transfer().with_engines([engine.index for engine in roster])
 
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]

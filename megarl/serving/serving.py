@@ -216,7 +216,7 @@ async def watched_engines(
             observer=observer,
             faults=pool.faults,
             grow=Growth(pool, fleet, engines, connect=connect).add,
-            excluded=move,
+            notify_excluded=move,
         )
         await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))
         await stack.enter_async_context(slow.running())

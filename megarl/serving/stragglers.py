@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from statistics import median_low
 
 from megarl.cluster.tasks import beside
@@ -59,18 +59,19 @@ class SlowStreaks:
         self._streaks.pop(index, None)
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """Compares the engines of a fleet, window by window."""
 
-    def __init__(
-        self, fleet: Fleet, config: StragglerConfig, observer: Observer, *, drain: Callable[[Engine, str], bool]
-    ) -> None:
-        """`drain` returns False if the engine cannot be spared now."""
-        self._fleet = fleet
-        self._config = config
-        self._observer = observer
-        self._drain = drain
-        self._streaks = SlowStreaks(ratio=config.ratio)
+    fleet: Fleet
+    config: StragglerConfig
+    observer: Observer
+    _: KW_ONLY
+    drain: Callable[[Engine, str], bool]
+    """Returns False if the engine cannot be spared now."""
+
+    def __post_init__(self) -> None:
+        self._streaks = SlowStreaks(ratio=self.config.ratio)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -78,7 +79,7 @@ class EngineWatch:
 
         async def compare() -> None:
             while True:
-                await asyncio.sleep(self._config.window_s)
+                await asyncio.sleep(self.config.window_s)
                 self.end_window()
 
         async with beside(compare):
@@ -87,27 +88,27 @@ class EngineWatch:
     def end_window(self) -> None:
         """Compare the times since the last call; an engine with too few answers is compared later."""
         times: dict[int, float] = {}
-        for engine in self._fleet.engines:
+        for engine in self.fleet.engines:
             if not engine.is_live:
                 engine.throughput = Throughput()
                 self._streaks.forget(engine.index)
             elif (token_s := engine.throughput.token_s) is not None:
                 times[engine.index] = token_s
                 engine.throughput = Throughput()
-        self._observer.measured("rollout", times)
-        engines = {engine.index: engine for engine in self._fleet.engines}
+        self.observer.measured("rollout", times)
+        engines = {engine.index: engine for engine in self.fleet.engines}
         for slow in self._streaks.judge(times):
-            if slow.num_windows % self._config.windows == 0:
+            if slow.num_windows % self.config.windows == 0:
                 self._name(slow, engines[slow.index], times[slow.index])
 
     def _name(self, slow: SlowMember, engine: Engine, token_s: float) -> None:
         reason = (
             f"a token takes {token_s * 1e3:.1f} ms, {slow.ratio:.1f} times the median, for {slow.num_windows} windows "
-            f"of {self._config.window_s:g} s"
+            f"of {self.config.window_s:g} s"
         )
-        is_drained = self._config.drains_engines and self._drain(engine, f"is slow: {reason}")
+        is_drained = self.config.drains_engines and self.drain(engine, f"is slow: {reason}")
         then = "it is drained and restarted" if is_drained else "it stays"
-        self._observer.straggled("rollout", slow.index, ratio=slow.ratio, text=f"{engine} is slow: {reason}; {then}")
+        self.observer.straggled("rollout", slow.index, ratio=slow.ratio, text=f"{engine} is slow: {reason}; {then}")
 
 
 @asynccontextmanager

@@ -114,7 +114,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
+async def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
     stored: tuple[StoredAdapter, Content], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def left(*numbers: int) -> None:
@@ -125,20 +125,17 @@ def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
             }:
                 await asyncio.sleep(0.01)
 
-    async def scenario() -> None:
-        read = ReadAdapters()
-        for engine in range(3):
-            await read.add(place_adapter(*stored, engine=engine))
-        await left(1, 2)
-        await read.remove()
-        assert list(scratch.iterdir()) == []
-        monkeypatch.setattr(stored_adapter, "_READ_S", 0.01)
-        await read.add(place_adapter(*stored, engine=3))
-        await left()
-        await read.remove()
-        assert list(scratch.iterdir()) == []
-
-    asyncio.run(scenario())
+    read = ReadAdapters()
+    for engine in range(3):
+        await read.add(place_adapter(*stored, engine=engine))
+    await left(1, 2)
+    await read.remove()
+    assert list(scratch.iterdir()) == []
+    monkeypatch.setattr(stored_adapter, "_READ_S", 0.01)
+    await read.add(place_adapter(*stored, engine=3))
+    await left()
+    await read.remove()
+    assert list(scratch.iterdir()) == []
 
 
 def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(

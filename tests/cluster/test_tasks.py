@@ -7,7 +7,7 @@ import pytest
 from megarl.cluster.tasks import beside
 
 
-def test_work_beside_a_block_ends_with_it_and_an_error_of_it_is_logged_at_once(
+async def test_work_beside_a_block_ends_with_it_and_an_error_of_it_is_logged_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[str] = []
@@ -21,12 +21,9 @@ def test_work_beside_a_block_ends_with_it_and_an_error_of_it_is_logged_at_once(
     async def fail() -> None:
         raise ValueError("no such node")
 
-    async def scenario() -> None:
-        async with beside(wait), beside(fail):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert "no such node" in caplog.text
-            assert not seen
-
-    asyncio.run(scenario())
+    async with beside(wait), beside(fail):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert "no such node" in caplog.text
+        assert not seen
     assert seen == ["ended"]

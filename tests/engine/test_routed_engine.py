@@ -138,7 +138,7 @@ def test_an_interrupted_response_has_the_experts_of_all_its_parts(mixture: Serve
         async with mixture.fleet() as fleet:
             (engine,) = fleet.engines
             generator = generator_of(fleet, mixture, num_tokens=300)
-            generator._vocabulary = replace(generator._vocabulary, eos_ids=(98,))
+            generator.vocabulary = replace(generator.vocabulary, eos_ids=(98,))
             task = asyncio.create_task(generator.generate(prompt_of(*PROMPT)))
             for _ in range(3):
                 await asyncio.sleep(0.5)

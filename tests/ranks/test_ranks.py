@@ -111,37 +111,34 @@ def folder(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield tmp_path
 
 
-def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(folder: Path) -> None:
+async def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(folder: Path) -> None:
     samples = make_samples(9, vocab=50)
     remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
     workers = [remote.remote(None) for _ in range(WORLD)]
 
-    async def run() -> None:
-        group: RankGroup[EchoRank] = RankGroup(
-            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
-        )
-        await group.start(build, spec(WORLD))
-        column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
-        # One rank of each of the two replicas answers.
-        assert len(column.parts) == PACKING.data_parallel
-        assert sorted(i for part in column.parts for i in part.sample_ids) == list(range(len(samples)))
-        for array, sample in zip(await column.fetch(), samples, strict=True):
-            np.testing.assert_array_equal(array, sample.rollout.logprobs)
-        # Other micro-batches: the numbers of a rank come from both replicas.
-        narrow = Packing(
-            data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
-        )
-        shares = make_shares(samples, narrow, temperature=1.0)
-        results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": column})
-        counts = [count for count, _ in results]
-        assert counts[0] == counts[1]
-        assert counts[2] == counts[3]
-        assert counts[0] + counts[2] == len(samples)
-        assert [worst for _, worst in results] == [0.0] * WORLD
-        await compare_credit(group, column, samples)
-        await group.end()
-
-    asyncio.run(run())
+    group: RankGroup[EchoRank] = RankGroup(
+        "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
+    )
+    await group.start(build, spec(WORLD))
+    column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
+    # One rank of each of the two replicas answers.
+    assert len(column.parts) == PACKING.data_parallel
+    assert sorted(i for part in column.parts for i in part.sample_ids) == list(range(len(samples)))
+    for array, sample in zip(await column.fetch(), samples, strict=True):
+        np.testing.assert_array_equal(array, sample.rollout.logprobs)
+    # Other micro-batches: the numbers of a rank come from both replicas.
+    narrow = Packing(
+        data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
+    )
+    shares = make_shares(samples, narrow, temperature=1.0)
+    results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": column})
+    counts = [count for count, _ in results]
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3]
+    assert counts[0] + counts[2] == len(samples)
+    assert [worst for _, worst in results] == [0.0] * WORLD
+    await compare_credit(group, column, samples)
+    await group.end()
 
 
 async def compare_credit(group: RankGroup[EchoRank], values: RemoteColumn, samples: Sequence[TrainSample]) -> None:

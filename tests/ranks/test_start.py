@@ -50,23 +50,20 @@ class FakeWorker:
     ("outcome", "is_shared", "expected"),
     [(True, False, True), (False, False, True), (True, True, False), (WorkerError("rank 1 failed"), False, False)],
 )
-def test_ranks_are_adopted_unless_they_failed_or_share_their_devices(
+async def test_ranks_are_adopted_unless_they_failed_or_share_their_devices(
     outcome: bool | WorkerError, is_shared: bool, expected: bool
 ) -> None:
     worker = FakeWorker(outcome)
 
-    async def adopt() -> bool:
-        ranks: RankGroup[ModelCalls] = RankGroup(
-            "actor",
-            [cast("ActorHandle", worker)],
-            split=ModelParallelConfig(),
-            timeout_s=60,
-            report_folder=Path(),
-            device_lock=asyncio.Lock(),
-        )
-        is_adopted = await adopt_ranks(ranks, lambda _: True, is_shared=is_shared)
-        assert [process.pid for process in ranks.processes] == ([] if is_shared else [1])
-        return is_adopted
-
-    assert asyncio.run(adopt()) is expected
+    ranks: RankGroup[ModelCalls] = RankGroup(
+        "actor",
+        [cast("ActorHandle", worker)],
+        split=ModelParallelConfig(),
+        timeout_s=60,
+        report_folder=Path(),
+        device_lock=asyncio.Lock(),
+    )
+    is_adopted = await adopt_ranks(ranks, lambda _: True, is_shared=is_shared)
+    assert [process.pid for process in ranks.processes] == ([] if is_shared else [1])
+    assert is_adopted is expected
     assert worker.num_adopted == (not is_shared)

@@ -169,18 +169,14 @@ def test_a_column_that_the_driver_needs_is_fetched(tmp_path: Path) -> None:
     assert asyncio.run(training.estimate([scored_group(0, [1, 0])])) == Estimates(values=arrays)
 
 
-def test_columns_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_path: Path) -> None:
+async def test_columns_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_path: Path) -> None:
     reference, values = LocalColumn(np.zeros(2, np.float32)), LocalColumn(np.ones(2, np.float32))
     actor, critic = FakeActor(reference=reference), FakeCritic(values)
     training = trainer(tmp_path, actor, critic=critic, has_reference=True, fetched=["values"])
 
-    async def steps() -> Estimates:
-        estimates = await training.estimate([scored_group(0, [1, 0])])
-        await training.update(make_samples(2, vocab=9))
-        await training.update(make_samples(2, vocab=9))
-        return estimates
-
-    estimates = asyncio.run(steps())
+    estimates = await training.estimate([scored_group(0, [1, 0])])
+    await training.update(make_samples(2, vocab=9))
+    await training.update(make_samples(2, vocab=9))
     assert estimates.reference_logprobs is None
     assert (reference.num_fetched, values.num_fetched) == (0, 1)
     # No forward pass was run for the second step: it gets nothing of the first.
@@ -188,7 +184,7 @@ def test_columns_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_pa
     assert critic.columns == [{"values": values}, {}]
 
 
-def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver(
+async def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = scored_group(0, [1, 0])
@@ -210,12 +206,9 @@ def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver
     actor, critic = FakeActor(num_skipped=1), FakeCritic(values)
     training = trainer(tmp_path, actor, critic=critic, algorithm=algorithm)
 
-    async def step() -> Estimates:
-        estimates = await training.estimate([group])
-        await training.update(algorithm.assign([group], estimates))
-        return estimates
-
-    assert asyncio.run(step()) == Estimates(sums=sums)
+    estimates = await training.estimate([group])
+    await training.update(algorithm.assign([group], estimates))
+    assert estimates == Estimates(sums=sums)
     assert assigned == [("critic", values, {"values": values})]
     assert actor.columns == [{"advantages": advantages}]
     assert critic.columns == [{"values": values, "returns": returns}]
@@ -226,16 +219,13 @@ def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(0, [0, 0, 1]), (2, [3, 4, 5])], ids=["new", "resumed"])
-def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_steps: int, expected: list[int]) -> None:
+async def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_steps: int, expected: list[int]) -> None:
     actor, critic = FakeActor(), FakeCritic()
     actor.num_updates = 2 if num_steps else 0
     version = actor.num_updates
     training = trainer(tmp_path, actor, critic=critic, warmup_steps=2, num_steps=num_steps, version=version)
 
-    async def steps() -> list[UpdateResult]:
-        return [await training.update(make_samples(2, vocab=9)) for _ in range(3)]
-
-    results = asyncio.run(steps())
+    results = [await training.update(make_samples(2, vocab=9)) for _ in range(3)]
     assert [result.version for result in results] == expected
     assert all(result.critic == VALUE_STATS for result in results)
     assert critic.num_updates == 3

@@ -234,7 +234,7 @@ def test_engines_that_fail_are_a_fault_of_the_machine_not_a_score(tokenizer_fold
         asyncio.run(score())
 
 
-def test_a_request_that_a_killed_engine_loses_is_asked_again_when_it_is_back(tokenizer_folder: Path) -> None:
+async def test_a_request_that_a_killed_engine_loses_is_asked_again_when_it_is_back(tokenizer_folder: Path) -> None:
     asked: list[object] = []
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -245,24 +245,21 @@ def test_a_request_that_a_killed_engine_loses_is_asked_again_when_it_is_back(tok
         meta = {"id": body["rid"], "prompt_tokens": len(body["input_ids"])}
         return httpx.Response(200, json={"embedding": [0.25], "meta_info": meta})
 
-    async def score() -> float:
-        policy = RestartPolicy(max_restarts=1, back_off_s=0.0)
-        fleet = Fleet([scripted_client(answer)], max_outstanding=8, publish_timeout_s=60, policy=policy)
-        (engine,) = fleet.engines
-        model = model_of(fleet, tokenizer_folder)
-        scoring = asyncio.create_task(model.classify([*CHAT, {"role": "assistant", "content": "42"}]))
-        while not asked:
-            await asyncio.sleep(0)
-        fleet.report(engine, Ended(reason="exited with SIGKILL"))
-        fleet.report(engine, Ticked(unheard_s=0.0, may_start=True))
-        assert engine.state is EngineState.RESTARTING
-        await asyncio.sleep(0.05)
-        assert not scoring.done()
-        fleet.report(engine, Started())
-        await fleet.joined(engine)
-        return await scoring
-
-    assert asyncio.run(score()) == 0.25
+    policy = RestartPolicy(max_restarts=1, back_off_s=0.0)
+    fleet = Fleet([scripted_client(answer)], max_outstanding=8, publish_timeout_s=60, policy=policy)
+    (engine,) = fleet.engines
+    model = model_of(fleet, tokenizer_folder)
+    scoring = asyncio.create_task(model.classify([*CHAT, {"role": "assistant", "content": "42"}]))
+    while not asked:
+        await asyncio.sleep(0)
+    fleet.report(engine, Ended(reason="exited with SIGKILL"))
+    fleet.report(engine, Ticked(unheard_s=0.0, may_start=True))
+    assert engine.state is EngineState.RESTARTING
+    await asyncio.sleep(0.05)
+    assert not scoring.done()
+    fleet.report(engine, Started())
+    await fleet.joined(engine)
+    assert (await scoring) == 0.25
     assert len(asked) == 2
     assert asked[0] == asked[1]
 

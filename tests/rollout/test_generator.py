@@ -5,6 +5,7 @@ import gzip
 import json
 import pickle
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_every_rollout_is_a_request_of_its_own_with_its_own_seed() -> None:
     assert all(item["stop_token_ids"] == [EOS] for item in parameters)  # type: ignore[index]
 
 
-def test_turns_of_an_episode_name_their_session_and_ask_for_the_tokens_that_were_seen() -> None:
+async def test_turns_of_an_episode_name_their_session_and_ask_for_the_tokens_that_were_seen() -> None:
     def echo(reply: httpx.Response, *seen: int) -> httpx.Response:
         return httpx.Response(200, json={**reply.json(), "prompt_token_ids": list(seen)})
 
@@ -115,13 +116,10 @@ def test_turns_of_an_episode_name_their_session_and_ask_for_the_tokens_that_were
         token_ids = np.array(history, np.int32)
         return await generator.sampled_turn(prompt, index, token_ids, max_tokens=12, row=0)
 
-    async def scenario() -> None:
-        assert (await play(3, 5, 6)).token_ids.tolist() == [7, EOS]
-        # The second reply is to other tokens: it is asked for again.
-        assert (await play(3, 5, 6)).token_ids.tolist() == [8, EOS]
-        await play(4, 5, 6)
-
-    asyncio.run(scenario())
+    assert (await play(3, 5, 6)).token_ids.tolist() == [7, EOS]
+    # The second reply is to other tokens: it is asked for again.
+    assert (await play(3, 5, 6)).token_ids.tolist() == [8, EOS]
+    await play(4, 5, 6)
     sessions = [request["session_id"] for request in engine.requests]
     assert sessions == [sessions[0]] * 3 + [sessions[3]]
     assert sessions[3] != sessions[0]
@@ -197,11 +195,11 @@ def broken_reply(**changes: object) -> bytes:
 def test_a_reply_that_no_engine_should_give_is_retried_and_counted(content: bytes, cause: str) -> None:
     bad, good = ScriptedEngine(httpx.Response(200, content=content)), ScriptedEngine(reply_of(9, EOS))
     fleet = scripted_fleet(bad, good)
-    fleet.requests = retries = Retries()
+    fleet.requests = retries = RequestCounts()
     (rollout,) = generate(fleet).rollouts
     assert rollout.token_ids.tolist() == [9, EOS]
     assert np.isfinite(rollout.logprobs).all()
-    assert retries.causes == [cause]
+    assert retries.causes == {cause: 1}
 
 
 async def _trickle(request: web.Request) -> web.StreamResponse:
@@ -238,7 +236,7 @@ def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
     async def good(_: web.Request) -> web.Response:
         return web.Response(body=reply_of(9, EOS).content, content_type="application/json")
 
-    async def scenario() -> tuple[RolloutGroup, list[str]]:
+    async def scenario() -> tuple[RolloutGroup, Counter[str]]:
         async with AsyncExitStack() as stack:
             clients = []
             for index, handler in enumerate((answer, good)):
@@ -252,12 +250,12 @@ def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
                 clients.append(EngineClient(endpoint, request_timeout_s=1))
             fleet = Fleet(clients, max_outstanding=8, publish_timeout_s=0.2)
             stack.push_async_callback(fleet.close)
-            fleet.requests = retries = Retries()
+            fleet.requests = retries = RequestCounts()
             return await generator_of(fleet).generate(prompt_of(5, 6)), retries.causes
 
     group, causes = asyncio.run(scenario())
     assert group.rollouts[0].token_ids.tolist() == [9, EOS]
-    assert causes == ["EngineError"]
+    assert causes == {"EngineError": 1}
 
 
 def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:
@@ -432,20 +430,12 @@ def late_fleet(*engines: SlowEngine, request_timeout_s: float) -> Fleet:
     return Fleet(clients, max_outstanding=8, publish_timeout_s=5)
 
 
-class Retries:
-    def __init__(self) -> None:
-        self.causes: list[str] = []
-
-    def request_retried(self, cause: str) -> None:
-        self.causes.append(cause)
-
-
 @pytest.mark.fault("a response that takes longer than a request may", "its tokens are kept and another continues it")
 def test_a_late_response_keeps_its_tokens_and_is_continued_elsewhere() -> None:
     response = (*range(10, 20), EOS)
     engines = [SlowEngine(*response, token_s=0.1) for _ in range(2)]
     fleet = late_fleet(*engines, request_timeout_s=0.6)
-    fleet.requests = retries = Retries()
+    fleet.requests = retries = RequestCounts()
     (rollout,) = generate(fleet).rollouts
     assert rollout.token_ids.tolist() == list(response)
     assert (len(rollout.logprobs), rollout.versions.tolist()) == (11, [0] * 11)
@@ -462,19 +452,16 @@ def test_a_late_response_keeps_its_tokens_and_is_continued_elsewhere() -> None:
 
 
 @pytest.mark.fault("an engine that the operator retires", "its requests keep their tokens and go on elsewhere")
-def test_a_retired_engine_hands_its_responses_over() -> None:
+async def test_a_retired_engine_hands_its_responses_over() -> None:
     response = (*range(10, 20), EOS)
     engines = [SlowEngine(*response, token_s=0.1) for _ in range(2)]
     fleet = late_fleet(*engines, request_timeout_s=60)
 
-    async def scenario() -> RolloutGroup:
-        generating = asyncio.create_task(generator_of(fleet).generate(prompt_of(5, 6)))
-        await asyncio.sleep(0.55)
-        fleet.report(fleet.engines[0], Retired())
-        await admin.abort_all(fleet.engines[0].client)
-        return await generating
-
-    (rollout,) = asyncio.run(scenario()).rollouts
+    generating = asyncio.create_task(generator_of(fleet).generate(prompt_of(5, 6)))
+    await asyncio.sleep(0.55)
+    fleet.report(fleet.engines[0], Retired())
+    await admin.abort_all(fleet.engines[0].client)
+    (rollout,) = (await generating).rollouts
     assert rollout.token_ids.tolist() == list(response)
     assert len(engines[0].requests) == len(engines[1].requests) == 1
     # Some tokens were kept: the other engine was not asked for all of them.
@@ -490,7 +477,7 @@ def test_a_response_that_does_not_get_on_is_a_failure() -> None:
 def test_a_late_response_of_a_real_engine_is_that_of_a_patient_one(qwen2_tp1: ServedModel) -> None:
     """The tokens of every position follow from the seed, so that a cut changes nothing."""
 
-    async def scenario() -> tuple[RolloutGroup, RolloutGroup, list[str]]:
+    async def scenario() -> tuple[RolloutGroup, RolloutGroup, Counter[str]]:
         async with qwen2_tp1.fleet() as fleet:
             patient = await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
             began = time.monotonic()
@@ -501,7 +488,7 @@ def test_a_late_response_of_a_real_engine_is_that_of_a_patient_one(qwen2_tp1: Se
                 max_outstanding=8,
                 publish_timeout_s=60,
             )
-            hasty.requests = retries = Retries()
+            hasty.requests = retries = RequestCounts()
             try:
                 generator = generator_of(hasty, num_rollouts=4, max_response_tokens=400, max_attempts=50)
                 return patient, await generator.generate(prompt_of(5, 6)), retries.causes

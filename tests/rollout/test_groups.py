@@ -16,9 +16,8 @@ from megarl.rollout.groups import RetainedGroups, SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
-from tests.observe.samples import scored_group as sampled_group
-from tests.observe.samples import step_summary
-from tests.run.test_buffer import scored_group
+from tests.observe.samples import scored_group, step_summary
+from tests.values import versioned_group
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
 
@@ -37,7 +36,7 @@ class Engines:
         await self.may_answer.wait()
         if prompt.position in self.failures:
             raise self.failures[prompt.position]
-        return AnsweredPrompt(scored=scored_group(prompt.position, self.version), seconds=0.0)
+        return AnsweredPrompt(scored=versioned_group(prompt.position, self.version), seconds=0.0)
 
     async def announce(self) -> None: ...
 
@@ -56,7 +55,7 @@ class Asking:
         source = SampledGroups(
             self.engines, TASK, Observer(()), retained=self.retained, serves=lambda: self.engines.version
         )
-        prompts = [scored_group(position, 0).group.prompt for position in positions]
+        prompts = [versioned_group(position, 0).group.prompt for position in positions]
         return await asyncio.gather(*map(source.scored_group, prompts), return_exceptions=True)
 
     def take_left(self, folder: Path) -> int:
@@ -65,7 +64,7 @@ class Asking:
             folder,
             PolicyVersion(3),
             identity="a run",
-            prompt_at=lambda position: scored_group(position, 0).group.prompt,
+            prompt_at=lambda position: versioned_group(position, 0).group.prompt,
             warn=pytest.fail,
         )
 
@@ -224,7 +223,7 @@ def test_what_another_driver_left_is_not_taken_once_something_was_asked(tmp_path
 
 def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
     seconds = iter([0.01, 0.01, 0.05])
-    scored = sampled_group([0.0, 1.0], lengths=[2, 4])
+    scored = scored_group([0.0, 1.0], lengths=[2, 4])
 
     class Slow:
         async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
@@ -248,8 +247,8 @@ def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
 
 
 def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
-    groups = [sampled_group([0.0, 1.0], lengths=[2, 4]) for _ in range(3)]
-    again = sampled_group([0.0, 1.0], lengths=[2, 4])
+    groups = [scored_group([0.0, 1.0], lengths=[2, 4]) for _ in range(3)]
+    again = scored_group([0.0, 1.0], lengths=[2, 4])
     asked = []
 
     class Lossy:

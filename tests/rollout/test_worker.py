@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 
 import httpx
@@ -15,7 +14,7 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import Doubted, EngineState, EngineStatus
 from megarl.errors import EngineLostError, FleetError
 from megarl.observe.observer import Observer
-from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, apply_report
+from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, RequestCounts, apply_report
 from megarl.rollout.worker import WithGreedyRollout, WithGreedyScore
 from megarl.types import PolicyVersion, Prompt, RolloutGroup, Score, ScoredGroup
 from tests.algo.groups import scored_group
@@ -53,110 +52,87 @@ def view(
     )
 
 
-def test_views_change_state_version_and_pauses_and_late_ones_are_ignored() -> None:
-    async def run() -> None:
-        worker = following()
-        engine = worker.fleet.engines[1]
-        await worker.follow([view(1, EngineState.STALE, number=4, version=3, num_pauses=2)])
-        assert (engine.state, engine.version, engine.num_pauses) == (EngineState.STALE, 3, 2)
-        await worker.follow([view(1, EngineState.HEALTHY, number=3)])
-        assert engine.state is EngineState.STALE
-        # Following is no news to the driver.
-        assert not (await worker.report(within_s=0.01)).complaints
-
-    asyncio.run(run())
+async def test_views_change_state_version_and_pauses_and_late_ones_are_ignored() -> None:
+    worker = following()
+    engine = worker.fleet.engines[1]
+    await worker.follow([view(1, EngineState.STALE, number=4, version=3, num_pauses=2)])
+    assert (engine.state, engine.version, engine.num_pauses) == (EngineState.STALE, 3, 2)
+    await worker.follow([view(1, EngineState.HEALTHY, number=3)])
+    assert engine.state is EngineState.STALE
+    # Following is no news to the driver.
+    assert not (await worker.report(within_s=0.01)).complaints
 
 
-def test_a_death_that_the_driver_knows_of_ends_the_requests_of_the_worker() -> None:
-    async def run() -> None:
-        worker = following()
+async def test_a_death_that_the_driver_knows_of_ends_the_requests_of_the_worker() -> None:
+    worker = following()
 
-        async def wait() -> None:
-            async with worker.fleet.lease():
-                await asyncio.sleep(600)
+    async def wait() -> None:
+        async with worker.fleet.lease():
+            await asyncio.sleep(600)
 
-        waiting = [asyncio.ensure_future(wait()) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        await worker.follow([view(0, EngineState.DEAD, number=1)])
-        done, pending = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert [type(task.exception()) for task in done] == [EngineLostError]
-        for task in pending:
-            task.cancel()
-
-    asyncio.run(run())
+    waiting = [asyncio.ensure_future(wait()) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    await worker.follow([view(0, EngineState.DEAD, number=1)])
+    done, pending = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    assert [type(task.exception()) for task in done] == [EngineLostError]
+    for task in pending:
+        task.cancel()
 
 
-def test_lent_engines_are_used_when_the_own_ones_are_lost() -> None:
-    async def run() -> None:
-        worker = following(lent=frozenset({1, 2}))
-        for _ in range(2):
-            async with worker.fleet.lease() as engine:
-                assert engine.index == 0
-        async with worker.fleet.lease(avoid={0}) as engine:
-            assert engine.index in {1, 2}
-        await worker.follow([view(0, EngineState.DEAD, number=1)])
+async def test_lent_engines_are_used_when_the_own_ones_are_lost() -> None:
+    worker = following(lent=frozenset({1, 2}))
+    for _ in range(2):
         async with worker.fleet.lease() as engine:
-            assert engine.index in {1, 2}
-
-    asyncio.run(run())
-
-
-class Counts:
-    def __init__(self) -> None:
-        self.causes: Counter[str] = Counter()
-
-    def request_retried(self, cause: str) -> None:
-        self.causes[cause] += 1
+            assert engine.index == 0
+    async with worker.fleet.lease(avoid={0}) as engine:
+        assert engine.index in {1, 2}
+    await worker.follow([view(0, EngineState.DEAD, number=1)])
+    async with worker.fleet.lease() as engine:
+        assert engine.index in {1, 2}
 
 
-def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None:
-    async def run() -> None:
-        worker = following()
-        mine = worker.fleet.engines
-        await worker.fleet.doubt(mine[0], "status 500")
-        await worker.fleet.mark_stale(mine[1], "serves version 9")
-        worker.fleet._clock = lambda: mine[2].status.last_answer + 1.0
-        throughput = Throughput(num_requests=2, num_tokens=10, seconds=3.0)
-        worker.fleet.answered(mine[2], throughput)
-        worker.fleet.requests.request_retried("EngineError")
-        worker.scores.scored(0.5)
-        worker.scores.judge_answered("fair at http://judge", "judge-1", "")
-        # At once: an engine failed.
-        report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
-        assert (report.answered, report.retries, report.score_seconds) == ({2: throughput}, {"EngineError": 1}, (0.5,))
-        assert report.judges == (("fair at http://judge", "judge-1", ""),)
-        again = await worker.report(within_s=0.01)
-        assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
+async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None:
+    worker = following()
+    mine = worker.fleet.engines
+    await worker.fleet.doubt(mine[0], "status 500")
+    await worker.fleet.mark_stale(mine[1], "serves version 9")
+    worker.fleet._clock = lambda: mine[2].status.last_answer + 1.0
+    throughput = Throughput(num_requests=2, num_tokens=10, seconds=3.0)
+    worker.fleet.answered(mine[2], throughput)
+    worker.fleet.requests.request_retried("EngineError")
+    worker.scores.scored(0.5)
+    worker.scores.judge_answered("fair at http://judge", "judge-1", "")
+    # At once: an engine failed.
+    report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
+    assert (report.answered, report.retries, report.score_seconds) == ({2: throughput}, {"EngineError": 1}, (0.5,))
+    assert report.judges == (("fair at http://judge", "judge-1", ""),)
+    again = await worker.report(within_s=0.01)
+    assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
 
-        healthy = [scripted_client(lambda _: httpx.Response(200), index=index) for index in range(3)]
-        fleet = Fleet(healthy, max_outstanding=2, publish_timeout_s=60)
-        counts = Counts()
-        fleet.requests = counts
-        states: list[tuple[int, EngineState]] = []
-        fleet.listen(lambda engine, _: states.append((engine.index, engine.state)))
-        await apply_report(report, fleet, Observer(()))
-        # Nobody supervises this fleet: the engine in doubt is asked, and answers.
-        assert states == [(0, EngineState.SUSPECT), (0, EngineState.HEALTHY), (1, EngineState.STALE)]
-        assert counts.causes == {"EngineError": 1}
-
-    asyncio.run(run())
+    healthy = [scripted_client(lambda _: httpx.Response(200), index=index) for index in range(3)]
+    fleet = Fleet(healthy, max_outstanding=2, publish_timeout_s=60)
+    counts = RequestCounts()
+    fleet.requests = counts
+    states: list[tuple[int, EngineState]] = []
+    fleet.listen(lambda engine, _: states.append((engine.index, engine.state)))
+    await apply_report(report, fleet, Observer(()))
+    # Nobody supervises this fleet: the engine in doubt is asked, and answers.
+    assert states == [(0, EngineState.SUSPECT), (0, EngineState.HEALTHY), (1, EngineState.STALE)]
+    assert counts.causes == {"EngineError": 1}
 
 
-def test_a_complaint_about_an_engine_that_was_restarted_or_filled_since_is_ignored() -> None:
-    async def run() -> None:
-        worker = following()
-        await worker.fleet.mark_stale(worker.fleet.engines[0], "serves version 9")
-        await worker.fleet.doubt(worker.fleet.engines[1], "status 500")
-        report = await worker.report(within_s=60)
-        fleet = Fleet([connect(endpoint) for endpoint in ENDPOINTS], max_outstanding=2, publish_timeout_s=60)
-        await fleet.committed(PolicyVersion(1), fleet.engines)
-        moved = replace(ENDPOINTS[1], port=40_000)
-        fleet.replace_client(fleet.engines[1], EngineClient(moved, request_timeout_s=60))
-        await apply_report(report, fleet, Observer(()))
-        assert all(engine.is_live for engine in fleet.engines)
-        await fleet.close()
-
-    asyncio.run(run())
+async def test_a_complaint_about_an_engine_that_was_restarted_or_filled_since_is_ignored() -> None:
+    worker = following()
+    await worker.fleet.mark_stale(worker.fleet.engines[0], "serves version 9")
+    await worker.fleet.doubt(worker.fleet.engines[1], "status 500")
+    report = await worker.report(within_s=60)
+    fleet = Fleet([connect(endpoint) for endpoint in ENDPOINTS], max_outstanding=2, publish_timeout_s=60)
+    await fleet.committed(PolicyVersion(1), fleet.engines)
+    moved = replace(ENDPOINTS[1], port=40_000)
+    fleet.replace_client(fleet.engines[1], EngineClient(moved, request_timeout_s=60))
+    await apply_report(report, fleet, Observer(()))
+    assert all(engine.is_live for engine in fleet.engines)
+    await fleet.close()
 
 
 def probed(
@@ -195,7 +171,7 @@ def test_a_worker_probes_for_the_driver() -> None:
     assert probed(1, None, is_syncing=True) == [EngineState.HEALTHY]
 
 
-def test_a_worker_probes_its_own_engines_unless_they_have_just_answered() -> None:
+async def test_a_worker_probes_its_own_engines_unless_they_have_just_answered() -> None:
     asked: list[tuple[int, str]] = []
 
     def answering(endpoint: EngineEndpoint) -> EngineClient:
@@ -205,21 +181,16 @@ def test_a_worker_probes_its_own_engines_unless_they_have_just_answered() -> Non
 
         return scripted_client(handle, index=endpoint.index)
 
-    async def run() -> None:
-        worker = FollowingFleet(
-            ENDPOINTS, connect=answering, lent=frozenset({2}), max_outstanding=2, publish_timeout_s=60
-        )
-        await worker.follow([view(0, EngineState.SUSPECT, number=1)])
-        worker.fleet._clock = lambda: worker.fleet.engines[1].status.last_answer + 0.01
-        probing = asyncio.create_task(worker.probe(every_s=5.0, timeout_s=60))
-        while len(asked) < 3:
-            await asyncio.sleep(0.01)
-        probing.cancel()
-        assert {index for index, _ in asked} == {0}
-        (probe,) = (await worker.report(within_s=0.01)).probes
-        assert (probe.endpoint.index, probe.served) == (0, "0")
-
-    asyncio.run(run())
+    worker = FollowingFleet(ENDPOINTS, connect=answering, lent=frozenset({2}), max_outstanding=2, publish_timeout_s=60)
+    await worker.follow([view(0, EngineState.SUSPECT, number=1)])
+    worker.fleet._clock = lambda: worker.fleet.engines[1].status.last_answer + 0.01
+    probing = asyncio.create_task(worker.probe(every_s=5.0, timeout_s=60))
+    while len(asked) < 3:
+        await asyncio.sleep(0.01)
+    probing.cancel()
+    assert {index for index, _ in asked} == {0}
+    (probe,) = (await worker.report(within_s=0.01)).probes
+    assert (probe.endpoint.index, probe.served) == (0, "0")
 
 
 @pytest.mark.parametrize(
@@ -270,12 +241,10 @@ class LengthScorer:
 PROMPT = scored_group(4, [0]).group.prompt
 
 
-def test_every_group_has_one_greedy_rollout_and_its_score() -> None:
-    async def produce() -> ScoredGroup:
-        group = await WithGreedyRollout(Answers([3, 4]), Answers([7])).generate(PROMPT)
-        return await WithGreedyScore(LengthScorer()).score(group)
+async def test_every_group_has_one_greedy_rollout_and_its_score() -> None:
 
-    scored = asyncio.run(produce())
+    group = await WithGreedyRollout(Answers([3, 4]), Answers([7])).generate(PROMPT)
+    scored = await WithGreedyScore(LengthScorer()).score(group)
     assert [score.value for score in scored.scores] == [3, 4]
     assert scored.baseline == Score(value=7, components={})
     assert scored.group.prompt is PROMPT

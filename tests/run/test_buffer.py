@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,32 +16,8 @@ from hypothesis import strategies as st
 from megarl.errors import CheckpointError
 from megarl.observe.summary import Flow
 from megarl.run.buffer import Buffer, Counts
-from megarl.tokens import Content
-from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
-
-
-def scored_group(position: int, *versions: int) -> ScoredGroup:
-    """One rollout, a token per version; without any, one of version 0."""
-    token_versions = np.array(versions or (0,), dtype=np.int32)
-    prompt = Prompt(
-        uid=str(position),
-        position=position,
-        epoch=0,
-        token_ids=np.array([1], dtype=np.int32),
-        data_source="test",
-        ground_truth="",
-        extra_info={},
-    )
-    rollout = Rollout(
-        content=Content(
-            token_ids=np.full_like(token_versions, 2), logprobs=np.zeros(len(token_versions), dtype=np.float32), text=""
-        ),
-        versions=token_versions,
-        loss_mask=np.ones(len(token_versions), dtype=np.bool_),
-        finish_reason=FinishReason.STOP,
-    )
-    score = Score(value=0.0, components={})
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout,)), scores=(score,))
+from megarl.types import DEMONSTRATION, PolicyVersion, ScoredGroup
+from tests.values import versioned_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +73,7 @@ async def simulate(
             if mine % (keeps + 1) == keeps:
                 await buffer.give_up(ticket)
             else:
-                await buffer.put(ticket, scored_group(mine, *served))
+                await buffer.put(ticket, versioned_group(mine, *served))
 
     producers = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
     result = Simulated(steps=[], ages=[], counts=[], flows=[])
@@ -172,27 +147,24 @@ def test_never_trains_on_older_than_allowed_and_loses_nothing(
         assert known | given_up == set(range(num_drawn))
 
 
-def test_a_step_waits_for_older_prompts_that_would_otherwise_come_too_late() -> None:
-    async def main() -> None:
-        buffer = Buffer(prompts_per_step=1, max_staleness=2)
-        slow, slower, fast = [await buffer.reserve() for _ in range(3)]
-        await buffer.put(fast, scored_group(2))
-        assert len(await buffer.take_step()) == 1
-        await buffer.release_step(PolicyVersion(1))
-        another = await buffer.reserve()
-        await buffer.put(another, scored_group(3, 1))
-        # Two prompts of version 0 are open, and two steps that may still train on it: this one and the next.
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(buffer.take_step(), timeout=0.05)
-        await buffer.put(slower, scored_group(1))
-        (group,) = await buffer.take_step()
-        assert group.group.prompt.position == 1
-        await buffer.release_step(PolicyVersion(2))
-        await buffer.put(slow, scored_group(0))
-        (group,) = await buffer.take_step()
-        assert (group.group.prompt.position, buffer.flow.age_max) == (0, 2)
-
-    asyncio.run(main())
+async def test_a_step_waits_for_older_prompts_that_would_otherwise_come_too_late() -> None:
+    buffer = Buffer(prompts_per_step=1, max_staleness=2)
+    slow, slower, fast = [await buffer.reserve() for _ in range(3)]
+    await buffer.put(fast, versioned_group(2))
+    assert len(await buffer.take_step()) == 1
+    await buffer.release_step(PolicyVersion(1))
+    another = await buffer.reserve()
+    await buffer.put(another, versioned_group(3, 1))
+    # Two prompts of version 0 are open, and two steps that may still train on it: this one and the next.
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take_step(), timeout=0.05)
+    await buffer.put(slower, versioned_group(1))
+    (group,) = await buffer.take_step()
+    assert group.group.prompt.position == 1
+    await buffer.release_step(PolicyVersion(2))
+    await buffer.put(slow, versioned_group(0))
+    (group,) = await buffer.take_step()
+    assert (group.group.prompt.position, buffer.flow.age_max) == (0, 2)
 
 
 @pytest.mark.parametrize("versions", [(0,), (3,), (1, 3)])
@@ -201,7 +173,7 @@ def test_tokens_of_versions_that_may_not_be_trained_are_noticed(versions: tuple[
 
     async def main() -> None:
         buffer = Buffer(prompts_per_step=1, max_staleness=1, versions=[PolicyVersion(1), PolicyVersion(2)])
-        await buffer.put(await buffer.reserve(), scored_group(0, *versions))
+        await buffer.put(await buffer.reserve(), versioned_group(0, *versions))
         await buffer.take_step()
 
     with pytest.raises(AssertionError, match=r"allowed are versions \(1, 2\)"):
@@ -236,23 +208,26 @@ def test_a_run_that_goes_on_keeps_the_bound_though_it_carries_old_groups(max_sta
 
 def test_carried_groups_that_are_too_old_for_a_changed_recipe_are_refused() -> None:
     versions = [PolicyVersion(version) for version in range(4)]
-    with pytest.raises(CheckpointError, match=r"prompt 1.* 4 steps old, 3 are allowed; .*max_staleness"):
-        Buffer(prompts_per_step=1, max_staleness=3, versions=versions, carried=[scored_group(0, 0), scored_group(1, 0)])
+    with pytest.raises(CheckpointError, match=r"prompt train\.parquet:1.* 4 steps old, 3 are allowed; .*max_staleness"):
+        Buffer(
+            prompts_per_step=1,
+            max_staleness=3,
+            versions=versions,
+            carried=[versioned_group(0, 0), versioned_group(1, 0)],
+        )
 
 
-def test_every_ticket_is_accounted_for() -> None:
-    async def main() -> list[tuple[int, int, tuple[int, ...], list[int]]]:
-        buffer = Buffer(prompts_per_step=2, max_staleness=1)
-        tickets = [await buffer.reserve() for _ in range(4)]
-        await buffer.give_up(tickets[1])
-        replacement = await buffer.reserve()
-        for ticket in (tickets[0], tickets[2], replacement):
-            await buffer.put(ticket, scored_group(ticket.number))
-        before = buffer.counts
-        await buffer.take_step()
-        return [plain(before), plain(buffer.counts)]
+async def test_every_ticket_is_accounted_for() -> None:
 
-    assert asyncio.run(main()) == [(0, 1, (3,), [0, 2, 4]), (2, 1, (3,), [4])]
+    buffer = Buffer(prompts_per_step=2, max_staleness=1)
+    tickets = [await buffer.reserve() for _ in range(4)]
+    await buffer.give_up(tickets[1])
+    replacement = await buffer.reserve()
+    for ticket in (tickets[0], tickets[2], replacement):
+        await buffer.put(ticket, versioned_group(ticket.number))
+    before = buffer.counts
+    await buffer.take_step()
+    assert [plain(before), plain(buffer.counts)] == [(0, 1, (3,), [0, 2, 4]), (2, 1, (3,), [4])]
 
 
 @pytest.mark.parametrize("keeps", [1, 3])
@@ -283,50 +258,42 @@ def test_what_is_sampled_beyond_a_step_is_carried_and_timing_does_not_choose_it(
         assert sorted([*trained[:num_taken], *carried]) == [n for n in range(drawn) if n % (keeps + 1) != keeps]
 
 
-def test_a_buffer_goes_on_with_what_another_had_left_over() -> None:
-    async def main() -> list[int]:
-        buffer = Buffer(prompts_per_step=2, max_staleness=0, oversampling=2.0, carried=[scored_group(7)])
-        tickets = [await buffer.reserve() for _ in range(3)]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(buffer.reserve(), timeout=0.05)
-        for ticket in tickets:
-            await buffer.put(ticket, scored_group(8 + ticket.number))
-        taken = await buffer.take_step()
-        return [group.group.prompt.position for group in (*taken, *buffer.counts.carried)]
+async def test_a_buffer_goes_on_with_what_another_had_left_over() -> None:
 
-    assert asyncio.run(main()) == [7, 8, 9, 10]
+    buffer = Buffer(prompts_per_step=2, max_staleness=0, oversampling=2.0, carried=[versioned_group(7)])
+    tickets = [await buffer.reserve() for _ in range(3)]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.reserve(), timeout=0.05)
+    for ticket in tickets:
+        await buffer.put(ticket, versioned_group(8 + ticket.number))
+    taken = await buffer.take_step()
+    assert [group.group.prompt.position for group in (*taken, *buffer.counts.carried)] == [7, 8, 9, 10]
 
 
-def test_a_producer_that_is_cancelled_with_its_turn_gives_it_to_another() -> None:
-    async def main() -> None:
-        buffer = Buffer(prompts_per_step=1, max_staleness=0)
-        first = await buffer.reserve()
-        waiting = [asyncio.create_task(buffer.reserve()) for _ in range(2)]
-        await asyncio.sleep(0)
-        await buffer.give_up(first)
-        waiting[0].cancel()
-        ticket = await asyncio.wait_for(waiting[1], timeout=60)
-        assert (ticket.number, buffer.counts.under_way) == (1, (1,))
-
-    asyncio.run(main())
+async def test_a_producer_that_is_cancelled_with_its_turn_gives_it_to_another() -> None:
+    buffer = Buffer(prompts_per_step=1, max_staleness=0)
+    first = await buffer.reserve()
+    waiting = [asyncio.create_task(buffer.reserve()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await buffer.give_up(first)
+    waiting[0].cancel()
+    ticket = await asyncio.wait_for(waiting[1], timeout=60)
+    assert (ticket.number, buffer.counts.under_way) == (1, (1,))
 
 
-def test_tickets_are_numbered_in_the_order_in_which_producers_go_on() -> None:
-    async def main() -> list[int]:
-        buffer = Buffer(prompts_per_step=4, max_staleness=0)
-        numbers: list[int] = []
+async def test_tickets_are_numbered_in_the_order_in_which_producers_go_on() -> None:
 
-        async def produce(rounds: int) -> None:
-            for _ in range(rounds):
-                ticket = await buffer.reserve()
-                numbers.append(ticket.number)  # a prompt is drawn here
-                await asyncio.sleep(0)
-                await buffer.give_up(ticket)
+    buffer = Buffer(prompts_per_step=4, max_staleness=0)
+    numbers: list[int] = []
 
-        await asyncio.gather(*(produce(rounds) for rounds in (5, 1, 7, 3, 2, 9, 4)))
-        return numbers
+    async def produce(rounds: int) -> None:
+        for _ in range(rounds):
+            ticket = await buffer.reserve()
+            numbers.append(ticket.number)  # a prompt is drawn here
+            await asyncio.sleep(0)
+            await buffer.give_up(ticket)
 
-    numbers = asyncio.run(main())
+    await asyncio.gather(*(produce(rounds) for rounds in (5, 1, 7, 3, 2, 9, 4)))
     assert numbers == list(range(31))
 
 
@@ -353,7 +320,7 @@ def seconds_per_prompt(prompts_per_step: int, *, max_staleness: int) -> float:
         await asyncio.gather(*producers, return_exceptions=True)
         return seconds / (3 * prompts_per_step)
 
-    group = scored_group(0, DEMONSTRATION)
+    group = versioned_group(0, DEMONSTRATION)
     return min(asyncio.run(main()) for _ in range(3))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,31 +19,27 @@ from megarl.rollout.groups import GivenGroups
 from megarl.run.evaluate import Evaluator, HeldOutAnswers, HeldOutDemonstrations
 from megarl.serving.phases import SeparatePhases
 from megarl.stages import Generator
-from megarl.tokens import Content
 from megarl.types import (
     DEMONSTRATION,
-    FinishReason,
     FloatArray,
     PolicyVersion,
     Prompt,
-    Rollout,
     RolloutGroup,
     Score,
     ScoredGroup,
     TrainSample,
 )
+from tests.values import make_prompt, make_rollout
 
 
 def prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(
-            uid=f"eval.parquet:{place}",
-            position=place,
-            epoch=0,
-            token_ids=np.array([place], dtype=np.int32),
+        make_prompt(
+            place,
+            token_ids=[place],
+            file="eval.parquet",
             data_source="even" if place % 2 == 0 else "odd",
             ground_truth=str(place),
-            extra_info={},
         )
         for place in range(count)
     ]
@@ -63,16 +60,7 @@ class Guesser:
         return RolloutGroup(
             prompt=prompt,
             rollouts=tuple(
-                Rollout(
-                    content=Content(
-                        token_ids=np.array([1, 2], dtype=np.int32),
-                        logprobs=np.zeros(2, dtype=np.float32),
-                        text=str(prompt.position + index + self._offset),
-                    ),
-                    versions=np.full(2, 7, dtype=np.int32),
-                    loss_mask=np.ones(2, dtype=np.bool_),
-                    finish_reason=FinishReason.STOP,
-                )
+                make_rollout([1, 2], text=str(prompt.position + index + self._offset), version=7)
                 for index in range(self._num_rollouts)
             ),
         )
@@ -181,14 +169,8 @@ LENGTHS = (3, 1, 4, 2, 5)
 
 
 def demonstration(length: int) -> Prompt:
-    return Prompt(
-        uid=str(length),
-        position=0,
-        epoch=0,
-        token_ids=np.zeros(2, np.int32),
-        data_source="test",
-        ground_truth="",
-        extra_info={},
+    return replace(
+        make_prompt(length),
         demonstration=np.arange(length, dtype=np.int32),
         # The first of several tokens belongs to another speaker.
         demonstration_mask=np.arange(length) >= min(1, length - 1),
@@ -199,13 +181,7 @@ class Recited:
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         assert prompt.demonstration is not None
         assert prompt.demonstration_mask is not None
-        num_tokens = len(prompt.demonstration)
-        rollout = Rollout(
-            content=Content(token_ids=prompt.demonstration, logprobs=np.zeros(num_tokens, np.float32), text=""),
-            versions=np.full(num_tokens, DEMONSTRATION, np.int32),
-            loss_mask=prompt.demonstration_mask,
-            finish_reason=FinishReason.STOP,
-        )
+        rollout = make_rollout(prompt.demonstration, loss_mask=prompt.demonstration_mask, version=DEMONSTRATION)
         return RolloutGroup(prompt=prompt, rollouts=(rollout,))
 
 

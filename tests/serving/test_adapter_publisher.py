@@ -94,102 +94,84 @@ def served(fleet: Fleet) -> list[tuple[int, str | None]]:
     return [(engine.version, engine.adapter) for engine in fleet.engines]
 
 
-def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_unloaded() -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        publisher = publisher_of(engines, fleet)
-        for version in (0, 1):
-            result = await publisher.publish(PolicyVersion(version))
-            assert (result.version, result.num_engines, result.num_bytes) == (version, 2, 512)
-            assert (result.num_adapters, result.max_adapters) == (version + 1, 3), "two until the older is unloaded"
-        assert served(fleet) == [(1, "policy@1")] * 2
-        assert engines.loaded == {0: ["policy@1"], 1: ["policy@1"]}
-        assert all(engine.weights_version == 0 for engine in fleet.engines), "the base did not change"
-
-    asyncio.run(run())
+async def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_unloaded() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    for version in (0, 1):
+        result = await publisher.publish(PolicyVersion(version))
+        assert (result.version, result.num_engines, result.num_bytes) == (version, 2, 512)
+        assert (result.num_adapters, result.max_adapters) == (version + 1, 3), "two until the older is unloaded"
+    assert served(fleet) == [(1, "policy@1")] * 2
+    assert engines.loaded == {0: ["policy@1"], 1: ["policy@1"]}
+    assert all(engine.weights_version == 0 for engine in fleet.engines), "the base did not change"
 
 
-def test_a_request_keeps_its_adapter_and_counts_until_it_ends() -> None:
-    async def run() -> None:
-        engines, fleet = scene(1)
-        publisher = publisher_of(engines, fleet)
-        await publisher.publish(PolicyVersion(0))
-        async with fleet.lease() as engine:
-            for version in (1, 2):
-                await publisher.publish(PolicyVersion(version))
-            # Nobody used version 1.
-            assert engines.loaded == {0: ["policy@0", "policy@2"]}
-            assert engine.adapters["policy@0"] == 1
-            assert (await publisher.publish(PolicyVersion(2))).num_adapters == 3
-        await publisher.publish(PolicyVersion(3))
-        assert engines.loaded == {0: ["policy@3"]}
-
-    asyncio.run(run())
+async def test_a_request_keeps_its_adapter_and_counts_until_it_ends() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    async with fleet.lease() as engine:
+        for version in (1, 2):
+            await publisher.publish(PolicyVersion(version))
+        # Nobody used version 1.
+        assert engines.loaded == {0: ["policy@0", "policy@2"]}
+        assert engine.adapters["policy@0"] == 1
+        assert (await publisher.publish(PolicyVersion(2))).num_adapters == 3
+    await publisher.publish(PolicyVersion(3))
+    assert engines.loaded == {0: ["policy@3"]}
 
 
-def test_no_version_is_loaded_beyond_the_limit_before_a_request_has_ended() -> None:
-    async def run() -> None:
-        engines, fleet = scene(1)
-        publisher = publisher_of(engines, fleet, num_loaded=2)
-        await publisher.publish(PolicyVersion(0))
-        async with fleet.lease():
+async def test_no_version_is_loaded_beyond_the_limit_before_a_request_has_ended() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet, num_loaded=2)
+    await publisher.publish(PolicyVersion(0))
+    async with fleet.lease():
+        await publisher.publish(PolicyVersion(1))
+        waiting = asyncio.create_task(publisher.publish(PolicyVersion(2)))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        assert engines.loaded == {0: ["policy@0", "policy@1"]}
+    await waiting
+    assert engines.loaded == {0: ["policy@2"]}
+
+
+async def test_without_room_in_time_the_version_before_serves_on() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet, num_loaded=1, timeout_s=0.1)
+    await publisher.publish(PolicyVersion(0))
+    async with fleet.lease():
+        with pytest.raises(WeightSyncError, match=r"no room for another adapter within 0\.1 s"):
             await publisher.publish(PolicyVersion(1))
-            waiting = asyncio.create_task(publisher.publish(PolicyVersion(2)))
-            await asyncio.sleep(0.3)
-            assert not waiting.done()
-            assert engines.loaded == {0: ["policy@0", "policy@1"]}
-        await waiting
-        assert engines.loaded == {0: ["policy@2"]}
-
-    asyncio.run(run())
+    assert served(fleet) == [(0, "policy@0")]
 
 
-def test_without_room_in_time_the_version_before_serves_on() -> None:
-    async def run() -> None:
-        engines, fleet = scene(1)
-        publisher = publisher_of(engines, fleet, num_loaded=1, timeout_s=0.1)
-        await publisher.publish(PolicyVersion(0))
-        async with fleet.lease():
-            with pytest.raises(WeightSyncError, match=r"no room for another adapter within 0\.1 s"):
-                await publisher.publish(PolicyVersion(1))
-        assert served(fleet) == [(0, "policy@0")]
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_refuses_a_version_is_stale_and_catches_up() -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        publisher = publisher_of(engines, fleet)
-        await publisher.publish(PolicyVersion(0))
-        engines.refuses = {1}
-        assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
-        first, second = fleet.engines
-        assert first.is_live
-        assert second.state is EngineState.STALE
-        with pytest.raises(WeightSyncError, match="out of memory"):
-            await publisher.catch_up(second)
-        engines.refuses = set()
-        assert await publisher.catch_up(second)
-        assert second.is_live
-        assert second.version == 1
-        assert engines.loaded[1] == [second.adapter]
-
-    asyncio.run(run())
+async def test_an_engine_that_refuses_a_version_is_stale_and_catches_up() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    engines.refuses = {1}
+    assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
+    first, second = fleet.engines
+    assert first.is_live
+    assert second.state is EngineState.STALE
+    with pytest.raises(WeightSyncError, match="out of memory"):
+        await publisher.catch_up(second)
+    engines.refuses = set()
+    assert await publisher.catch_up(second)
+    assert second.is_live
+    assert second.version == 1
+    assert engines.loaded[1] == [second.adapter]
 
 
-def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        publisher = publisher_of(engines, fleet)
-        await publisher.publish(PolicyVersion(0))
-        engines.refuses = {0, 1}
-        with pytest.raises(WeightSyncError, match="version 1 is served nowhere; engines keep the one before"):
-            await publisher.publish(PolicyVersion(1))
-        assert served(fleet) == [(0, "policy@0")] * 2
-        assert all(engine.is_live for engine in fleet.engines)
-
-    asyncio.run(run())
+async def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    engines.refuses = {0, 1}
+    with pytest.raises(WeightSyncError, match="version 1 is served nowhere; engines keep the one before"):
+        await publisher.publish(PolicyVersion(1))
+    assert served(fleet) == [(0, "policy@0")] * 2
+    assert all(engine.is_live for engine in fleet.engines)
 
 
 @pytest.mark.parametrize(
@@ -201,90 +183,75 @@ def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
     ],
     ids=["half", "misshapen", "foreign"],
 )
-def test_a_wrong_adapter_reaches_no_engine(tensors: Mapping[str, TensorSpec], message: str) -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        await publisher_of(engines, fleet).publish(PolicyVersion(0))
-        num_calls = len(engines.calls)
-        with pytest.raises(WeightSyncError, match=message):
-            await publisher_of(engines, fleet, ranks=FakeRanks(tensors=tensors)).publish(PolicyVersion(1))
-        assert len(engines.calls) == num_calls
-        assert served(fleet) == [(0, "policy@0")] * 2
-
-    asyncio.run(run())
+async def test_a_wrong_adapter_reaches_no_engine(tensors: Mapping[str, TensorSpec], message: str) -> None:
+    engines, fleet = scene()
+    await publisher_of(engines, fleet).publish(PolicyVersion(0))
+    num_calls = len(engines.calls)
+    with pytest.raises(WeightSyncError, match=message):
+        await publisher_of(engines, fleet, ranks=FakeRanks(tensors=tensors)).publish(PolicyVersion(1))
+    assert len(engines.calls) == num_calls
+    assert served(fleet) == [(0, "policy@0")] * 2
 
 
-def test_engines_that_differ_from_the_trainer_are_found_before_the_switch() -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        publisher = publisher_of(engines, fleet)
-        await publisher.publish(PolicyVersion(0))
-        differing = {1}
+async def test_engines_that_differ_from_the_trainer_are_found_before_the_switch() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    differing = {1}
 
-        async def compare(asked: Sequence[Engine], version: PolicyVersion, name: str) -> dict[int, str]:
-            assert served(fleet)[0] == (version - 1, f"policy@{version - 1}"), "it is served already"
-            assert all(name in engines.loaded[engine.index] for engine in asked)
-            return {engine.index: "differs" for engine in asked if engine.index in differing}
+    async def compare(asked: Sequence[Engine], version: PolicyVersion, name: str) -> dict[int, str]:
+        assert served(fleet)[0] == (version - 1, f"policy@{version - 1}"), "it is served already"
+        assert all(name in engines.loaded[engine.index] for engine in asked)
+        return {engine.index: "differs" for engine in asked if engine.index in differing}
 
-        publisher.compare_with(compare, every=1)
-        assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
-        assert fleet.engines[1].state is EngineState.STALE
-        differing.add(0)
-        with pytest.raises(WeightSyncError, match="served nowhere"):
-            await publisher.publish(PolicyVersion(2))
-        assert served(fleet)[0] == (1, "policy@1")
-        assert "policy@2" not in engines.loaded[0]
-
-    asyncio.run(run())
+    publisher.compare_with(compare, every=1)
+    assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
+    assert fleet.engines[1].state is EngineState.STALE
+    differing.add(0)
+    with pytest.raises(WeightSyncError, match="served nowhere"):
+        await publisher.publish(PolicyVersion(2))
+    assert served(fleet)[0] == (1, "policy@1")
+    assert "policy@2" not in engines.loaded[0]
 
 
-def test_a_version_that_is_published_again_gets_a_name_of_its_own() -> None:
-    async def run() -> None:
-        engines, fleet = scene(1)
+async def test_a_version_that_is_published_again_gets_a_name_of_its_own() -> None:
+    engines, fleet = scene(1)
+    await publisher_of(engines, fleet).publish(PolicyVersion(5))
+    # New ranks that resumed from a checkpoint.
+    async with fleet.lease():
         await publisher_of(engines, fleet).publish(PolicyVersion(5))
-        # New ranks that resumed from a checkpoint.
+        assert engines.loaded == {0: ["policy@5", "policy@5.2"]}
+        assert served(fleet) == [(5, "policy@5.2")]
+
+
+async def test_two_hundred_publishes_beside_requests_leave_nothing_behind() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet, num_loaded=4)
+    held: list[asyncio.Task[None]] = []
+
+    async def hold() -> None:
         async with fleet.lease():
-            await publisher_of(engines, fleet).publish(PolicyVersion(5))
-            assert engines.loaded == {0: ["policy@5", "policy@5.2"]}
-            assert served(fleet) == [(5, "policy@5.2")]
+            await asyncio.sleep(0.01)
 
-    asyncio.run(run())
-
-
-def test_two_hundred_publishes_beside_requests_leave_nothing_behind() -> None:
-    async def run() -> None:
-        engines, fleet = scene()
-        publisher = publisher_of(engines, fleet, num_loaded=4)
-        held: list[asyncio.Task[None]] = []
-
-        async def hold() -> None:
-            async with fleet.lease():
-                await asyncio.sleep(0.01)
-
-        for version in range(200):
-            await publisher.publish(PolicyVersion(version))
-            held += [asyncio.create_task(hold()) for _ in range(3)]
-            assert max(len(names) for names in engines.loaded.values()) <= 4
-        await asyncio.gather(*held)
-        await publisher.publish(PolicyVersion(200))
-        assert engines.loaded == {0: ["policy@200"], 1: ["policy@200"]}
-        for engine in fleet.engines:
-            assert dict(engine.adapters) == {"policy@200": 0}
-
-    asyncio.run(run())
+    for version in range(200):
+        await publisher.publish(PolicyVersion(version))
+        held += [asyncio.create_task(hold()) for _ in range(3)]
+        assert max(len(names) for names in engines.loaded.values()) <= 4
+    await asyncio.gather(*held)
+    await publisher.publish(PolicyVersion(200))
+    assert engines.loaded == {0: ["policy@200"], 1: ["policy@200"]}
+    for engine in fleet.engines:
+        assert dict(engine.adapters) == {"policy@200": 0}
 
 
-def test_an_engine_that_restarted_has_no_adapters_until_it_caught_up() -> None:
-    async def run() -> None:
-        engines, fleet = scene(1)
-        publisher = publisher_of(engines, fleet)
-        await publisher.publish(PolicyVersion(3))
-        (engine,) = fleet.engines
-        fleet.replace_client(engine, engine.client)
-        engines.loaded = {}
-        fleet.report(engine, FellBehind(reason="restarted"))
-        assert engine.adapter is None
-        assert await publisher.catch_up(engine)
-        assert served(fleet) == [(3, "policy@3")]
-
-    asyncio.run(run())
+async def test_an_engine_that_restarted_has_no_adapters_until_it_caught_up() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(3))
+    (engine,) = fleet.engines
+    fleet.replace_client(engine, engine.client)
+    engines.loaded = {}
+    fleet.report(engine, FellBehind(reason="restarted"))
+    assert engine.adapter is None
+    assert await publisher.catch_up(engine)
+    assert served(fleet) == [(3, "policy@3")]

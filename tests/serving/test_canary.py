@@ -20,8 +20,13 @@ from megarl.serving.publisher import EnginePublisher
 from megarl.types import FloatArray, PolicyVersion, TrainSample
 from tests.engine.engines import EOS, Handler, ServedModel, scripted_fleet
 
-PROBE = CanaryProbe.of(
-    max_prompt_tokens=64, max_response_tokens=64, temperature=1.0, vocab=99, eos_ids=(EOS,), dtype="float32"
+PROBE = CanaryProbe(
+    prompt_ids=np.arange(1, 17, dtype=np.int32) * 7919 % 99,
+    max_response_tokens=8,
+    temperature=1.0,
+    vocab=99,
+    eos_ids=(EOS,),
+    dtype="float32",
 )
 
 
@@ -92,16 +97,12 @@ def canary_of(fleet: Fleet, warnings: list[str]) -> Canary:
     return Canary(fleet, probe=PROBE, logprobs=saying, phases=SeparatePhases(), warn=warnings.append)
 
 
-def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
-    async def scenario() -> tuple[list[EngineState], list[str]]:
-        warnings: list[str] = []
-        fleet = scripted_fleet(
-            answering(-1.0), answering(-1.5), answering(-1.0, version=2), lambda _: httpx.Response(500)
-        )
-        await canary_of(fleet, warnings).check(PolicyVersion(3))
-        return [engine.state for engine in fleet.engines], warnings
+async def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
 
-    states, warnings = asyncio.run(scenario())
+    warnings: list[str] = []
+    fleet = scripted_fleet(answering(-1.0), answering(-1.5), answering(-1.0, version=2), lambda _: httpx.Response(500))
+    await canary_of(fleet, warnings).check(PolicyVersion(3))
+    states, warnings = ([engine.state for engine in fleet.engines], warnings)
     assert states == [EngineState.HEALTHY, EngineState.STALE, EngineState.STALE, EngineState.STALE]
     assert len(warnings) == 3
     assert "engine 1" in warnings[0]
@@ -123,13 +124,11 @@ class CountingCanary(Canary):
         self.checked.append(version)
 
 
-def test_the_first_and_every_further_kth_publish_is_checked() -> None:
-    async def scenario() -> list[int]:
-        fleet = scripted_fleet(lambda _: httpx.Response(500))
-        canary = CountingCanary(fleet, every=3)
-        publisher = EnginePublisher(transport=CountingPublisher(), fleet=fleet, phases=SeparatePhases(), canary=canary)
-        for version in range(8):
-            await publisher.publish(PolicyVersion(version))
-        return canary.checked
+async def test_the_first_and_every_further_kth_publish_is_checked() -> None:
 
-    assert asyncio.run(scenario()) == [0, 3, 6]
+    fleet = scripted_fleet(lambda _: httpx.Response(500))
+    canary = CountingCanary(fleet, every=3)
+    publisher = EnginePublisher(transport=CountingPublisher(), fleet=fleet, phases=SeparatePhases(), canary=canary)
+    for version in range(8):
+        await publisher.publish(PolicyVersion(version))
+    assert canary.checked == [0, 3, 6]

@@ -106,18 +106,15 @@ def serving(architecture: str, *, version: int = 1, fails: bool = False) -> Hand
     return handle
 
 
-def test_an_engine_that_does_not_confirm_the_version_is_stale(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_confirm_the_version_is_stale(tmp_path: Path) -> None:
     name = "Qwen2ForCausalLM"
     write_tiny_model(tmp_path / "model", "qwen2", layers=2)
 
-    async def scenario() -> tuple[list[EngineState], list[str]]:
-        fleet = scripted_fleet(serving(name), serving(name, version=0), serving(name, fails=True))
-        publisher = publisher_to(fleet, FolderRanks("qwen2"), tmp_path / "published", tmp_path / "model")
-        await publisher.connect()
-        assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
-        return [engine.state for engine in fleet.engines], [engine.reason for engine in fleet.engines]
-
-    states, reasons = asyncio.run(scenario())
+    fleet = scripted_fleet(serving(name), serving(name, version=0), serving(name, fails=True))
+    publisher = publisher_to(fleet, FolderRanks("qwen2"), tmp_path / "published", tmp_path / "model")
+    await publisher.connect()
+    assert (await publisher.publish(PolicyVersion(1))).num_engines == 1
+    states, reasons = ([engine.state for engine in fleet.engines], [engine.reason for engine in fleet.engines])
     assert states[1:] == [EngineState.STALE, EngineState.STALE]
     assert "reports version 0" in reasons[1]
     assert "load weights from disk: status 400: no such tensor" in reasons[2]

@@ -202,47 +202,38 @@ class Publisher:
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=len(engines))
 
 
-def test_an_aborted_rollout_goes_on_from_where_it_was_with_the_versions_of_both_parts() -> None:
-    async def scenario() -> None:
-        engine = PausedEngine()
-        fleet = scripted_fleet(engine)
-        generating = asyncio.create_task(generator_of(fleet, in_flight="abort").generate(prompt_of(5, 6)))
-        await engine.has_begun.wait()
-        await pausing(Publisher(fleet), fleet, "abort").publish(PolicyVersion(1))
-        (rollout,) = (await generating).rollouts
-        assert rollout.token_ids.tolist() == [7, 8, 9, EOS]
-        assert rollout.versions.tolist() == [0, 0, 1, 1]
-        assert engine.prompts == [[5, 6], [5, 6, 7, 8]]
-        assert engine.limits == [12, 10]
-        assert engine.orders == ["/pause_generation", "/continue_generation"]
-
-    asyncio.run(scenario())
+async def test_an_aborted_rollout_goes_on_from_where_it_was_with_the_versions_of_both_parts() -> None:
+    engine = PausedEngine()
+    fleet = scripted_fleet(engine)
+    generating = asyncio.create_task(generator_of(fleet, in_flight="abort").generate(prompt_of(5, 6)))
+    await engine.has_begun.wait()
+    await pausing(Publisher(fleet), fleet, "abort").publish(PolicyVersion(1))
+    (rollout,) = (await generating).rollouts
+    assert rollout.token_ids.tolist() == [7, 8, 9, EOS]
+    assert rollout.versions.tolist() == [0, 0, 1, 1]
+    assert engine.prompts == [[5, 6], [5, 6, 7, 8]]
+    assert engine.limits == [12, 10]
+    assert engine.orders == ["/pause_generation", "/continue_generation"]
 
 
-def test_what_an_engine_says_after_a_failed_publish_is_not_trusted() -> None:
-    async def scenario() -> None:
-        broken, good = PausedEngine(retracts=True), PausedEngine(retracts=True)
-        fleet = scripted_fleet(broken, good)
-        generating = asyncio.create_task(generator_of(fleet, in_flight="retract").generate(prompt_of(5, 6)))
-        await broken.has_begun.wait()
+async def test_what_an_engine_says_after_a_failed_publish_is_not_trusted() -> None:
+    broken, good = PausedEngine(retracts=True), PausedEngine(retracts=True)
+    fleet = scripted_fleet(broken, good)
+    generating = asyncio.create_task(generator_of(fleet, in_flight="retract").generate(prompt_of(5, 6)))
+    await broken.has_begun.wait()
+    await pausing(Publisher(fleet, failing=0), fleet, "retract").publish(PolicyVersion(1))
+    (rollout,) = (await generating).rollouts
+    assert rollout.versions.tolist() == [1, 1]
+    assert (len(broken.prompts), len(good.prompts)) == (1, 1)
+    assert broken.orders[:3] == ["/pause_generation", "/abort_request", "/continue_generation"]
+
+
+async def test_engines_go_on_though_the_publish_fails() -> None:
+    engine = PausedEngine()
+    fleet = scripted_fleet(engine)
+    with pytest.raises(WeightSyncError, match="committed nowhere"):
         await pausing(Publisher(fleet, failing=0), fleet, "retract").publish(PolicyVersion(1))
-        (rollout,) = (await generating).rollouts
-        assert rollout.versions.tolist() == [1, 1]
-        assert (len(broken.prompts), len(good.prompts)) == (1, 1)
-        assert broken.orders[:3] == ["/pause_generation", "/abort_request", "/continue_generation"]
-
-    asyncio.run(scenario())
-
-
-def test_engines_go_on_though_the_publish_fails() -> None:
-    async def scenario() -> None:
-        engine = PausedEngine()
-        fleet = scripted_fleet(engine)
-        with pytest.raises(WeightSyncError, match="committed nowhere"):
-            await pausing(Publisher(fleet, failing=0), fleet, "retract").publish(PolicyVersion(1))
-        assert engine.orders[-1] == "/continue_generation"
-
-    asyncio.run(scenario())
+    assert engine.orders[-1] == "/continue_generation"
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

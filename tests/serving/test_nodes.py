@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -38,7 +37,7 @@ class Watched:
             observer=Observer([self.sink]),
             faults=self.faults,
             grow=self.grow,
-            excluded=lambda node, engines: self.excluded.append((node, [engine.index for engine in engines])),
+            notify_excluded=lambda node, engines: self.excluded.append((node, [engine.index for engine in engines])),
         )
 
     async def grow(self, node: str, count: int | None) -> None:
@@ -57,67 +56,58 @@ class Watched:
         await until(lambda: all(engine.is_live or engine.status.is_over for engine in engines))
 
 
-def test_a_node_is_taken_out_and_added_as_a_whole() -> None:
-    async def scenario() -> None:
-        async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
-            scene = Watched(scripted, fleet, supervisor)
-            scene.nodes.retire("10.0.0.1")
-            assert scene.states == ["healthy", "healthy", "retired", "retired"]
-            with pytest.raises(FleetError, match=r"node 10\.0\.0\.0 has the last engines; stop the run instead"):
-                scene.nodes.retire("10.0.0.0")
-            with pytest.raises(FleetError, match=r"no engine is on node n7; there are engines on 10\.0\.0\.0, 10\."):
-                scene.nodes.retire("n7")
-            await scene.nodes.add("n7")
-            await scene.nodes.add("10.0.0.1")
-            assert scene.grown == [("n7", None)], "a node with engines gets no further ones unless asked for a number"
-            await scene.nodes.add("10.0.0.1", 3)
-            assert scene.grown[1:] == [("10.0.0.1", 3)]
-            await until(lambda: all(engine.is_live for engine in fleet.engines))
-
-    asyncio.run(scenario())
+async def test_a_node_is_taken_out_and_added_as_a_whole() -> None:
+    async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
+        scene = Watched(scripted, fleet, supervisor)
+        scene.nodes.retire("10.0.0.1")
+        assert scene.states == ["healthy", "healthy", "retired", "retired"]
+        with pytest.raises(FleetError, match=r"node 10\.0\.0\.0 has the last engines; stop the run instead"):
+            scene.nodes.retire("10.0.0.0")
+        with pytest.raises(FleetError, match=r"no engine is on node n7; there are engines on 10\.0\.0\.0, 10\."):
+            scene.nodes.retire("n7")
+        await scene.nodes.add("n7")
+        await scene.nodes.add("10.0.0.1")
+        assert scene.grown == [("n7", None)], "a node with engines gets no further ones unless asked for a number"
+        await scene.nodes.add("10.0.0.1", 3)
+        assert scene.grown[1:] == [("10.0.0.1", 3)]
+        await until(lambda: all(engine.is_live for engine in fleet.engines))
 
 
-def test_a_node_with_repeated_faults_gets_nothing_more_until_the_operator_adds_it() -> None:
-    async def scenario() -> None:
-        async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
-            scene = Watched(scripted, fleet, supervisor)
-            await scene.lose(2, 3)  # one accident
+async def test_a_node_with_repeated_faults_gets_nothing_more_until_the_operator_adds_it() -> None:
+    async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
+        scene = Watched(scripted, fleet, supervisor)
+        await scene.lose(2, 3)  # one accident
+        scene.now += 100
+        await scene.lose(2)
+        assert not scene.sink.warnings
+        scene.now += 100
+        await scene.lose(3)
+        assert scene.states == ["healthy", "healthy", "retired", "retired"]
+        (text,) = scene.sink.warnings
+        assert text.startswith("node 10.0.0.1 is excluded after 3 faults within an hour (cluster.max_node_faults)")
+        assert "`megarl fleet RUN add --node 10.0.0.1` takes it back" in text
+        assert scene.excluded == [("10.0.0.1", [2, 3])]
+        assert scene.faults.excluded == {"10.0.0.1"}
+        assert fleet.engines[2].reason == "node 10.0.0.1 is excluded after 3 faults within an hour"
+        await scene.nodes.add("10.0.0.1")
+        await until(lambda: all(engine.is_live for engine in fleet.engines))
+        scene.now += 100
+        await scene.lose(2)
+        assert scene.states == ["healthy"] * 4
+
+
+async def test_old_faults_do_not_count_and_the_last_node_is_never_excluded() -> None:
+    async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
+        scene = Watched(scripted, fleet, supervisor)
+        await scene.lose(2)
+        scene.now += WITHIN_S
+        for index in (2, 3):
             scene.now += 100
-            await scene.lose(2)
-            assert not scene.sink.warnings
+            await scene.lose(index)
+        assert scene.states == ["healthy"] * 4
+        scene.nodes.retire("10.0.0.1")
+        for index in (0, 1, 0):
             scene.now += 100
-            await scene.lose(3)
-            assert scene.states == ["healthy", "healthy", "retired", "retired"]
-            (text,) = scene.sink.warnings
-            assert text.startswith("node 10.0.0.1 is excluded after 3 faults within an hour (cluster.max_node_faults)")
-            assert "`megarl fleet RUN add --node 10.0.0.1` takes it back" in text
-            assert scene.excluded == [("10.0.0.1", [2, 3])]
-            assert scene.faults.excluded == {"10.0.0.1"}
-            assert fleet.engines[2].reason == "node 10.0.0.1 is excluded after 3 faults within an hour"
-            await scene.nodes.add("10.0.0.1")
-            await until(lambda: all(engine.is_live for engine in fleet.engines))
-            scene.now += 100
-            await scene.lose(2)
-            assert scene.states == ["healthy"] * 4
-
-    asyncio.run(scenario())
-
-
-def test_old_faults_do_not_count_and_the_last_node_is_never_excluded() -> None:
-    async def scenario() -> None:
-        async with supervised(4, per_node=2) as (scripted, fleet, supervisor):
-            scene = Watched(scripted, fleet, supervisor)
-            await scene.lose(2)
-            scene.now += WITHIN_S
-            for index in (2, 3):
-                scene.now += 100
-                await scene.lose(index)
-            assert scene.states == ["healthy"] * 4
-            scene.nodes.retire("10.0.0.1")
-            for index in (0, 1, 0):
-                scene.now += 100
-                await scene.lose(index)
-            assert scene.states == ["healthy", "healthy", "retired", "retired"]
-            assert not scene.sink.warnings
-
-    asyncio.run(scenario())
+            await scene.lose(index)
+        assert scene.states == ["healthy", "healthy", "retired", "retired"]
+        assert not scene.sink.warnings

@@ -24,39 +24,36 @@ def nodes_of(fleet: Fleet, supervisor: Supervisor) -> EngineNodes:
     return EngineNodes(fleet, supervisor, max_faults=4, observer=Observer(()), faults=NodeFaults(), grow=no_room)
 
 
-def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:
+async def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
 
-    async def scenario() -> None:
-        async def say(request: OperatorRequest) -> tuple[EngineReport, ...]:
-            return await asyncio.to_thread(ask, folder, request)
+    async def say(request: OperatorRequest) -> tuple[EngineReport, ...]:
+        return await asyncio.to_thread(ask, folder, request)
 
-        async with (
-            supervised() as (_, fleet, supervisor),
-            open_to_operator(folder, fleet, supervisor, nodes_of(fleet, supervisor)),
+    async with (
+        supervised() as (_, fleet, supervisor),
+        open_to_operator(folder, fleet, supervisor, nodes_of(fleet, supervisor)),
+    ):
+        assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
+        assert [report.state for report in await say(OperatorRequest(action="list"))] == ["healthy", "healthy"]
+        first, _ = await say(OperatorRequest(action="retire", engine=0))
+        assert (first.state, first.reason) == ("retired", "retired by the operator")
+        for request, reason in (
+            (OperatorRequest(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
+            (OperatorRequest(action="add", engine=7), "there is no engine 7"),
+            (OperatorRequest(action="add"), "add which engine"),
+            (OperatorRequest(action="retire", node="127.0.0.1"), "127.0.0.1 has the last engines; stop the run"),
+            (OperatorRequest(action="retire", node="10.9.9.9"), "no engine is on node 10.9.9.9; .* on 127.0.0.1"),
+            (OperatorRequest(action="add", node="10.9.9.9"), "node 10.9.9.9 has no room for None"),
+            (OperatorRequest(action="add", node="127.0.0.1", count=2), "node 127.0.0.1 has no room for 2"),
+            (OperatorRequest(action="add", engine=0, count=2), "--count .* to add to a node: name it with --node"),
         ):
-            assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
-            assert [report.state for report in await say(OperatorRequest(action="list"))] == ["healthy", "healthy"]
-            first, _ = await say(OperatorRequest(action="retire", engine=0))
-            assert (first.state, first.reason) == ("retired", "retired by the operator")
-            for request, reason in (
-                (OperatorRequest(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
-                (OperatorRequest(action="add", engine=7), "there is no engine 7"),
-                (OperatorRequest(action="add"), "add which engine"),
-                (OperatorRequest(action="retire", node="127.0.0.1"), "127.0.0.1 has the last engines; stop the run"),
-                (OperatorRequest(action="retire", node="10.9.9.9"), "no engine is on node 10.9.9.9; .* on 127.0.0.1"),
-                (OperatorRequest(action="add", node="10.9.9.9"), "node 10.9.9.9 has no room for None"),
-                (OperatorRequest(action="add", node="127.0.0.1", count=2), "node 127.0.0.1 has no room for 2"),
-                (OperatorRequest(action="add", engine=0, count=2), "--count .* to add to a node: name it with --node"),
-            ):
-                with pytest.raises(FleetError, match=reason):
-                    await say(request)
-            await say(OperatorRequest(action="add", engine=0))
-            await until(lambda: fleet.engines[0].is_live)
-        assert not (folder / SOCKET_FILE).exists()
-
-    asyncio.run(scenario())
+            with pytest.raises(FleetError, match=reason):
+                await say(request)
+        await say(OperatorRequest(action="add", engine=0))
+        await until(lambda: fleet.engines[0].is_live)
+    assert not (folder / SOCKET_FILE).exists()
 
 
 def test_asking_where_no_run_is_says_so(tmp_path: Path) -> None:

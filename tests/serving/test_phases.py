@@ -108,139 +108,118 @@ class Pool:
         return calls
 
 
-def test_engines_that_release_everything_are_refilled_before_they_wake() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True)
-        await pool.start_trainers()
-        assert pool.taken() == ["pause", "release kv_cache weights", "trainers start", "trainers trim", "take weights"]
-        assert all(engine.state is EngineState.STALE for engine in pool.fleet.engines)
-        await pool.publisher.publish(pool.version)
-        assert pool.taken() == ["trainers trim", "publish 0"]
+async def test_engines_that_release_everything_are_refilled_before_they_wake() -> None:
+    pool = Pool(releases_weights=True)
+    await pool.start_trainers()
+    assert pool.taken() == ["pause", "release kv_cache weights", "trainers start", "trainers trim", "take weights"]
+    assert all(engine.state is EngineState.STALE for engine in pool.fleet.engines)
+    await pool.publisher.publish(pool.version)
+    assert pool.taken() == ["trainers trim", "publish 0"]
+    await pool.step()
+    expected = [
+        *("trainers leave", "take kv_cache", "continue", "generate"),
+        *("pause", "release kv_cache weights", "trainers return", "train"),
+        *("trainers trim", "take weights", "publish 1"),
+    ]
+    assert pool.taken() == expected
+    await pool.step()
+    assert pool.taken() == [call.replace("publish 1", "publish 2") for call in expected]
+
+
+async def test_engines_that_release_their_cache_keep_their_weights() -> None:
+    pool = Pool(releases_weights=False)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    pool.taken()
+    await pool.step()
+    assert pool.taken() == [
+        *("trainers leave", "take kv_cache", "continue", "generate"),
+        *("pause", "release kv_cache", "trainers return", "train"),
+        *("trainers trim", "publish 1"),
+    ]
+    assert all(engine.is_live for engine in pool.fleet.engines)
+
+
+async def test_after_a_failed_publish_an_engine_without_its_weights_gets_no_request() -> None:
+    pool = Pool(releases_weights=True)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    pool.fails = True
+    with pytest.raises(WeightSyncError):
         await pool.step()
-        expected = [
-            *("trainers leave", "take kv_cache", "continue", "generate"),
-            *("pause", "release kv_cache weights", "trainers return", "train"),
-            *("trainers trim", "take weights", "publish 1"),
-        ]
-        assert pool.taken() == expected
-        await pool.step()
-        assert pool.taken() == [call.replace("publish 1", "publish 2") for call in expected]
+    assert [engine.state for engine in pool.fleet.engines] == [EngineState.STALE] * 2
+    with pytest.raises(WeightSyncError):
+        async with pool.phases.generating():
+            pytest.fail("engines without weights generate")
+    assert "continue" not in pool.taken()[-3:]
+    # The next trainers start beside engines that have given everything up, and fill them.
+    pool.fails = False
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    assert pool.taken()[-5:] == [
+        *("trainers start", "trainers trim", "take weights"),
+        *("trainers trim", f"publish {pool.version}"),
+    ]
+    assert all(engine.is_live for engine in pool.fleet.engines)
 
-    asyncio.run(scenario())
+
+async def test_a_step_that_changed_no_weights_publishes_the_old_ones_again() -> None:
+    pool = Pool(releases_weights=True)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    await pool.step(has_update=False)
+    pool.taken()
+    async with pool.phases.generating():
+        pass
+    assert pool.taken() == [
+        *("trainers trim", "take weights", "publish 0"),
+        *("trainers leave", "take kv_cache", "continue"),
+    ]
+    assert all(engine.is_live for engine in pool.fleet.engines)
 
 
-def test_engines_that_release_their_cache_keep_their_weights() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=False)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
+async def test_trainers_and_engines_are_compared_with_the_weights_of_both_on_the_device() -> None:
+    pool = Pool(releases_weights=True)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    async with pool.phases.generating():
         pool.taken()
-        await pool.step()
-        assert pool.taken() == [
-            *("trainers leave", "take kv_cache", "continue", "generate"),
-            *("pause", "release kv_cache", "trainers return", "train"),
-            *("trainers trim", "publish 1"),
-        ]
-        assert all(engine.is_live for engine in pool.fleet.engines)
-
-    asyncio.run(scenario())
-
-
-def test_after_a_failed_publish_an_engine_without_its_weights_gets_no_request() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        pool.fails = True
-        with pytest.raises(WeightSyncError):
-            await pool.step()
-        assert [engine.state for engine in pool.fleet.engines] == [EngineState.STALE] * 2
-        with pytest.raises(WeightSyncError):
-            async with pool.phases.generating():
-                pytest.fail("engines without weights generate")
-        assert "continue" not in pool.taken()[-3:]
-        # The next trainers start beside engines that have given everything up, and fill them.
-        pool.fails = False
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        assert pool.taken()[-5:] == [
-            *("trainers start", "trainers trim", "take weights"),
-            *("trainers trim", f"publish {pool.version}"),
-        ]
-        assert all(engine.is_live for engine in pool.fleet.engines)
-
-    asyncio.run(scenario())
-
-
-def test_a_step_that_changed_no_weights_publishes_the_old_ones_again() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        await pool.step(has_update=False)
-        pool.taken()
-        async with pool.phases.generating():
-            pass
-        assert pool.taken() == [
-            *("trainers trim", "take weights", "publish 0"),
-            *("trainers leave", "take kv_cache", "continue"),
-        ]
-        assert all(engine.is_live for engine in pool.fleet.engines)
-
-    asyncio.run(scenario())
-
-
-def test_trainers_and_engines_are_compared_with_the_weights_of_both_on_the_device() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        async with pool.phases.generating():
-            pool.taken()
-        async with pool.phases.comparing():
-            assert pool.taken() == ["pause", "release kv_cache", "trainers return"]
-        async with pool.phases.generating():
-            assert pool.taken() == ["trainers leave", "take kv_cache", "continue"]
-        assert all(engine.is_live for engine in pool.fleet.engines)
-
-    asyncio.run(scenario())
+    async with pool.phases.comparing():
+        assert pool.taken() == ["pause", "release kv_cache", "trainers return"]
+    async with pool.phases.generating():
+        assert pool.taken() == ["trainers leave", "take kv_cache", "continue"]
+    assert all(engine.is_live for engine in pool.fleet.engines)
 
 
 @pytest.mark.parametrize(("can_send_away", "is_sent"), [(True, True), (False, False)])
-def test_one_engine_catches_up_while_both_sides_have_weights(can_send_away: bool, is_sent: bool) -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True, can_send_away=can_send_away)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        engine = pool.fleet.engines[1]
-        async with pool.phases.generating():
-            assert await pool.phases.send_to_one(pool.catch_up, engine) is is_sent
-        async with pool.phases.training():
-            assert await pool.phases.send_to_one(pool.catch_up, engine) is False, "it has given up its weights"
-
-    asyncio.run(scenario())
+async def test_one_engine_catches_up_while_both_sides_have_weights(can_send_away: bool, is_sent: bool) -> None:
+    pool = Pool(releases_weights=True, can_send_away=can_send_away)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    engine = pool.fleet.engines[1]
+    async with pool.phases.generating():
+        assert await pool.phases.send_to_one(pool.catch_up, engine) is is_sent
+    async with pool.phases.training():
+        assert await pool.phases.send_to_one(pool.catch_up, engine) is False, "it has given up its weights"
 
 
-def test_engines_keep_their_memory_until_one_of_them_has_caught_up() -> None:
-    async def scenario() -> None:
-        pool = Pool(releases_weights=True)
-        await pool.start_trainers()
-        await pool.publisher.publish(pool.version)
-        async with pool.phases.generating():
-            pass
-        training: list[asyncio.Task[None]] = []
+async def test_engines_keep_their_memory_until_one_of_them_has_caught_up() -> None:
+    pool = Pool(releases_weights=True)
+    await pool.start_trainers()
+    await pool.publisher.publish(pool.version)
+    async with pool.phases.generating():
+        pass
+    training: list[asyncio.Task[None]] = []
 
-        async def send(_: Engine) -> bool:
-            training.append(asyncio.create_task(_enter(pool.phases)))
-            await asyncio.sleep(0.05)
-            assert "release kv_cache weights" not in pool.taken()[-2:]
-            return True
+    async def send(_: Engine) -> bool:
+        training.append(asyncio.create_task(_enter(pool.phases)))
+        await asyncio.sleep(0.05)
+        assert "release kv_cache weights" not in pool.taken()[-2:]
+        return True
 
-        assert await pool.phases.send_to_one(send, pool.fleet.engines[1])
-        await training[0]
-        assert "release kv_cache weights" in pool.taken()
-
-    asyncio.run(scenario())
+    assert await pool.phases.send_to_one(send, pool.fleet.engines[1])
+    await training[0]
+    assert "release kv_cache weights" in pool.taken()
 
 
 async def _enter(phases: SharedPhases) -> None:
@@ -280,18 +259,15 @@ class LostEngines:
         self.calls.append("trainers return")
 
 
-def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_has_started() -> None:
-    async def scenario() -> None:
-        engines = LostEngines()
-        phases = SharedPhases(engines)
-        phases.alternate_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
-        async with phases.publishing():
-            assert engines.calls == [
-                *("trainers leave", "wake", "sleep", "trainers return"),
-                *("trainers trim", "take weights"),
-            ]
-
-    asyncio.run(scenario())
+async def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_has_started() -> None:
+    engines = LostEngines()
+    phases = SharedPhases(engines)
+    phases.alternate_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
+    async with phases.publishing():
+        assert engines.calls == [
+            *("trainers leave", "wake", "sleep", "trainers return"),
+            *("trainers trim", "take weights"),
+        ]
 
 
 class Ranks:
@@ -305,7 +281,7 @@ class Ranks:
         self._calls.append(f"{self._role} {method.__name__}")
 
 
-def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offloads() -> None:
+async def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offloads() -> None:
     calls: list[str] = []
     trainers = Trainers(actor=Ranks("actor", calls), critic=Ranks("critic", calls), reference=None)  # type: ignore[arg-type]
     roles = RolesConfig(
@@ -314,11 +290,8 @@ def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offload
         rollout=RolloutRoleConfig(pool="all"),
     )
 
-    async def scenario() -> None:
-        for offloader in offloaders(roles.beside_engines, trainers):
-            await offloader.trim()
-            await offloader.release()
-            await offloader.reload()
-
-    asyncio.run(scenario())
+    for offloader in offloaders(roles.beside_engines, trainers):
+        await offloader.trim()
+        await offloader.release()
+        await offloader.reload()
     assert calls == ["actor trim", "actor release", "actor reload"]

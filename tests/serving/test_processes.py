@@ -113,7 +113,7 @@ def two_nodes(real_ray: None, real_engines: None, tmp_path_factory: pytest.TempP
         yield places
 
 
-def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
+async def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     two_nodes: list[Place], tmp_path: Path
 ) -> None:
     write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
@@ -124,26 +124,23 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     adapters = EngineAdapters(rank=4, modules=ALL_MODULES, num_loaded=2)
     spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
 
-    async def scenario() -> None:
-        started, (endpoint,) = await start_engines([spec], two_nodes, gpu_fraction=1.0)
-        try:
-            assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
-            assert await _answer(endpoint) == expected
-            assert await _num_ranks_asked(endpoint) == 2
-            placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
-            assert await _answer(endpoint, adapter="policy@1") == adapted
-            (part,) = _processes_of_node(1)
-            os.killpg(os.getpgid(part.pid), signal.SIGKILL)
-            async with asyncio.timeout(300):
-                assert (await started.wait_end(0)).startswith("node ")
-            await started.end(0)
-            assert not placed.exists()
-            assert [_processes_of_node(node) for node in range(2)] == [[], []]
-            assert await _answer(await started.start(0)) == expected
-        finally:
-            await started.stop()
-
-    asyncio.run(scenario())
+    started, (endpoint,) = await start_engines([spec], two_nodes, gpu_fraction=1.0)
+    try:
+        assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
+        assert await _answer(endpoint) == expected
+        assert await _num_ranks_asked(endpoint) == 2
+        placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
+        assert await _answer(endpoint, adapter="policy@1") == adapted
+        (part,) = _processes_of_node(1)
+        os.killpg(os.getpgid(part.pid), signal.SIGKILL)
+        async with asyncio.timeout(300):
+            assert (await started.wait_end(0)).startswith("node ")
+        await started.end(0)
+        assert not placed.exists()
+        assert [_processes_of_node(node) for node in range(2)] == [[], []]
+        assert await _answer(await started.start(0)) == expected
+    finally:
+        await started.stop()
 
 
 def test_nodes_have_equal_parts_of_an_engine_in_the_order_of_its_ranks(two_nodes: list[Place]) -> None:

@@ -143,138 +143,111 @@ class Scene:
         return [engine.state for engine in self.fleet.engines]
 
 
-def test_a_version_that_arrived_whole_is_served_and_the_group_stays() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        result = await scene.publisher.publish(PolicyVersion(4))
-        assert (result.version, result.num_engines) == (4, 2)
-        assert result.num_bytes == sum(TRANSFER.plan().traffic.received_bytes.values())
-        await scene.publisher.publish(PolicyVersion(5))
-        again = ["send", "receive 0 1", "confirm 5: 0 1"]
-        assert scene.calls == ["join 0 1", "send", "receive 0 1", "confirm 4: 0 1", *again]
-
-    asyncio.run(scenario())
+async def test_a_version_that_arrived_whole_is_served_and_the_group_stays() -> None:
+    scene = Scene()
+    result = await scene.publisher.publish(PolicyVersion(4))
+    assert (result.version, result.num_engines) == (4, 2)
+    assert result.num_bytes == sum(TRANSFER.plan().traffic.received_bytes.values())
+    await scene.publisher.publish(PolicyVersion(5))
+    again = ["send", "receive 0 1", "confirm 5: 0 1"]
+    assert scene.calls == ["join 0 1", "send", "receive 0 1", "confirm 4: 0 1", *again]
 
 
-def test_an_engine_that_dies_on_the_way_is_left_out_and_the_rest_get_the_version() -> None:
-    async def scenario() -> None:
-        def die(engines: Sequence[Engine]) -> int:
-            if len(engines) == 2:
-                scene.gone.add(1)
-                raise WeightSyncError("engine 1: load weights: disconnected")
-            return 12
+async def test_an_engine_that_dies_on_the_way_is_left_out_and_the_rest_get_the_version() -> None:
+    def die(engines: Sequence[Engine]) -> int:
+        if len(engines) == 2:
+            scene.gone.add(1)
+            raise WeightSyncError("engine 1: load weights: disconnected")
+        return 12
 
-        scene = Scene(die)
-        result = await scene.publisher.publish(PolicyVersion(4))
-        assert result.num_engines == 1
-        assert scene.states == [EngineState.HEALTHY, EngineState.DEAD]
-        lost = ["join 0 1", "send", "receive 0 1"]
-        assert scene.calls == [*lost, "join 0", "send", "receive 0", "confirm 4: 0"]
-
-    asyncio.run(scenario())
+    scene = Scene(die)
+    result = await scene.publisher.publish(PolicyVersion(4))
+    assert result.num_engines == 1
+    assert scene.states == [EngineState.HEALTHY, EngineState.DEAD]
+    lost = ["join 0 1", "send", "receive 0 1"]
+    assert scene.calls == [*lost, "join 0", "send", "receive 0", "confirm 4: 0"]
 
 
-def test_when_all_engines_die_on_the_way_the_publish_ends() -> None:
-    async def scenario() -> None:
-        def die(engines: Sequence[Engine]) -> int:
-            for engine in engines:
-                scene.fleet.report(engine, Ended(reason="killed"))
-            raise WeightSyncError("engines 0, 1: load weights: disconnected")
-
-        scene = Scene(die)
-        scene.fleet.policy = RestartPolicy(max_restarts=0)
-        with pytest.raises(FleetError, match="no engine"):
-            await scene.publisher.publish(PolicyVersion(4))
-        assert scene.calls == ["join 0 1", "send", "receive 0 1"]
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_at_fault_is_found_by_asking_each_alone_and_is_stale() -> None:
-    async def scenario() -> None:
-        scene = Scene(lambda engines: 13 if engines[0].index == 0 else 12)
-        await scene.publisher.publish(PolicyVersion(4))
-        assert scene.states == [EngineState.STALE, EngineState.HEALTHY]
-        assert [call for call in scene.calls if call.startswith("receive")] == [
-            "receive 0 1",
-            "receive 0 1",
-            "receive 0",
-            "receive 1",
-        ]
-        assert scene.fleet.committed_version == 4
-
-    asyncio.run(scenario())
-
-
-def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor_and_nothing_is_served() -> None:
-    async def scenario() -> None:
-        scene = Scene(lambda _engines: 13)
-        with pytest.raises(WeightSyncError, match=r"version 4 was not published.* w "):
-            await scene.publisher.publish(PolicyVersion(4))
-        assert not [call for call in scene.calls if call.startswith("confirm")]
-        assert scene.states == [EngineState.STALE, EngineState.STALE]
-        assert scene.fleet.committed_version == 0
-
-    asyncio.run(scenario())
-
-
-def test_a_sender_that_dies_stays_the_trainers_error_and_its_engines_serve_nothing() -> None:
-    async def scenario() -> None:
-        scene = Scene(dies=True)
-        with pytest.raises(WorkerError, match="actor rank 1: died during send"):
-            await scene.publisher.publish(PolicyVersion(4))
-        assert scene.calls == ["join 0 1", "send", "receive 0 1"]
-        assert scene.states == [EngineState.STALE, EngineState.STALE]
-        assert "received a part of version 4" in scene.fleet.engines[0].reason
-
-    asyncio.run(scenario())
-
-
-def test_a_stale_engine_catches_up_alone_while_the_other_serves() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        stale = scene.fleet.engines[1]
-        await scene.publisher.publish(PolicyVersion(4))
-        await scene.fleet.mark_stale(stale, "half a version")
-        scene.calls.clear()
-        assert await scene.publisher.catch_up(stale)
-        assert scene.calls == ["join 1", "send", "receive 1", "confirm 4: 1"]
-        assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
-        assert stale.version == 4
-        assert not await scene.publisher.catch_up(stale), "it has caught up"
-
-    asyncio.run(scenario())
-
-
-def test_nobody_catches_up_with_a_version_the_ranks_do_not_hold() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        stale = scene.fleet.engines[1]
-        await scene.fleet.mark_stale(stale, "just started")
-        assert not await scene.publisher.catch_up(stale), "nothing is published yet"
-        await scene.publisher.publish(PolicyVersion(4))
-        await scene.fleet.mark_stale(stale, "half a version")
-        scene.ranks.held = 5
-        assert not await scene.publisher.catch_up(stale)
-        assert stale.state is EngineState.STALE
-
-    asyncio.run(scenario())
-
-
-def test_a_publish_waits_for_an_engine_that_is_restarted() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        scene.fleet.policy = RestartPolicy(max_restarts=1)
-        for engine in scene.fleet.engines:
+async def test_when_all_engines_die_on_the_way_the_publish_ends() -> None:
+    def die(engines: Sequence[Engine]) -> int:
+        for engine in engines:
             scene.fleet.report(engine, Ended(reason="killed"))
-        publishing = asyncio.create_task(scene.publisher.publish(PolicyVersion(4)))
-        await asyncio.sleep(0.05)
-        assert not publishing.done()
-        first = scene.fleet.engines[0]
-        first.status = replace(first.status, restart_at=0)
-        for event in (Ticked(), Started()):
-            scene.fleet.report(first, event)
-        assert (await publishing).num_engines == 1
-        assert first.state is EngineState.HEALTHY
+        raise WeightSyncError("engines 0, 1: load weights: disconnected")
 
-    asyncio.run(scenario())
+    scene = Scene(die)
+    scene.fleet.policy = RestartPolicy(max_restarts=0)
+    with pytest.raises(FleetError, match="no engine"):
+        await scene.publisher.publish(PolicyVersion(4))
+    assert scene.calls == ["join 0 1", "send", "receive 0 1"]
+
+
+async def test_an_engine_at_fault_is_found_by_asking_each_alone_and_is_stale() -> None:
+    scene = Scene(lambda engines: 13 if engines[0].index == 0 else 12)
+    await scene.publisher.publish(PolicyVersion(4))
+    assert scene.states == [EngineState.STALE, EngineState.HEALTHY]
+    assert [call for call in scene.calls if call.startswith("receive")] == [
+        "receive 0 1",
+        "receive 0 1",
+        "receive 0",
+        "receive 1",
+    ]
+    assert scene.fleet.committed_version == 4
+
+
+async def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor_and_nothing_is_served() -> None:
+    scene = Scene(lambda _engines: 13)
+    with pytest.raises(WeightSyncError, match=r"version 4 was not published.* w "):
+        await scene.publisher.publish(PolicyVersion(4))
+    assert not [call for call in scene.calls if call.startswith("confirm")]
+    assert scene.states == [EngineState.STALE, EngineState.STALE]
+    assert scene.fleet.committed_version == 0
+
+
+async def test_a_sender_that_dies_stays_the_trainers_error_and_its_engines_serve_nothing() -> None:
+    scene = Scene(dies=True)
+    with pytest.raises(WorkerError, match="actor rank 1: died during send"):
+        await scene.publisher.publish(PolicyVersion(4))
+    assert scene.calls == ["join 0 1", "send", "receive 0 1"]
+    assert scene.states == [EngineState.STALE, EngineState.STALE]
+    assert "received a part of version 4" in scene.fleet.engines[0].reason
+
+
+async def test_a_stale_engine_catches_up_alone_while_the_other_serves() -> None:
+    scene = Scene()
+    stale = scene.fleet.engines[1]
+    await scene.publisher.publish(PolicyVersion(4))
+    await scene.fleet.mark_stale(stale, "half a version")
+    scene.calls.clear()
+    assert await scene.publisher.catch_up(stale)
+    assert scene.calls == ["join 1", "send", "receive 1", "confirm 4: 1"]
+    assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
+    assert stale.version == 4
+    assert not await scene.publisher.catch_up(stale), "it has caught up"
+
+
+async def test_nobody_catches_up_with_a_version_the_ranks_do_not_hold() -> None:
+    scene = Scene()
+    stale = scene.fleet.engines[1]
+    await scene.fleet.mark_stale(stale, "just started")
+    assert not await scene.publisher.catch_up(stale), "nothing is published yet"
+    await scene.publisher.publish(PolicyVersion(4))
+    await scene.fleet.mark_stale(stale, "half a version")
+    scene.ranks.held = 5
+    assert not await scene.publisher.catch_up(stale)
+    assert stale.state is EngineState.STALE
+
+
+async def test_a_publish_waits_for_an_engine_that_is_restarted() -> None:
+    scene = Scene()
+    scene.fleet.policy = RestartPolicy(max_restarts=1)
+    for engine in scene.fleet.engines:
+        scene.fleet.report(engine, Ended(reason="killed"))
+    publishing = asyncio.create_task(scene.publisher.publish(PolicyVersion(4)))
+    await asyncio.sleep(0.05)
+    assert not publishing.done()
+    first = scene.fleet.engines[0]
+    first.status = replace(first.status, restart_at=0)
+    for event in (Ticked(), Started()):
+        scene.fleet.report(first, event)
+    assert (await publishing).num_engines == 1
+    assert first.state is EngineState.HEALTHY

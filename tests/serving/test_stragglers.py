@@ -49,34 +49,31 @@ def test_when_half_are_slow_nobody_knows_who_is_and_none_but_the_slower_half_is_
     assert judged({0: 1.0, 1: 1.0, 2: 9.0, 3: 8.0}) == [[(2, 1), (3, 1)]]
 
 
-def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_never() -> None:
-    async def scenario() -> None:
-        async with supervised() as (scripted, fleet, supervisor):
-            seen: list[EngineState] = []
-            fleet.listen(lambda engine, _before: seen.append(engine.state))
-            sink = Straggles()
-            watch = EngineWatch(fleet, CONFIG, Observer([sink]), drain=supervisor.drain)
+async def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_never() -> None:
+    async with supervised() as (scripted, fleet, supervisor):
+        seen: list[EngineState] = []
+        fleet.listen(lambda engine, _before: seen.append(engine.state))
+        sink = Straggles()
+        watch = EngineWatch(fleet, CONFIG, Observer([sink]), drain=supervisor.drain)
 
-            def window() -> None:
-                for engine, seconds in zip(fleet.engines, (1.0, 5.0), strict=True):
-                    fleet.answered(engine, Throughput(num_requests=8, num_tokens=100, seconds=seconds))
-                watch.end_window()
+        def window() -> None:
+            for engine, seconds in zip(fleet.engines, (1.0, 5.0), strict=True):
+                fleet.answered(engine, Throughput(num_requests=8, num_tokens=100, seconds=seconds))
+            watch.end_window()
 
-            window()
-            assert not sink.events
-            window()
-            (event,) = sink.events
-            assert (event.role, event.index, event.ratio) == ("rollout", 1, 5.0)
-            assert "a token takes 50.0 ms, 5.0 times the median, for 2 windows" in event.text
-            assert event.text.endswith("it is drained and restarted")
-            # It is the only one left while the other is away.
-            assert not supervisor.drain(fleet.engines[0], "is slow")
-            await until(lambda: fleet.engines[1].is_live)
-            assert seen == ["draining", "dead", "restarting", "stale", "healthy"]
-            assert fleet.engines[1].status.num_restarts == 1
-            assert "is slow: a token" in scripted.reasons[0]
-
-    asyncio.run(scenario())
+        window()
+        assert not sink.events
+        window()
+        (event,) = sink.events
+        assert (event.role, event.index, event.ratio) == ("rollout", 1, 5.0)
+        assert "a token takes 50.0 ms, 5.0 times the median, for 2 windows" in event.text
+        assert event.text.endswith("it is drained and restarted")
+        # It is the only one left while the other is away.
+        assert not supervisor.drain(fleet.engines[0], "is slow")
+        await until(lambda: fleet.engines[1].is_live)
+        assert seen == ["draining", "dead", "restarting", "stale", "healthy"]
+        assert fleet.engines[1].status.num_restarts == 1
+        assert "is slow: a token" in scripted.reasons[0]
 
 
 def test_an_engine_with_few_answers_is_compared_when_it_has_more() -> None:
@@ -94,14 +91,11 @@ def test_an_engine_with_few_answers_is_compared_when_it_has_more() -> None:
     assert "a token takes 100.0 ms, 10.0 times the median" in text
 
 
-def test_an_engine_without_restarts_left_is_named_and_stays() -> None:
-    async def scenario() -> None:
-        async with supervised() as (scripted, fleet, supervisor):
-            for _ in range(2):
-                scripted.kill(1)
-                await until(lambda: not fleet.engines[1].is_live)
-                await until(lambda: fleet.engines[1].is_live)
-            assert not supervisor.drain(fleet.engines[1], "is slow")
-            assert fleet.engines[1].is_live
-
-    asyncio.run(scenario())
+async def test_an_engine_without_restarts_left_is_named_and_stays() -> None:
+    async with supervised() as (scripted, fleet, supervisor):
+        for _ in range(2):
+            scripted.kill(1)
+            await until(lambda: not fleet.engines[1].is_live)
+            await until(lambda: fleet.engines[1].is_live)
+        assert not supervisor.drain(fleet.engines[1], "is slow")
+        assert fleet.engines[1].is_live

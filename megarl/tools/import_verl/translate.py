@@ -310,10 +310,10 @@ def _reference(keys: Translation) -> None:
 
 
 def _native(keys: Translation) -> None:
-    for option in engine_options(keys.given, has_critic=keys.has_critic):
-        if option.verdict is KeyVerdict.MAPPED:
-            keys.put(option.text, keys.given[option.key])
-        keys.report(option.key, option.verdict, option.text)
+    for key, verdict, text in engine_options(keys.given, has_critic=keys.has_critic):
+        if verdict is KeyVerdict.MAPPED:
+            keys.put(text, keys.given[key])
+        keys.report(key, verdict, text)
     parts = {"roles.actor": "engine." if keys.is_sft else f"{ACTOR}megatron."}
     for role, prefix in {**parts, "roles.critic": "critic.megatron."}.items() if keys.has_critic else parts.items():
         put_stages(keys, prefix, role)

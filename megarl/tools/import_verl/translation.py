@@ -115,17 +115,11 @@ def nearest_known(key: str) -> str | None:
     return matches[0] if matches else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOption:
-    """An option of SGLang or Megatron; `text` is the recipe's key where it is mapped, else why it is not."""
+def engine_options(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[tuple[str, KeyVerdict, str]]:
+    """Yield the given keys that are options of SGLang or Megatron, checked for GPUs, where verl runs.
 
-    key: str
-    verdict: KeyVerdict
-    text: str
-
-
-def engine_options(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[EngineOption]:
-    """Return the given keys that are options of SGLang or Megatron, checked for GPUs, where verl runs."""
+    The text is the recipe's key where it is mapped, else why it is not.
+    """
     for key, value in given.items():
         rule = rule_for(key)
         if rule is None or rule.treatment is not Treatment.COMPUTE:
@@ -135,9 +129,7 @@ def engine_options(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[E
                 name = key.removeprefix(prefix)
                 recomputes = given.get(f"{prefix}recompute_granularity") is not None
                 verdict, text = _option_verdict(library, name, value, recomputes=recomputes)
-                yield EngineOption(
-                    key=key, verdict=verdict, text=f"{target}.{name}" if verdict is KeyVerdict.MAPPED else text
-                )
+                yield key, verdict, f"{target}.{name}" if verdict is KeyVerdict.MAPPED else text
 
 
 def _option_verdict(library: Library, name: str, value: Tree, *, recomputes: bool) -> tuple[KeyVerdict, str]:

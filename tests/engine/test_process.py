@@ -23,7 +23,7 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
-from megarl.engine.process import EngineProcess, command_line, deadlines_of, last_message
+from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, last_message
 from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.system.proc import ZOMBIE, all_processes
@@ -48,6 +48,10 @@ def wait_until_gone(group: int, timeout_s: float) -> list[int]:
     return left
 
 
+def words_of(spec: EngineSpec) -> list[str]:
+    return command_line(spec, port=1234, keys_path=spec.run_folder / "keys.yaml")
+
+
 def test_keys_are_in_neither_command_line_nor_log_nor_left_in_a_file(served: ServedModel) -> None:
     process = served.process
     secrets = (process.spec.keys.api, process.spec.keys.admin)
@@ -66,7 +70,7 @@ def test_the_server_has_a_process_group_of_its_own(served: ServedModel) -> None:
 
 def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
     spec = engine_spec(tmp_path / "model", tmp_path, tensor=2)
-    words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
+    words = words_of(spec)
     options = dict(pairwise(words))
     assert words[:3] == [sys.executable, "-m", "megarl.engine.cpu"]
     assert options["--tp-size"] == "2"
@@ -77,22 +81,22 @@ def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
     assert "--enable-deterministic-inference" in words
     assert "--enable-fp32-lm-head" not in words
     precise = replace(spec, has_float32_head=True)
-    assert "--enable-fp32-lm-head" in command_line(precise, port=1234, keys_path=tmp_path / "keys.yaml")
+    assert "--enable-fp32-lm-head" in words_of(precise)
 
 
 def test_an_engine_that_a_publish_fills_reads_no_weights_and_has_no_version(tmp_path: Path) -> None:
     spec = replace(engine_spec(tmp_path / "model", tmp_path), loads_weights=False)
-    options = dict(pairwise(command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")))
+    options = dict(pairwise(words_of(spec)))
     assert options["--load-format"] == "dummy"
     assert not options["--weight-version"].isdigit()
 
 
 def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_path: Path) -> None:
     spec = replace(engine_spec(tmp_path / "model", tmp_path), device="cuda", quantization='{"quantization_config": {}}')
-    options = dict(pairwise(command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")))
+    options = dict(pairwise(words_of(spec)))
     assert options["--quantization"] == "fp8"
     assert options["--json-model-override-args"] == '{"quantization_config": {}}'
-    plain = command_line(replace(spec, quantization=None), port=1234, keys_path=tmp_path / "keys.yaml")
+    plain = words_of(replace(spec, quantization=None))
     assert not {"--quantization", "--json-model-override-args"} & set(plain)
 
 
@@ -140,7 +144,7 @@ def test_the_cache_of_an_engine_beside_trainers_has_the_planned_size_whatever_is
     plain = replace(engine_spec(tmp_path / "model", tmp_path), device="cuda", cached_tokens=70_000)
     shared = replace(plain, shares_devices=True)
     fixed = replace(shared, config=shared.config.model_copy(update={"max_cached_tokens": 50_000}))
-    words = [command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml") for spec in (plain, shared, fixed)]
+    words = [words_of(spec) for spec in (plain, shared, fixed)]
     options = [dict(pairwise(item)) for item in words]
     assert [item["--max-total-tokens"] for item in options] == ["70000", "70000", "50000"]
     assert [item["--mem-fraction-static"] for item in options] == ["0.8", "0.95", "0.95"]
@@ -160,14 +164,14 @@ def test_decoding_is_deterministic_by_device_unless_the_recipe_decides(
 ) -> None:
     plain = engine_spec(tmp_path / "model", tmp_path)
     config = plain.config.model_copy(update={"is_deterministic": chosen})
-    words = command_line(replace(plain, device=device, config=config), port=1234, keys_path=tmp_path / "keys.yaml")
+    words = words_of(replace(plain, device=device, config=config))
     assert ("--enable-deterministic-inference" in words) is expected
 
 
 def test_the_processes_of_several_nodes_differ_in_their_rank_and_their_log(tmp_path: Path) -> None:
     whole = replace(engine_spec(tmp_path / "model", tmp_path, tensor=16), num_nodes=2, rendezvous="10.0.0.1:4000")
     parts = [replace(whole, node=node) for node in range(2)]
-    options = [dict(pairwise(command_line(part, port=1234, keys_path=tmp_path / "keys.yaml"))) for part in parts]
+    options = [dict(pairwise(words_of(part))) for part in parts]
     assert [item["--node-rank"] for item in options] == ["0", "1"]
     assert all(item["--nnodes"] == "2" and item["--dist-init-addr"] == "10.0.0.1:4000" for item in options)
     assert [part.log_path.name for part in parts] == ["engine_0.log", "engine_0_node_1.log"]
@@ -186,7 +190,7 @@ def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> 
     }
     plain = engine_spec(tmp_path / "model", tmp_path)
     spec = replace(plain, config=plain.config.model_copy(update={"sglang": options}))
-    words, own = (command_line(item, port=1234, keys_path=tmp_path / "keys.yaml") for item in (spec, plain))
+    words, own = (words_of(item) for item in (spec, plain))
     assert words[: len(own)] == own
     assert words[len(own) :] == [
         *("--schedule-policy", "lpm"),
@@ -205,7 +209,7 @@ def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: 
     spec = replace(
         plain, device=device, shares_devices=True, num_nodes=2, rendezvous="10.0.0.1:4000", quantization="{}"
     )
-    words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
+    words = words_of(spec)
     own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}
     assert own <= set(read_library("sglang").fields)
     assert [name for name in own if owned("sglang", name, device=device) is None] == []

@@ -46,14 +46,8 @@ def test_a_good_reply_is_read_token_by_token() -> None:
     assert response.token_ids.dtype == np.int32
 
 
-def test_an_older_engine_names_one_version_for_all_tokens() -> None:
-    reply = copy.deepcopy(GOOD)
-    del reply["meta_info"]["weight_versions"]
-    assert read(reply, EXPECTED).versions.tolist() == [4, 4, 4]
-
-
-def with_tokens(*token_ids: int) -> dict[str, Any]:
-    reply = copy.deepcopy(GOOD)
+def with_tokens(*token_ids: int, **fields: object) -> dict[str, Any]:
+    reply = with_meta(**fields)
     reply["output_ids"] = list(token_ids)
     reply["meta_info"]["output_token_logprobs"] = [[-1.0, token_id, None] for token_id in token_ids]
     reply["meta_info"]["weight_versions"] = [{"version": "4", "start": 0, "end": len(token_ids)}]
@@ -71,8 +65,7 @@ def with_logprobs(*entries: list[object]) -> dict[str, Any]:
 
 
 def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
-    reply = with_tokens(5, 6, 9)
-    reply["meta_info"]["finish_reason"] = {"type": "stop", "matched": 9}
+    reply = with_tokens(5, 6, 9, finish_reason={"type": "stop", "matched": 9})
     assert read(reply, EXPECTED).finish_reason is FinishReason.STOP
 
 
@@ -111,34 +104,23 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
         (with_meta(weight_version="default"), "weight version is 'default'"),
         (with_meta(weight_versions=[{"version": "4", "start": 1, "end": 3}]), "tokens 1 to 3, after 0 of 3"),
         (with_meta(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "of 2 tokens, there are 3"),
+        (with_tokens(5, 6, finish_reason={"type": "length", "length": 2}), "cut at 2 tokens, asked for 3"),
+        (with_meta(output_token_logprobs={"logprobs": "*", "token_ids": ""}), "no reply: Invalid base64"),
+        (None, "Expected `object`"),
+        ([], "Expected `object`"),
+        ("text", "Expected `object`"),
+        (7, "Expected `object`"),
     ],
 )
-def test_a_bad_reply_is_refused_with_its_reason(reply: dict[str, Any], message: str) -> None:
+def test_a_bad_reply_is_refused_with_its_reason(reply: object, message: str) -> None:
     with pytest.raises(BadReplyError, match=message):
         read(reply, EXPECTED)
 
 
-def test_a_response_cut_before_its_limit_is_refused() -> None:
-    reply = with_tokens(5, 6)
-    reply["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
-    with pytest.raises(BadReplyError, match="cut at 2 tokens, asked for 3"):
-        read(reply, EXPECTED)
-
-
 def test_tokens_of_another_version_are_refused() -> None:
-    reply = copy.deepcopy(GOOD)
-    reply["meta_info"]["weight_versions"] = [
-        {"version": "3", "start": 0, "end": 1},
-        {"version": "4", "start": 1, "end": 3},
-    ]
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
     with pytest.raises(WrongVersionError, match="1 tokens of version 3, expected version 4"):
-        read(reply, EXPECTED)
-
-
-@pytest.mark.parametrize("reply", [None, [], "text", 7])
-def test_something_else_than_an_object_is_refused(reply: object) -> None:
-    with pytest.raises(BadReplyError, match="Expected `object`"):
-        read(reply, EXPECTED)
+        read(with_meta(weight_versions=spans), EXPECTED)
 
 
 WHOLE = json.dumps(GOOD).encode()
@@ -168,8 +150,7 @@ def test_a_long_reply_becomes_arrays_that_are_equal_to_its_numbers() -> None:
     random = np.random.default_rng(0)
     token_ids = random.integers(3, 50, 5000).tolist()
     logprobs = (-random.exponential(1.0, 5000)).astype(np.float32)
-    reply = with_tokens(*token_ids)
-    reply["meta_info"]["finish_reason"] = {"type": "length", "length": 5000}
+    reply = with_tokens(*token_ids, finish_reason={"type": "length", "length": 5000})
     entries = zip(logprobs.astype(float).tolist(), token_ids, strict=True)
     reply["meta_info"]["output_token_logprobs"] = [[logprob, token_id, None] for logprob, token_id in entries]
     response = read(reply, replace(EXPECTED, max_response_tokens=5000))
@@ -212,11 +193,6 @@ def test_flat_log_probabilities_are_those_of_the_list() -> None:
 def test_bad_flat_log_probabilities_are_refused(logprobs: bytes, token_ids: bytes, message: str) -> None:
     with pytest.raises(BadReplyError, match=message):
         read(flat(logprobs, token_ids), EXPECTED)
-
-
-def test_an_array_that_is_no_base64_is_refused() -> None:
-    with pytest.raises(BadReplyError, match="no reply: Invalid base64"):
-        read(with_meta(output_token_logprobs={"logprobs": "*", "token_ids": ""}), EXPECTED)
 
 
 def interrupted(mode: InFlight = "abort", *, newest: int = 5) -> Expectation:
@@ -334,8 +310,7 @@ def test_a_response_without_the_experts_that_were_asked_for_is_refused() -> None
 def test_an_interrupted_response_has_the_experts_before_the_last_token_that_is_kept() -> None:
     """The last one is computed again, perhaps by other weights, when the response is continued."""
     interrupted = replace(ROUTED, is_interrupted=True)
-    reply = with_routes(ROUTES)
-    reply["meta_info"]["finish_reason"] = {"type": "abort"}
+    reply = aborted(with_routes(ROUTES))
     first = read(reply, interrupted)
     assert first.token_ids.tolist() == [5, 6]
     assert first.routes is not None

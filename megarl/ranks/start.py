@@ -6,7 +6,7 @@ They cannot lose a member: a rank that died or hangs ends them all, and the next
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +60,10 @@ class Trainers:
         named: dict[str, RankGroup[ModelCalls] | None] = {"actor": self.actor, "critic": self.critic}
         named |= {"reference": self.reference, **self.teachers}
         return {role: ranks for role, ranks in named.items() if ranks is not None}
+
+    def among(self, roles: Iterable[str]) -> list[RankGroup[ModelCalls]]:
+        """Return those of the models that have these roles."""
+        return [self.by_role[role] for role in roles if role in self.by_role]
 
     @property
     def all(self) -> tuple[RankGroup[ModelCalls], ...]:

@@ -288,9 +288,6 @@ class FrozenAccess:
     directory: ActorHandle
     setups: tuple[FrozenSetup, ...]
 
-    def open(self) -> FollowedModels:
-        return FollowedModels(self)
-
 
 class FollowedModels:
     """The frozen models in the process of a rollout worker."""

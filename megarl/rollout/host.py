@@ -37,7 +37,7 @@ from megarl.observe.summary import repeated_share
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
 from megarl.rollout.following import EngineView, FollowingFleet, WorkerReport
-from megarl.rollout.frozen import FrozenAccess
+from megarl.rollout.frozen import FollowedModels, FrozenAccess
 from megarl.rollout.generator import Vocabulary
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask, RolloutWorker, cache_sizes
 from megarl.tokens import OF_ROLLOUT, is_repeated, repeated
@@ -215,7 +215,7 @@ class RolloutHost:
             max_outstanding=setup.max_outstanding,
             publish_timeout_s=setup.publish_timeout_s,
         )
-        self._frozen = setup.frozen.open() if setup.frozen else None
+        self._frozen = FollowedModels(setup.frozen) if setup.frozen else None
         own = [engine for engine in self._following.fleet.engines if engine.index in setup.own]
         self._worker = RolloutWorker(
             self._following.fleet,

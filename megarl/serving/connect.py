@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.engine.control import EngineControl
 from megarl.observe.observer import Observer
-from megarl.ranks.calls import ActorCalls, ModelCalls
+from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
 from megarl.ranks.trainer import ModelsTrainer
@@ -24,7 +24,7 @@ from megarl.rollout.worker import RolloutSource
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.file_publisher import FilePublisher
-from megarl.serving.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.serving.phases import SeparatePhases, SharedPhases
 from megarl.serving.publisher import EnginePublisher, NoPublisher, TransferPublisher
 from megarl.serving.serving import (
     ExternalServing,
@@ -104,7 +104,7 @@ async def _connect_managed(
             await publisher.publish(PolicyVersion((await ranks.call(ActorCalls.version))[0]))
 
         can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
-        phases.alternate_with(offloaders(roles.beside_engines, trainers), refill=refill, can_send_away=can_send_away)
+        phases.alternate_with(trainers.among(roles.beside_engines), refill=refill, can_send_away=can_send_away)
         await phases.take_weights()
         catch_up = partial(phases.send_to_one, transport.catch_up)
     if isinstance(transport, TransferPublisher):
@@ -140,19 +140,6 @@ def _transport(
         host=serving.host,
         failed=observer.publish_failed,
     )
-
-
-def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
-    """Return the models of these roles: one that offloads nothing still gives back what torch keeps for later."""
-    beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
-    return [
-        Offloader(
-            trim=partial(ranks.compute, ModelCalls.trim),
-            release=partial(ranks.compute, ModelCalls.release),
-            reload=partial(ranks.compute, ModelCalls.reload),
-        )
-        for ranks in beside
-    ]
 
 
 def publisher_of(

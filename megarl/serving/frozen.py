@@ -26,7 +26,7 @@ from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, res
 from megarl.observe.observer import Observer
 from megarl.rollout.frozen import FrozenRole, FrozenSetup
 from megarl.rollout.worker import AnsweredPrompt, RolloutSource, RolloutTask, WithGreedyScore
-from megarl.serving.connect import Roles, offloaders
+from megarl.serving.connect import Roles
 from megarl.serving.nodes import following_nodes
 from megarl.serving.phases import SharedPhases
 from megarl.serving.processes import start_engines
@@ -194,7 +194,7 @@ def alternating(roles: Roles, config: RolesConfig, phases: SharedPhases) -> Role
     """Return roles that are time-shared with the frozen models of their pool."""
     shared = set(config.frozen_in_turns.values())
     beside = [role for role, pool in config.used_pools.items() if pool in shared]
-    phases.alternate_with(offloaders(beside, roles.trainers))
+    phases.alternate_with(roles.trainers.among(beside))
     return replace(roles, phases=phases)
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.engine.fleet import Engine
+from megarl.ranks.calls import ModelCalls
+from megarl.ranks.ranks import RankGroup
 
 
 class SeparatePhases:
@@ -44,16 +45,6 @@ class Sleeper(Protocol):
     async def wake(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offloader:
-    """A model that can leave its device to others."""
-
-    trim: Callable[[], Awaitable[None]]
-    """Frees what only a pass needs; the model can still send its weights."""
-    release: Callable[[], Awaitable[None]]
-    reload: Callable[[], Awaitable[None]]
-
-
 class SharedPhases:
     """Trainers and engines are time-shared on one pool; while weights are published, both are on the devices."""
 
@@ -61,7 +52,7 @@ class SharedPhases:
         """With `releases_weights` engines keep nothing while trainers work, and a publish must follow."""
         self._engines = engines
         self._releases_weights = releases_weights
-        self._trainers: Sequence[Offloader] = ()
+        self._trainers: Sequence[RankGroup[ModelCalls]] = ()
         self._refill: Callable[[], Awaitable[object]] | None = None
         self._can_send_away = True
         self._are_awake = True
@@ -82,7 +73,7 @@ class SharedPhases:
 
     def alternate_with(
         self,
-        trainers: Sequence[Offloader],
+        trainers: Sequence[RankGroup[ModelCalls]],
         *,
         refill: Callable[[], Awaitable[object]] | None = None,
         can_send_away: bool = True,
@@ -143,7 +134,7 @@ class SharedPhases:
         """Let engines have memory for their weights, before they get any command: SGLang looks at them each time."""
         if not self._engines.reachable:
             await self._let_one_start()
-        await asyncio.gather(*(trainer.trim() for trainer in self._trainers))
+        await self._compute(ModelCalls.trim)
         await self._engines.take_weights()
 
     async def send_to_one(self, send: Callable[[Engine], Awaitable[bool]], engine: Engine) -> bool:
@@ -170,10 +161,14 @@ class SharedPhases:
 
     async def _leave(self) -> None:
         if not self._are_away:
-            await asyncio.gather(*(trainer.release() for trainer in self._trainers))
+            await self._compute(ModelCalls.release)
             self._are_away = True
 
     async def _reload(self) -> None:
         if self._are_away:
-            await asyncio.gather(*(trainer.reload() for trainer in self._trainers))
+            await self._compute(ModelCalls.reload)
             self._are_away = False
+
+    async def _compute(self, method: Callable[[ModelCalls], None]) -> None:
+        """Call a method of every trainer: one that offloads nothing still gives back what torch keeps for later."""
+        await asyncio.gather(*(ranks.compute(method) for ranks in self._trainers))

@@ -21,7 +21,7 @@ from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation, Evaluator
 from megarl.run.loop import Loop, Start
-from megarl.serving.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.serving.phases import SeparatePhases, SharedPhases
 from megarl.stages import Phases, Stages
 from megarl.types import (
     Estimates,
@@ -33,6 +33,7 @@ from megarl.types import (
     TrainSample,
 )
 from tests.observe.samples import ListSink, evaluated, update_stats
+from tests.ranks.local_ranks import LocalRanks
 from tests.values import make_prompt, make_rollout
 
 Result = TypeVar("Result")
@@ -433,18 +434,19 @@ def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
 
 def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
     cluster = FakeCluster()
+
+    class Offloaded:
+        def trim(self) -> None:
+            cluster.calls.append("trim")
+
+        def release(self) -> None:
+            cluster.calls.append("release")
+
+        def reload(self) -> None:
+            cluster.calls.append("reload")
+
     phases = SharedPhases(cluster)
-
-    async def release() -> None:
-        cluster.calls.append("release")
-
-    async def reload() -> None:
-        cluster.calls.append("reload")
-
-    async def trim() -> None:
-        cluster.calls.append("trim")
-
-    phases.alternate_with([Offloader(trim=trim, release=release, reload=reload)])
+    phases.alternate_with([LocalRanks(Offloaded())])
     run(cluster, num_steps=2, phases=phases)
     assert cluster.calls == [
         *("publish 0", "release", "sleep", "reload", "update", "publish 1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -16,11 +15,11 @@ from megarl.engine.lifecycle import EngineState, RestartPolicy
 from megarl.errors import WeightSyncError
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult
-from megarl.serving.connect import offloaders
-from megarl.serving.phases import Offloader, SharedPhases
+from megarl.serving.phases import SharedPhases
 from megarl.serving.publisher import EnginePublisher
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted
+from tests.ranks.local_ranks import LocalRanks
 
 STEP = {
     "/pause_generation": "pause",
@@ -28,6 +27,22 @@ STEP = {
     "/release_memory_occupation": "release",
     "/resume_memory_occupation": "take",
 }
+
+
+class Offloaded:
+    """A model on ranks that records when it leaves its devices."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def trim(self) -> None:
+        self._calls.append("trainers trim")
+
+    def release(self) -> None:
+        self._calls.append("trainers leave")
+
+    def reload(self) -> None:
+        self._calls.append("trainers return")
 
 
 class Pool:
@@ -60,26 +75,14 @@ class Pool:
     async def start_trainers(self) -> None:
         await self.phases.make_room()
         self.calls.append("trainers start")
-        actor = Offloader(
-            trim=self._note("trainers trim"),
-            release=self._note("trainers leave"),
-            reload=self._note("trainers return"),
-        )
 
         async def refill() -> None:
             await self.publisher.publish(self.version)
 
-        self.phases.alternate_with([actor], refill=refill, can_send_away=self._can_send_away)
+        self.phases.alternate_with(
+            [LocalRanks(Offloaded(self.calls))], refill=refill, can_send_away=self._can_send_away
+        )
         await self.phases.take_weights()
-
-    def _note(self, call: str) -> Callable[[], asyncio.Future[None]]:
-        def note() -> asyncio.Future[None]:
-            self.calls.append(call)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            done.set_result(None)
-            return done
-
-        return note
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         self.calls.append(f"publish {version}")
@@ -104,7 +107,8 @@ class Pool:
             await self.publisher.publish(self.version)
 
     def taken(self) -> list[str]:
-        calls, self.calls = self.calls, []
+        calls = list(self.calls)
+        self.calls.clear()
         return calls
 
 
@@ -249,20 +253,11 @@ class LostEngines:
     async def wake(self) -> None:
         self.calls.append("wake")
 
-    async def leave(self) -> None:
-        self.calls.append("trainers leave")
-
-    async def trim(self) -> None:
-        self.calls.append("trainers trim")
-
-    async def come_back(self) -> None:
-        self.calls.append("trainers return")
-
 
 async def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_has_started() -> None:
     engines = LostEngines()
     phases = SharedPhases(engines)
-    phases.alternate_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
+    phases.alternate_with([LocalRanks(Offloaded(engines.calls))])
     async with phases.publishing():
         assert engines.calls == [
             *("trainers leave", "wake", "sleep", "trainers return"),
@@ -270,28 +265,12 @@ async def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_ha
         ]
 
 
-class Ranks:
-    """The ranks of one model, of which only the methods that are asked for are known."""
-
-    def __init__(self, role: str, calls: list[str]) -> None:
-        self._role = role
-        self._calls = calls
-
-    async def compute(self, method: Callable[..., None]) -> None:
-        self._calls.append(f"{self._role} {method.__name__}")
-
-
-async def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offloads() -> None:
-    calls: list[str] = []
-    trainers = Trainers(actor=Ranks("actor", calls), critic=Ranks("critic", calls), reference=None)  # type: ignore[arg-type]
+def test_the_models_of_a_shared_pool_are_those_beside_its_engines_whatever_they_offload() -> None:
+    actor = LocalRanks(None)
     roles = RolesConfig(
         actor=ActorConfig(pool="all", offload="nothing"),
         critic=CriticConfig(pool="critic"),
         rollout=RolloutRoleConfig(pool="all"),
     )
-
-    for offloader in offloaders(roles.beside_engines, trainers):
-        await offloader.trim()
-        await offloader.release()
-        await offloader.reload()
-    assert calls == ["actor trim", "actor release", "actor reload"]
+    trainers = Trainers(actor=actor, critic=LocalRanks(None, role="critic"), reference=None)
+    assert trainers.among(roles.beside_engines) == [actor]

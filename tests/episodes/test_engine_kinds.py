@@ -73,7 +73,7 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(tmp_path_factory: pytest.TempPathFactory, real_engines: None) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("engines")
     model = write_chain(folder / "model", "qwen2.5", ANSWERS)
     spec = engine_spec(model.folder, folder / "run")

@@ -222,6 +222,17 @@ def _engine(options: PieceOptions, report: Report) -> None:
         asyncio.run(measure(Path(folder)))
 
 
+def _generation(options: PieceOptions, report: Report, *, model: str) -> None:
+    from bench.generation import measure_generation
+
+    async def measure(folder: Path) -> None:
+        async for outcome in measure_generation(model, folder, options.engine_options):
+            report(outcome)
+
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        asyncio.run(measure(Path(folder)))
+
+
 def _adapter(options: PieceOptions, report: Report) -> None:
     report_adapter(options, report, device="cuda", rank=_LORA_RANK)
 
@@ -253,6 +264,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "scores": GpuPiece(timeout_s=90, measure=_scores),
     "step-7b": GpuPiece(timeout_s=240, measure=partial(_step, index=0)),
     "step-1.5b": GpuPiece(timeout_s=240, measure=partial(_step, index=1)),
+    "step-135m": GpuPiece(timeout_s=240, measure=partial(_step, index=2)),
     "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
     "linear-7b": GpuPiece(timeout_s=180, measure=partial(_linear, index=0)),
     "linear-1.5b": GpuPiece(timeout_s=180, measure=partial(_linear, index=1)),
@@ -260,5 +272,8 @@ PIECES: Mapping[str, GpuPiece] = {
     "phases": GpuPiece(timeout_s=120, measure=_phases),
     "reads": GpuPiece(timeout_s=150, measure=_reads),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
+    "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
+    "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
+    "generation-7b": GpuPiece(timeout_s=500, measure=partial(_generation, model="qwen2.5-7b")),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
 }

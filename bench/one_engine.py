@@ -57,6 +57,7 @@ class Server:
     fleet: Fleet
     shape: ModelShape
     device: Device
+    role: RolloutRoleConfig
 
     @property
     def client(self) -> EngineClient:
@@ -71,21 +72,18 @@ async def serving(
     *,
     device: Device = "cuda",
     adapters: EngineAdapters | None = None,
+    role_of: Callable[[Path], RolloutRoleConfig] | None = None,
 ) -> AsyncIterator[Server]:
-    """Start an engine with random weights and stop it when the block ends; with `adapters` they come from a file."""
+    """Start an engine with random weights and stop it when the block ends; with `adapters` they come from a file.
+
+    `role_of` returns another role than that of publishes, from the folder of the model.
+    """
     write_config(folder / "model", TinyShape.like(PUBLIC_MODELS[model]))
     shape = read_model_shape(folder / "model")
     has_base = adapters is not None
     if has_base:
         _write_weights(folder / "model" / "model.safetensors", canonical_tensors(shape), dtype_on(device))
-    config = RolloutRoleConfig(
-        pool="pool",
-        max_running_requests=_MAX_REQUESTS,
-        max_cached_tokens=_CACHED_TOKENS[device],
-        memory_fraction=0.5,
-        is_deterministic=False,
-        sglang=dict(options),
-    )
+    config = role_of(folder / "model") if role_of is not None else _publish_role(device, options)
     spec = EngineSpec(
         index=0,
         model_folder=folder / "model",
@@ -103,13 +101,24 @@ async def serving(
     try:
         await process.wait_ready()
         client = EngineClient(process.endpoint, request_timeout_s=TIMEOUT_S)
-        fleet = Fleet([client], max_outstanding=config.max_running_requests, publish_timeout_s=TIMEOUT_S)
+        fleet = Fleet([client], max_outstanding=config.outstanding_requests, publish_timeout_s=TIMEOUT_S)
         try:
-            yield Server(fleet=fleet, shape=shape, device=device)
+            yield Server(fleet=fleet, shape=shape, device=device, role=config)
         finally:
             await fleet.close()
     finally:
         await asyncio.to_thread(process.stop)
+
+
+def _publish_role(device: Device, options: Mapping[str, object]) -> RolloutRoleConfig:
+    return RolloutRoleConfig(
+        pool="pool",
+        max_running_requests=_MAX_REQUESTS,
+        max_cached_tokens=_CACHED_TOKENS[device],
+        memory_fraction=0.5,
+        is_deterministic=False,
+        sglang=dict(options),
+    )
 
 
 def _write_weights(path: Path, specs: Mapping[str, TensorSpec], dtype: str) -> None:
@@ -206,14 +215,14 @@ def random_weights(specs: Mapping[str, TensorSpec], device: Device) -> dict[str,
     }
 
 
-def random_prompts(num: int, num_tokens: int) -> list[Prompt]:
+def random_prompts(num: int, num_tokens: int, *, vocab: int = 100_000) -> list[Prompt]:
     random = np.random.default_rng(0)
     return [
         Prompt(
             uid=f"row-{index}",
             position=index,
             epoch=0,
-            token_ids=random.integers(1000, 100_000, num_tokens, dtype=np.int32),
+            token_ids=random.integers(1000, vocab, num_tokens, dtype=np.int32),
             data_source="bench",
             ground_truth="",
             extra_info={},

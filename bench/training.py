@@ -78,6 +78,9 @@ WORKLOADS = (
     TrainWorkload(
         key="step 1.5B", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=4, sequence_tokens=4096
     ),
+    TrainWorkload(
+        key="step 135M", name="135M", model="smollm2-135m", num_layers=30, num_sequences=128, sequence_tokens=256
+    ),
 )
 LONG_WORKLOAD = TrainWorkload(
     key="step 1.5B 16k", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=1, sequence_tokens=16384

@@ -191,6 +191,16 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32),
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64),
     "llama-3.1-405b": _llama3(126, 16384, 53248, 128),
+    "smollm2-135m": replace(
+        _llama3(30, 576, 1536, 9),
+        head_dim=64,
+        num_kv_heads=3,
+        vocab=49152,
+        max_context_tokens=8192,
+        rope_theta=1e5,
+        rope_scaling=None,
+        has_tied_embeddings=True,
+    ),
     "mixtral-8x7b": replace(
         _dense(Family.MIXTRAL, 32, 4096, 14336, 32, 8, vocab=32000),
         norm_eps=1e-5,

@@ -182,6 +182,10 @@ class ReferenceConfig(ModelParallelConfig):
     """A folder like `model.path`, of a model of the same shape; null is `model.path`."""
 
 
+_UNPLANNED_REQUESTS = 128
+"""Of an engine outside of a run, such as one that a tool asks."""
+_QUEUE_DIVISOR = 8
+"""An engine has up to 1 / 8 of its running requests waiting: those that end while the next are on their way."""
 InFlight: TypeAlias = Literal["abort", "retract", "in_place"]
 
 
@@ -207,8 +211,9 @@ class EngineRoleConfig(Section):
     """GPUs per engine; the pool holds as many engines as fit."""
     expert: PositiveInt = 1
     """Expert-parallel size: the experts of a mixture are divided into so many sets of `tensor` / `expert` GPUs."""
-    max_running_requests: PositiveInt = 128
-    """Requests that an engine computes at the same time; further ones wait."""
+    max_running_requests: PositiveInt | None = None
+    """Requests that an engine computes at the same time; further ones wait. null: as many as a step sends to it, if its
+    KV cache holds them at half of the longest prompt and response (`megarl plan` prints the number)."""
     max_cached_tokens: PositiveInt | None = None
     """Size of the KV cache in tokens; null takes what `megarl plan` grants in a pool that is shared with trainers, else
     the memory that is left (on CPU: 32,768)."""
@@ -231,6 +236,16 @@ class EngineRoleConfig(Section):
     """An engine that does not answer for this long counts as dead; after a third of it, it gets no more requests."""
     sglang: dict[str, object] = Field(default={})
     """Further options of the SGLang server, such as `attention_backend: fa3` for `--attention-backend fa3`."""
+
+    @property
+    def running_requests(self) -> int:
+        """`max_running_requests`, written or derived: `planner.deployment.deploy` derives it for every run."""
+        return self.max_running_requests or _UNPLANNED_REQUESTS
+
+    @property
+    def outstanding_requests(self) -> int:
+        """Requests that an engine has at a time: a few wait in it, so that it computes several prompts together."""
+        return self.running_requests + max(1, self.running_requests // _QUEUE_DIVISOR)
 
     def is_deterministic_on(self, device: Device) -> bool:
         """Whether the tokens of a request are independent of its batch, by the recipe or else by the device."""
@@ -344,6 +359,15 @@ class RolesConfig(Section):
     def on_engines(self) -> dict[str, EngineRoleConfig]:
         """All roles that SGLang engines serve, by their key below `roles`."""
         return {**({"rollout": self.rollout} if self.rollout else {}), **self.frozen}
+
+    def with_running_requests(self, requests: Mapping[str, int]) -> RolesConfig:
+        """Return these roles with `max_running_requests` of some that engines serve, by their key below `roles`."""
+        roles: dict[str, object] = {}
+        for key, count in requests.items():
+            kind, _, name = key.partition(".")
+            role = self.on_engines[key].model_copy(update={"max_running_requests": count})
+            roles[kind] = {**roles.get(kind, getattr(self, kind)), name: role} if name else role
+        return self.model_copy(update=roles)
 
     @property
     def used_pools(self) -> dict[str, str]:

@@ -281,7 +281,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--dtype": spec.dtype,
         "--tp-size": config.tensor,
         "--ep-size": config.expert,
-        "--max-running-requests": config.max_running_requests,
+        "--max-running-requests": config.running_requests,
         "--random-seed": spec.seed % (1 << 31),
         # An answer that no publish preceded is refused by its version.
         "--weight-version": "0" if spec.loads_weights else "none",
@@ -313,9 +313,10 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
-    adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
+    words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
+    words += [] if spec.device == "cpu" else _graph_words(config)
     module = "cpu" if spec.device == "cpu" else "server"
-    return [sys.executable, "-m", f"megarl.engine.{module}", *words, *flags, *adapters, *_native_words(config.sglang)]
+    return [sys.executable, "-m", f"megarl.engine.{module}", *words, *flags, *_native_words(config.sglang)]
 
 
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
@@ -331,6 +332,26 @@ def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
     if adapters.has_shared_expert:
         words += ["--json-model-override-args", json.dumps({"has_adapted_shared_expert": True})]
     return ["--enable-lora", "--lora-strict-loading", *words, "--lora-target-modules", *adapters.modules]
+
+
+def _graph_words(config: EngineRoleConfig) -> list[str]:
+    """Return the sizes of batches that graphs are captured for, unless the recipe has an option of graphs.
+
+    Without a graph a small model computes a token many times slower; a graph for each size takes long to capture.
+    """
+    if any("cuda_graph" in name for name in config.sglang):
+        return []
+    return ["--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(config.running_requests))]
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return sizes from 1 to `most`: 1 to 4, then four in each octave. A batch takes the next larger one."""
+    sizes = {1, 2, 3, 4, most}
+    octave = 4
+    while octave < most:
+        sizes |= {octave + octave * quarter // 4 for quarter in range(1, 5)}
+        octave *= 2
+    return sorted(size for size in sizes if size <= most)
 
 
 def _memory_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:

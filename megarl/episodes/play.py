@@ -171,7 +171,7 @@ class EpisodeSetup:
             environment=environment,
             template=tokenizer.template,
             tools=tokenizer.tools,
-            max_running=rollout.max_running_requests,
+            max_running=rollout.running_requests,
             max_context_tokens=max_context_tokens,
         )
 

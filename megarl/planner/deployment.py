@@ -18,7 +18,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.hub import PUBLIC_MODELS, public_model_name
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, SamplingConfig
-from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, TrainedModelConfig
+from megarl.config.roles import EngineRoleConfig, ModelParallelConfig, PoolConfig, RolesConfig, TrainedModelConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import ModelWork
@@ -36,6 +36,10 @@ from megarl.tokens import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
 
 _NUM_SAMPLES = 256
+_MOST_REQUESTS = 4096
+"""More than SGLang chooses by itself, whatever the memory."""
+_EVALUATED_AT_ONCE = 256
+"""Prompts of an evaluation, which are not counted before they are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +261,9 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
     device, rollout = recipe.run.device, recipe.roles.rollout
     placement = place(recipe.roles, recipe.pools, is_cluster=recipe.run.ray_address is not None)
     capacity_bytes = None if device == "cpu" else gpu.memory_bytes
+    engines = _engines(recipe, shapes, capacity_bytes)
     return Deployment(
-        roles=recipe.roles,
+        roles=_with_requests(recipe, engines),
         device=device,
         gpu=gpu,
         models={
@@ -276,23 +281,66 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
             )
             for role, split in recipe.roles.megatron_roles.items()
         },
-        engine=None
-        if rollout is None
-        else engine_memory(
+        engine=None if rollout is None else engines["rollout"],
+        frozen={role: memory for role, memory in engines.items() if role != "rollout"},
+        placement=placement,
+        routes=shapes.policy.routes if recipe.replays_routing(shapes.policy) else None,
+    )
+
+
+def _engines(recipe: Recipe, shapes: RoleShapes, capacity_bytes: int | None) -> dict[str, EngineMemory]:
+    """Return the memory of one engine of each role on engines; frozen models elsewhere have none here."""
+    rollout = recipe.roles.rollout
+    engines = {
+        role: engine_memory(_frozen_shape(config.model, role), config, capacity_bytes)
+        for role, config in recipe.roles.frozen.items()
+        if config.pool is not None
+    }
+    if rollout is not None:
+        engines["rollout"] = engine_memory(
             shapes.policy,
             rollout,
             capacity_bytes,
             lora=recipe.model.lora,
             num_adapters=adapter_slots(recipe.train.max_staleness),
-        ),
-        frozen={
-            role: engine_memory(_frozen_shape(config.model, role), config, capacity_bytes)
-            for role, config in recipe.roles.frozen.items()
-            if config.pool is not None
-        },
-        placement=placement,
-        routes=shapes.policy.routes if recipe.replays_routing(shapes.policy) else None,
+        )
+    return engines
+
+
+def _with_requests(recipe: Recipe, engines: Mapping[str, EngineMemory]) -> RolesConfig:
+    """Return the roles with the requests that each engine computes at a time, where the recipe does not say."""
+    roles = recipe.roles
+    return roles.with_running_requests(
+        {
+            role: derived_requests(recipe, config, engines.get(role))
+            for role, config in roles.on_engines.items()
+            if config.max_running_requests is None
+        }
     )
+
+
+def derived_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemory | None) -> int:
+    """Return the requests that one engine of a role computes at a time: what a step sends it and its cache holds.
+
+    SGLang puts requests off whose tokens do not fit, and takes back some of those that run where it was wrong: half of
+    the longest lengths is a load that it seldom has to correct.
+    """
+    num_engines = len(config.endpoints) if config.pool is None else recipe.pools[config.pool].gpus // config.tensor
+    requests = _requests_at_once(recipe) / max(1, num_engines)
+    workload = StepWorkload.half(recipe.data, recipe.sampling)
+    held = requests if engine is None else engine.cached_tokens // workload.sequence_tokens
+    return max(1, min(math.ceil(requests), int(held), _MOST_REQUESTS))
+
+
+def _requests_at_once(recipe: Recipe) -> int:
+    """Return the requests of all rollouts that are under way together, in a step or in an evaluation."""
+    filtering, train = recipe.algorithm.filter, recipe.train
+    prompts = train.prompts_per_step * max(1, train.max_staleness)
+    prompts *= 1.0 if filtering is None else filtering.oversampling
+    evaluated = _EVALUATED_AT_ONCE if recipe.evaluation is not None else 0
+    if not recipe.algorithm.needs.has_engines:
+        return evaluated
+    return max(math.ceil(prompts) * recipe.sampling.rollouts_per_prompt, evaluated)
 
 
 def _frozen_shape(folder: Path, role: str) -> ModelShape:

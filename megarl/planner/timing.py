@@ -275,7 +275,7 @@ class RolloutTime:
         self._num_requests = max(1, -(-num_sequences // self._num_engines))
         mean_context = workload.mean_prompt_tokens + workload.mean_response_tokens // 2
         self.num_running = max(
-            1, min(self._num_requests, rollout.max_running_requests, engine.cached_tokens // mean_context)
+            1, min(self._num_requests, rollout.running_requests, engine.cached_tokens // mean_context)
         )
         """Requests that run per engine, limited by its cache and its own limit."""
 

@@ -17,8 +17,9 @@ from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.observe.observer import Observer
+from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.fit import check_fit
-from megarl.planner.hardware import other_gpu, reported_gpu
+from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
 from megarl.rollout.frozen import FrozenRole
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import preemptible
@@ -69,11 +70,12 @@ async def _take_steps(
         if warning is not None:
             observer.warned(warning)
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
+        served = _planned(recipe, gpu_of(recipe.cluster, kinds))
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         async with rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
             frozen = tasks.create_task(
                 start_frozen(
-                    recipe.roles.frozen,
+                    served.roles.frozen,
                     pools,
                     stack,
                     run=recipe.run,
@@ -83,8 +85,8 @@ async def _take_steps(
                     temperature=recipe.sampling.temperature,
                 )
             )
-            serving = tasks.create_task(_start_serving(recipe, inputs, frozen, pools, stack, observer))
-            workers = tasks.create_task(start_workers(recipe, inputs, serving, frozen, stack, observer))
+            serving = tasks.create_task(_start_serving(served, inputs, frozen, pools, stack, observer))
+            workers = tasks.create_task(start_workers(served, inputs, serving, frozen, stack, observer))
             started = StartedRoles(
                 pools=pools,
                 serving=serving,
@@ -94,6 +96,12 @@ async def _take_steps(
                 outlive_driver=cluster.outlive_driver,
             )
             await rank_sets.take_steps(resume, started)
+
+
+def _planned(recipe: Recipe, gpu: GpuModel) -> Recipe:
+    """Return the recipe with the requests that its engines compute at a time on these GPUs."""
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    return recipe.model_copy(update={"roles": deploy(recipe, shapes, gpu).roles})
 
 
 async def _start_serving(

@@ -132,7 +132,7 @@ class _Starter:
                 num_workers=len(divided),
                 log_path=self.recipe.run_folder.absolute() / f"reward_{index}.log",
                 episodes=self._episodes(),
-                max_outstanding=config.max_running_requests,
+                max_outstanding=config.outstanding_requests,
                 max_attempts=config.max_attempts,
                 publish_timeout_s=fleet.publish_timeout_s,
                 request_timeout_s=fleet.engines[0].client.request_timeout_s,

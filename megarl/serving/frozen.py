@@ -107,7 +107,7 @@ class _Start:
             folder=config.model.absolute(),
             shape=shape,
             max_attempts=config.max_attempts,
-            max_outstanding=config.max_running_requests,
+            max_outstanding=config.outstanding_requests,
             request_timeout_s=deadlines.request_s,
             # The longest time without news of an engine that is being restarted.
             patience_s=deadlines.start_s + config.silence_timeout_s,

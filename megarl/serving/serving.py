@@ -178,7 +178,7 @@ def _open_fleet(
 ) -> Fleet:
     fleet = Fleet(
         [EngineClient(endpoint, request_timeout_s=deadlines.request_s) for endpoint in endpoints],
-        max_outstanding=config.max_running_requests,
+        max_outstanding=config.outstanding_requests,
         publish_timeout_s=publish_timeout_s,
         policy=policy,
     )

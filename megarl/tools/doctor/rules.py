@@ -142,10 +142,11 @@ def less_for_engines(run: RunHistory) -> Sequence[RecipeChange]:
     rollout = run.recipe.roles.rollout
     if rollout is None:
         return ()
-    return (
-        _change("roles.rollout.memory_fraction", round(max(0.3, rollout.memory_fraction - 0.1), 2)),
-        _change("roles.rollout.max_running_requests", max(1, rollout.max_running_requests // 2)),
-    )
+    less = _change("roles.rollout.memory_fraction", round(max(0.3, rollout.memory_fraction - 0.1), 2))
+    if rollout.max_running_requests is None:
+        # Fewer are derived from the smaller cache.
+        return (less,)
+    return less, _change("roles.rollout.max_running_requests", max(1, rollout.max_running_requests // 2))
 
 
 def less_per_micro_batch(run: RunHistory) -> Sequence[RecipeChange]:

@@ -18,7 +18,7 @@ import aiohttp
 import numpy as np
 
 from bench.figures import Failure, Figure
-from bench.one_engine import Server, random_prompts, serving
+from bench.one_engine import Server, full_publish, random_prompts, serving
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
@@ -106,6 +106,8 @@ async def measure_generation(
     shape = PUBLIC_MODELS[model]
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:
         role = server.role
+        full = await full_publish(server)
+        await full.send()
         through, straight = dict[int, float](), dict[int, float]()
         for num_steps in (1, _NUM_STEPS):
             work = _Workload.of(shape.vocab, LOAD, num_steps=num_steps)

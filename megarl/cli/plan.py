@@ -17,7 +17,7 @@ from megarl.cli.display import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
 from megarl.errors import ConfigError
-from megarl.planner.deployment import Placement, PublishWay, RankPlace
+from megarl.planner.deployment import Placement, PublishWay, RankPlace, engine_requests
 from megarl.planner.fit import PlanAnswer, PlanQuestion, Proposal, RunPlan, answer, replay_run
 from megarl.planner.hardware import parse_gpu
 from megarl.planner.ledger import MemoryLedger, saves
@@ -284,7 +284,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{gpu.name}: {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_per_s:g} GB/s memory, "
         f"{gpu.node_gb_per_s:g} GB/s in a node, {gpu.network_gb_per_s:g} GB/s network",
         f"{timing.num_micro_batches} micro-batches per rank and update, a pipeline bubble of {timing.bubble:.0%}, "
-        f"{timing.running_requests} requests per engine",
+        f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
     ]
     if saves(answer.recipe.checkpoint):
         notes.append(
@@ -293,6 +293,11 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         )
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
+
+
+def _why_so_many(answer: PlanAnswer) -> str:
+    rollout, engine = answer.recipe.roles.rollout, answer.plan.sizes.engine
+    return "" if rollout is None else f" ({engine_requests(answer.recipe, rollout, engine).limit})"
 
 
 def _first_change(timing: Timing) -> str | None:
@@ -308,7 +313,7 @@ def _first_change(timing: Timing) -> str | None:
 def _lever(phase: PhaseTime, timing: Timing) -> str:
     match phase.name:
         case PhaseName.ROLLOUT:
-            return "more engines (a larger rollout pool), or more running requests per engine"
+            return "more engines (a larger rollout pool)"
         case PhaseName.UPDATE if timing.bubble > 0.1:
             return "the pipeline bubble; raise virtual_pipeline, lower pipeline, or make more micro-batches"
         case PhaseName.OLD | PhaseName.UPDATE:

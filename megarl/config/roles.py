@@ -212,8 +212,8 @@ class EngineRoleConfig(Section):
     expert: PositiveInt = 1
     """Expert-parallel size: the experts of a mixture are divided into so many sets of `tensor` / `expert` GPUs."""
     max_running_requests: PositiveInt | None = None
-    """Requests that an engine computes at the same time; further ones wait. null: as many as a step sends to it, if its
-    KV cache holds them at half of the longest prompt and response (`megarl plan` prints the number)."""
+    """Requests that an engine computes at the same time; further ones wait. null: as many as a step sends to it
+    and its KV cache holds halfway through their responses (`megarl plan` prints the number)."""
     max_cached_tokens: PositiveInt | None = None
     """Size of the KV cache in tokens; null takes what `megarl plan` grants in a pool that is shared with trainers, else
     the memory that is left (on CPU: 32,768)."""

@@ -311,25 +311,33 @@ def _with_requests(recipe: Recipe, engines: Mapping[str, EngineMemory]) -> Roles
     """Return the roles with the requests that each engine computes at a time, where the recipe does not say."""
     roles = recipe.roles
     return roles.with_running_requests(
-        {
-            role: derived_requests(recipe, config, engines.get(role))
-            for role, config in roles.on_engines.items()
-            if config.max_running_requests is None
-        }
+        {role: engine_requests(recipe, config, engines.get(role)).count for role, config in roles.on_engines.items()}
     )
 
 
-def derived_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemory | None) -> int:
-    """Return the requests that one engine of a role computes at a time: what a step sends it and its cache holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequests:
+    """The requests that one engine computes at a time, and what limits them."""
 
-    SGLang puts requests off whose tokens do not fit, and takes back some of those that run where it was wrong: half of
-    the longest lengths is a load that it seldom has to correct.
+    count: int
+    limit: str
+
+
+def engine_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemory | None) -> EngineRequests:
+    """Return the recipe's number, else what a step sends to one engine of a role as far as its cache holds it.
+
+    SGLang puts requests off whose tokens do not fit, and takes back some of those that run where it was wrong. The mean
+    context of those that run is a load that it seldom has to correct: they are at different places of their responses.
     """
+    if config.max_running_requests is not None:
+        return EngineRequests(count=config.max_running_requests, limit="max_running_requests of the recipe")
     num_engines = len(config.endpoints) if config.pool is None else recipe.pools[config.pool].gpus // config.tensor
-    requests = _requests_at_once(recipe) / max(1, num_engines)
-    workload = StepWorkload.half(recipe.data, recipe.sampling)
-    held = requests if engine is None else engine.cached_tokens // workload.sequence_tokens
-    return max(1, min(math.ceil(requests), int(held), _MOST_REQUESTS))
+    limits = {math.ceil(_requests_at_once(recipe) / max(1, num_engines)): "all that it gets at once"}
+    if engine is not None:
+        tokens = StepWorkload.half(recipe.data, recipe.sampling).mean_context_tokens
+        limits[engine.cached_tokens // tokens] = f"its cache holds {engine.cached_tokens:,} tokens, {tokens:,} for each"
+    count = min(limits)
+    return EngineRequests(count=max(1, min(count, _MOST_REQUESTS)), limit=limits[count])
 
 
 def _requests_at_once(recipe: Recipe) -> int:
@@ -477,6 +485,11 @@ class StepWorkload:
             max_response_tokens=max_response_tokens,
             quantiles=tuple(min(length, max_response_tokens) for length in self.quantiles),
         )
+
+    @property
+    def mean_context_tokens(self) -> int:
+        """Mean length of the requests that run in an engine: halfway through their responses."""
+        return self.mean_prompt_tokens + self.mean_response_tokens // 2
 
     @property
     def sequence_tokens(self) -> int:

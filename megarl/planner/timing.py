@@ -273,9 +273,8 @@ class RolloutTime:
             DETERMINISTIC_SLOWDOWN if rollout.is_deterministic_on(deployment.device) else 1.0
         ) / gpu.reached
         self._num_requests = max(1, -(-num_sequences // self._num_engines))
-        mean_context = workload.mean_prompt_tokens + workload.mean_response_tokens // 2
         self.num_running = max(
-            1, min(self._num_requests, rollout.running_requests, engine.cached_tokens // mean_context)
+            1, min(self._num_requests, rollout.running_requests, engine.cached_tokens // workload.mean_context_tokens)
         )
         """Requests that run per engine, limited by its cache and its own limit."""
 

@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import Family
@@ -23,7 +25,7 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
-from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, last_message
+from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, graph_sizes, last_message
 from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.system.proc import ZOMBIE, all_processes
@@ -203,6 +205,38 @@ def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> 
     ]
 
 
+def test_graphs_are_captured_for_the_batches_that_occur_unless_the_recipe_says_which(tmp_path: Path) -> None:
+    config = RolloutRoleConfig(pool="rollout", max_running_requests=20)
+    spec = replace(engine_spec(tmp_path, tmp_path, tensor=1), device="cuda", config=config)
+    words = words_of(spec)
+    first = words.index("--cuda-graph-bs-decode") + 1
+    assert words[first : first + 14] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+        "8",
+        "10",
+        "12",
+        "14",
+        "16",
+        "20",
+        "--skip-server-warmup",
+    ]
+    own = replace(spec, config=config.model_copy(update={"sglang": {"cuda_graph_max_bs_decode": 16}}))
+    assert "--cuda-graph-bs-decode" not in words_of(own)
+
+
+@given(st.integers(1, 5000))
+def test_a_batch_is_padded_by_a_quarter_at_most(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes[-1] == most
+    assert all(larger <= max(smaller + 1, 1.25 * smaller) for smaller, larger in pairwise(sizes))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: Path) -> None:
     plain = engine_spec(tmp_path / "model", tmp_path)
@@ -210,7 +244,8 @@ def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: 
         plain, device=device, shares_devices=True, num_nodes=2, rendezvous="10.0.0.1:4000", quantization="{}"
     )
     words = words_of(spec)
-    own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}
+    own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    own -= {"config", "cuda_graph_bs_decode"}  # the latter is left out where a recipe names sizes
     assert own <= set(read_library("sglang").fields)
     assert [name for name in own if owned("sglang", name, device=device) is None] == []
 

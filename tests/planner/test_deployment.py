@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megarl.planner.deployment import StepWorkload
-from tests.planner.recipes import PPO, placement_of
+from megarl.config.hub import PUBLIC_MODELS
+from megarl.planner.deployment import StepWorkload, deploy, engine_requests
+from megarl.planner.hardware import GPUS
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 
 def test_ranks_have_the_coordinates_of_the_weights_layout_and_groups_and_engines_share_a_node() -> None:
@@ -77,3 +82,37 @@ def test_long_and_short_responses_are_mixed_in_the_order_of_requests() -> None:
     for first in range(0, 400, 100):
         assert sum(lengths[first : first + 100]) / 100 == pytest.approx(500, rel=0.1)
     assert workload.lengths(1) == [1000]
+
+
+@pytest.mark.parametrize(
+    ("model", "assignments", "requests", "limit"),
+    [
+        # 128 prompts x 8 rollouts on 4 engines.
+        ("qwen2.5-7b", (), 256, "all that it gets at once"),
+        ("qwen2.5-1.5b", ("pools.rollout.gpus_per_node=2", "sampling.rollouts_per_prompt=16"), 2048, "all that"),
+        ("qwen2.5-7b", ("train.max_staleness=2",), 512, "all that"),
+        # A few rollouts of training, and an evaluation of nobody knows how many prompts.
+        ("qwen2.5-7b", ("train.prompts_per_step=8", "evaluation={every_steps: 1}"), 64, "all that"),
+        ("qwen2.5-7b", ("roles.rollout.max_cached_tokens=20480",), 16, "its cache holds 20,480 tokens, 1,280 for each"),
+        ("qwen2.5-7b", ("roles.rollout.max_running_requests=7",), 7, "max_running_requests of the recipe"),
+        ("qwen2.5-7b", ("train.prompts_per_step=100000",), 4096, "its cache"),
+    ],
+)
+def test_an_engine_runs_what_it_gets_as_far_as_its_cache_holds_it(
+    model: str, assignments: tuple[str, ...], requests: int, limit: str
+) -> None:
+    recipe = make_recipe(f"model.path={model}", "roles.rollout.max_cached_tokens=100000000", *assignments)
+    deployment = deploy(recipe, shapes_of(PUBLIC_MODELS[model]), GPUS["h200"])
+    rollout = deployment.roles.rollout
+    assert rollout is not None
+    assert recipe.roles.rollout is not None
+    assert rollout.running_requests == requests
+    assert rollout.outstanding_requests == requests + max(1, requests // 8), "some wait in the engine"
+    assert engine_requests(recipe, recipe.roles.rollout, deployment.engine).limit.startswith(limit)
+
+
+def test_frozen_models_get_their_requests_as_well(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "judge", TinyShape(), seed=1)
+    judge = f"roles.judge.strict={{pool: rollout, model: {tmp_path / 'judge'}, tensor: 1, max_cached_tokens: 20480}}"
+    deployment = deploy(make_recipe(judge), shapes_of(PUBLIC_MODELS["qwen2.5-7b"]), GPUS["h200"])
+    assert deployment.roles.frozen["judge.strict"].running_requests == 16

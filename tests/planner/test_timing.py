@@ -112,8 +112,8 @@ def test_the_longest_response_sets_the_pace_of_a_small_step() -> None:
 
 
 def test_a_small_cache_lets_fewer_requests_run() -> None:
-    assert time_of(make_recipe()).running_requests == 128
-    assert time_of(make_recipe("roles.rollout.max_cached_tokens=6000")).running_requests == 10
+    assert time_of(make_recipe()).running_requests == 256
+    assert time_of(make_recipe("roles.rollout.max_cached_tokens=6000")).running_requests == 4
 
 
 def test_a_step_is_the_sum_of_its_phases() -> None:
@@ -224,7 +224,7 @@ def test_oversampling_is_generated_and_not_trained() -> None:
         time_of(make_recipe(f"algorithm={{kind: grpo, filter: {{oversampling: {factor}}}}}")) for factor in (1, 3)
     )
     assert more.trained_tokens == plain.trained_tokens
-    assert more.seconds(PhaseName.ROLLOUT) > 2 * plain.seconds(PhaseName.ROLLOUT)
+    assert more.seconds(PhaseName.ROLLOUT) > 1.5 * plain.seconds(PhaseName.ROLLOUT)
     assert more.seconds(PhaseName.UPDATE) == plain.seconds(PhaseName.UPDATE)
 
 

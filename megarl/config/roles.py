@@ -361,13 +361,21 @@ class RolesConfig(Section):
         return {**({"rollout": self.rollout} if self.rollout else {}), **self.frozen}
 
     def with_running_requests(self, requests: Mapping[str, int]) -> RolesConfig:
-        """Return these roles with `max_running_requests` of some that engines serve, by their key below `roles`."""
-        roles: dict[str, object] = {}
-        for key, count in requests.items():
-            kind, _, name = key.partition(".")
-            role = self.on_engines[key].model_copy(update={"max_running_requests": count})
-            roles[kind] = {**roles.get(kind, getattr(self, kind)), name: role} if name else role
-        return self.model_copy(update=roles)
+        """Return these roles with `max_running_requests` of all that engines serve, by their key below `roles`."""
+        counted = {
+            key: role.model_copy(update={"max_running_requests": requests[key]})
+            for key, role in self.on_engines.items()
+        }
+        kinds: Mapping[str, Mapping[str, object]] = {
+            "reward_model": self.reward_model,
+            "judge": self.judge,
+            "teacher": self.teacher,
+        }
+        named = {
+            kind: {name: counted.get(f"{kind}.{name}", role) for name, role in roles.items()}
+            for kind, roles in kinds.items()
+        }
+        return self.model_copy(update={"rollout": counted.get("rollout"), **named})
 
     @property
     def used_pools(self) -> dict[str, str]:

@@ -343,8 +343,8 @@ def engine_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemo
 def _requests_at_once(recipe: Recipe) -> int:
     """Return the requests of all rollouts that are under way together, in a step or in an evaluation."""
     filtering, train = recipe.algorithm.filter, recipe.train
-    prompts = train.prompts_per_step * max(1, train.max_staleness)
-    prompts *= 1.0 if filtering is None else filtering.oversampling
+    oversampling = 1.0 if filtering is None else filtering.oversampling
+    prompts = train.prompts_per_step * max(1, train.max_staleness) * oversampling
     evaluated = _EVALUATED_AT_ONCE if recipe.evaluation is not None else 0
     if not recipe.algorithm.needs.has_engines:
         return evaluated

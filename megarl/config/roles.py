@@ -183,7 +183,7 @@ class ReferenceConfig(ModelParallelConfig):
 
 
 _UNPLANNED_REQUESTS = 128
-"""Of an engine outside of a run, such as one that a tool asks."""
+"""Requests of an engine outside of a run, such as one that a tool asks."""
 _QUEUE_DIVISOR = 8
 """An engine has up to 1 / 8 of its running requests waiting: those that end while the next are on their way."""
 InFlight: TypeAlias = Literal["abort", "retract", "in_place"]

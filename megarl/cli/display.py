@@ -362,3 +362,11 @@ def _open_output() -> Output:
             self._handle.update(shown, raw=True)
 
     return Raw()
+
+
+def format_number(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if value == 0 or abs(value) >= 0.001:
+        return f"{value:.3f}"
+    return f"{value:.1e}"

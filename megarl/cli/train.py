@@ -89,6 +89,8 @@ def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
 def print_report(report: RunReport, console: Console) -> None:
     from rich.table import Table
 
+    from megarl.cli.display import format_number
+
     table = Table("", "first", "last", "best", "best at step")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -119,11 +121,3 @@ def print_next(run: Path, console: Console) -> None:
         ]
     width = max(len(text) for text, _ in lines)
     console.print("\n".join(["what next", *(f"  {text:<{width}}  {command}" for text, command in lines)]))
-
-
-def format_number(value: float) -> str:
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    if value == 0 or abs(value) >= 0.001:
-        return f"{value:.3f}"
-    return f"{value:.1e}"

@@ -164,6 +164,8 @@ LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Seconds: a head that is gone does not come back, but one on a busy machine may be late.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+    # Ray would start a process per core in advance, which an actor with variables of its own cannot use.
+    "RAY_prestart_worker_first_driver": "false",
 }
 """Set as well for a Ray that megarl starts on this machine alone."""
 

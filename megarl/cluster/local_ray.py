@@ -97,13 +97,15 @@ class LocalRay:
                 self._port,
                 "--include-dashboard",
                 "false",
+                "--no-monitor",  # of an autoscaler
                 "--temp-dir",
                 f"{self._folder}/ray",
             ]
         else:
             self.wait_started()
             words = ["--address", self.address]
-        words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
+        # A log monitor sends the output of workers to the driver, which does not want it.
+        words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2), "--include-log-monitor", "false"]
         if self._device == "cpu":
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
         if num_gpus is not None:

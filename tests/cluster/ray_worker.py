@@ -1,4 +1,4 @@
-"""An actor for tests of groups of them. A module of its own: Ray's processes import nothing but this."""
+"""Actors for tests of groups of them. A module of its own: Ray's processes import nothing but this."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ class Worker:
     def sleep_on(self, rank: int) -> None:
         if rank == self._rank:
             time.sleep(60)
+
+
+class Seen:
+    """Says which GPUs its process sees."""
+
+    def gpus(self) -> tuple[str, str]:
+        # A process that joins a Ray sets variables before it imports it.
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]

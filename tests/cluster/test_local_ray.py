@@ -23,6 +23,7 @@ from megarl.engine.fleet import Fleet
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import EngineError, MachineError, WorkerError
 from megarl.observe.observer import Observer
+from tests.cluster.ray_worker import Seen
 from tests.engine.engines import engine_spec
 from tests.observe.samples import ListSink
 
@@ -74,13 +75,6 @@ def by_node(places: list[Place]) -> list[list[int | None]]:
     for place in places:
         found.setdefault(place.node, []).append(place.gpu)
     return list(found.values())
-
-
-class Seen:
-    """Says which GPUs its process sees."""
-
-    def gpus(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def test_a_pool_has_all_gpus_of_its_nodes_and_each_process_sees_its_own(cluster: Cluster) -> None:

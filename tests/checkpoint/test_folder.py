@@ -107,6 +107,40 @@ def test_killed_anywhere_in_a_save_the_newest_complete_checkpoint_is_found(
     assert {path.name for path in tmp_path.glob("*.tmp")} == set()
 
 
+def test_a_name_is_given_to_what_is_on_disk_and_is_on_disk_itself_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure only what was synced is there: contents before their name, a name before what follows."""
+    calls: list[tuple[str, Path]] = []
+    sync, rename = os.fsync, Path.rename
+
+    def record_sync(descriptor: int) -> None:
+        calls.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+        sync(descriptor)
+
+    def record_rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", target.relative_to(tmp_path)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    folder = write_checkpoint(tmp_path, 2)
+    latest, number = Path("latest"), Path("latest_checkpointed_iteration.txt")
+    named = calls.index(("rename", Path(folder.name)))
+    synced = {name for call, name in calls[:named] if call == "sync"}
+    inside = [folder / "manifest.json", *(path for path in folder.rglob("*") if path.is_dir())]
+    assert {Path(f"{folder.name}.tmp") / path.relative_to(folder) for path in inside} <= synced
+    assert calls[named:] == [
+        ("rename", Path(folder.name)),
+        ("sync", Path()),
+        ("rename", latest),
+        ("sync", Path()),
+        ("sync", number.with_suffix(".txt.tmp")),
+        ("rename", number),
+        ("sync", Path()),
+    ]
+
+
 @pytest.fixture
 def parent(tmp_path: Path) -> Path:
     for step in range(1, 6):

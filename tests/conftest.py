@@ -19,6 +19,7 @@ from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 
 if TYPE_CHECKING:
     from tests.engine.engines import ServedModel
+    from tests.engine.template import EngineTemplate
     from tests.train.cluster import Cluster
 
 pytest_plugins = ["tests.faults.matrix", "tests.packages", "tests.schedule", "pytester"]
@@ -62,8 +63,21 @@ YARN: dict[str, object] = {
 
 
 @pytest.fixture(scope="session")
-def real_engines() -> None:
-    """Let the tests that ask for this start engines; see tests/schedule.py."""
+def engine_template() -> Iterator[EngineTemplate]:
+    from tests.engine.template import EngineTemplate
+    from tests.schedule import WATCH
+
+    template = EngineTemplate(WATCH.refuse)
+    yield template
+    template.stop()
+
+
+@pytest.fixture(scope="session")
+def real_engines(engine_template: EngineTemplate) -> Iterator[None]:
+    """Let the tests that ask for this start engines, forked from a template; see tests/schedule.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.engine.process.start_guarded", engine_template.start_guarded)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.results import EvalResult
 from megarl.system.run_lock import LOCKS_FOLDER
+from tests.cluster.worker_setup import quick_ray
+from tests.engine.template import EngineTemplate
 from tests.faults.leftovers import Footprint
 from tests.processes import template
 from tests.schedule import WATCH
@@ -139,10 +141,12 @@ def started(
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
     environment: Mapping[str, str] | None = None,
+    engines: EngineTemplate | None = None,
 ) -> Iterator[Driver]:
     """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end.
 
-    Forked from a template that has imported what the driver needs; slow tests start the installed `megarl`.
+    Forked from a template that has imported what the driver needs; slow tests start the installed `megarl`. Engines
+    that are forked from `engines` are no descendants of the run's process.
     """
     WATCH.refuse("megarl train")
     words = ["megarl", "train", str(write_recipe(folder, name)), *options]
@@ -151,9 +155,12 @@ def started(
     variables = {FAULTS.name: json.dumps(faults) if faults else "", **(environment or {})}
     if footprint is not None:
         variables |= footprint.environment
+    if engines is not None:
+        engines.start()
+    address = b"" if engines is None else engines.address
     ready, theirs = template().Pipe(duplex=False)
     process = template().Process(
-        target=_drive, args=(words, folder, folder / f"{name}.out", variables, footprint, theirs)
+        target=_drive, args=(words, folder, folder / f"{name}.out", variables, footprint, address, theirs)
     )
     process.start()
     theirs.close()
@@ -177,6 +184,7 @@ def _drive(
     output: Path,
     environment: Mapping[str, str],
     footprint: Footprint | None,
+    engines: bytes,
     ready: Connection,
 ) -> None:
     """The driver's process, from its beginning."""
@@ -194,7 +202,8 @@ def _drive(
     ready.send(None)
     ready.close()
     try:
-        main()
+        with quick_ray(engines):
+            main()
     finally:
         atexit._run_exitfuncs()
 
@@ -208,11 +217,19 @@ def run(
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
     environment: Mapping[str, str] | None = None,
+    engines: EngineTemplate | None = None,
 ) -> Run:
-    given = started(
-        folder, name, *overrides, faults=faults, options=options, footprint=footprint, environment=environment
+    under_way = started(
+        folder,
+        name,
+        *overrides,
+        faults=faults,
+        options=options,
+        footprint=footprint,
+        environment=environment,
+        engines=engines,
     )
-    with given as process:
+    with under_way as process:
         process.wait(timeout=timeout_s)
     return finished(folder, name, process)
 

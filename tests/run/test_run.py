@@ -12,6 +12,7 @@ import pytest
 from megarl.data.rollout_files import generations_file, read_generations
 from megarl.observe.events import Restarted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.engine.template import EngineTemplate
 from tests.run.runs import Run, await_event, descendants, finished, kill, listening, run, started, survivors
 
 TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
@@ -35,9 +36,9 @@ def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Run:
+def reference(folder: Path, engine_template: EngineTemplate) -> Run:
     """Actor TP2 in one pool, one engine in another."""
-    done = run(folder, "reference")
+    done = run(folder, "reference", engines=engine_template)
     assert done.exit_code == 0, done.output
     return done
 
@@ -70,11 +71,13 @@ def test_an_evaluation_answers_in_both_ways_and_keeps_what_was_said(reference: R
         assert all(item.prompt.count("+") == 1 for item in kept)
 
 
-def test_a_seed_decides_every_bit_whatever_evaluates_generates_or_dies(folder: Path, reference: Run) -> None:
+def test_a_seed_decides_every_bit_whatever_evaluates_generates_or_dies(
+    folder: Path, reference: Run, engine_template: EngineTemplate
+) -> None:
     """Two engines, two workers and one evaluation less; the first worker that has an answer in step 2 is killed."""
     fault = {"point": "generating", "kind": "kill", "step": 1, "once": str(folder / "killed")}
     overrides = ("roles.rollout.workers=2", "pools.rollout.gpus_per_node=2", "evaluation.runs_before_training=false")
-    other = run(folder, "workers", *overrides, faults=[fault])
+    other = run(folder, "workers", *overrides, faults=[fault], engines=engine_template)
     assert other.exit_code == 0, other.output
     assert (folder / "killed").exists()
     assert "rollout_worker" in {event.role for event in other.events if isinstance(event, Restarted)}

@@ -35,7 +35,9 @@ from megarl.serving import processes as engines
 from megarl.serving.processes import Adoption, EngineHost, Engines, on_nodes, start_engines, take_over, with_free_ports
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
+from tests.cluster.worker_setup import quick_ray
 from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, ServedModel, engine_spec
+from tests.engine.template import EngineTemplate
 from tests.run.runs import write_recipe
 from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
 
@@ -99,13 +101,20 @@ NUM_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def two_nodes(real_ray: None, real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
+def two_nodes(
+    real_ray: None, engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Place]]:
     """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
     tmp_path = tmp_path_factory.mktemp("nodes")
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)
-    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None) as cluster:
+    engine_template.start()
+    with (
+        quick_ray(engine_template.address, has_ranks=False),
+        private_ray(),
+        open_cluster(recipe.run, recipe.pools, address=None) as cluster,
+    ):
         pools = cluster.reserve({name: PoolConfig(gpus_per_node=1) for name in ("first", "second")})
         places = [place for name in pools for place in pools[name]]
         for name, place in zip(pools, places, strict=True):
@@ -198,7 +207,8 @@ def _processes_of_node(node: int) -> list[psutil.Process]:
     """The servers of this test's engines, without their workers."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+        # A forked engine has its command line as one word.
+        words = " ".join(process.cmdline()).split() if process.status() != psutil.STATUS_ZOMBIE else []
         if words[1:3] != ["-m", "megarl.engine.cpu"] or "--node-rank" not in words:
             continue
         if words[words.index("--node-rank") + 1] == str(node):

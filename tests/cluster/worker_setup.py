@@ -1,0 +1,161 @@
+"""Workers of a local Ray in tests: ranks and engines are forked, by processes that have imported what they need.
+
+`quick_ray` makes a local Ray begin its workers with this file instead of Ray's own `setup_worker.py`, which sets the
+variables of a worker and executes it. Here a worker runs in the same process, which saves a second import of Ray, and
+forks its engines from a template (tests/engine/template.py). Ranks are forked from one process of this Ray that has
+imported Megatron, in the session of this Ray; an executed process stays in the rank's place as a child of Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, NoReturn
+
+from megarl.env import TRAINER_ENVIRONMENT, trainer_environment
+from megarl.system import guard
+from megarl.system.guard import GuardLease, die_with_parent
+from tests.processes import (
+    asked,
+    end_with,
+    fork_for_each,
+    listening_socket,
+    receive_number,
+    receive_request,
+    send_number,
+)
+from tests.repository import ROOT
+
+_ENGINES = "MEGARL_TEST_ENGINES"
+_RANKS = "MEGARL_TEST_RANKS"
+"""Variables with the names of sockets, in hexadecimal digits: where engines and where ranks are forked."""
+_START = "start"
+_FORK_RANKS = "fork-ranks"
+_RAY = "ray.scripts.scripts"
+
+
+@contextmanager
+def quick_ray(engines: bytes = b"", *, has_ranks: bool = True) -> Iterator[None]:
+    """Let every Ray that this process starts fork its ranks, and its engines from the template at `engines`."""
+    from megarl.cluster import local_ray
+
+    def start(
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes] | int,
+        lease: GuardLease | None = None,
+    ) -> subprocess.Popen[bytes]:
+        words = ["tests.cluster.worker_setup" if word == _RAY else word for word in command]
+        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        variables = {**environment, _ENGINES: engines.hex(), _RANKS: "wanted" if has_ranks else "", "PYTHONPATH": path}
+        return guard.start_guarded(words, environment=variables, output=output, lease=lease)
+
+    executed = vars(local_ray)["start_guarded"]
+    vars(local_ray)["start_guarded"] = start
+    try:
+        yield
+    finally:
+        vars(local_ray)["start_guarded"] = executed
+
+
+def _start_ray() -> None:
+    """Be `ray start`."""
+    from ray._private import ray_constants
+    from ray.scripts.scripts import main
+
+    if os.environ[_RANKS]:
+        _start_forking_ranks()
+    ray_constants.SETUP_WORKER_FILENAME = __file__
+    main()
+
+
+def _start_forking_ranks() -> None:
+    with listening_socket() as listener:
+        os.environ[_RANKS] = listener.getsockname().hex()
+        subprocess.Popen(
+            [sys.executable, __file__, _FORK_RANKS, str(listener.fileno())],
+            env={**os.environ, **trainer_environment("cpu")},
+            pass_fds=[listener.fileno()],
+        )
+
+
+def _be_worker() -> None:
+    """Be a worker, as raylet would have Ray's own setup execute it."""
+    from tests.engine.template import ForkedEngines
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    options, words = parser.parse_known_args()
+    variables = json.loads(options.serialized_runtime_env_context).get("env_vars", {})
+    os.environ.update(variables)
+    if os.environ[_RANKS] and variables.keys() >= TRAINER_ENVIRONMENT.keys():
+        _stand_in_for_rank(words)
+    if os.environ[_ENGINES]:
+        vars(guard)["start_guarded"] = ForkedEngines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
+    _run_ray_worker(words)
+
+
+def _run_ray_worker(words: list[str]) -> int:
+    sys.path[0] = str(Path(words[0]).parent)  # instead of this file's
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _stand_in_for_rank(words: list[str]) -> NoReturn:
+    """Have the rank forked elsewhere, and end with it."""
+    code = receive_number(asked(bytes.fromhex(os.environ[_RANKS]), words, os.environ, descriptors=[0, 1, 2]))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _fork_ranks(listener: socket.socket) -> NoReturn:
+    """Import what ranks need, then fork one for each connection. Not Ray: it reads variables when it is imported."""
+    die_with_parent(os.getppid())
+    import megarl.train.actor
+    import megarl.train.critic  # noqa: F401 - for what is forked
+
+    fork_for_each(listener, _keep_rank)
+
+
+def _keep_rank(connection: socket.socket) -> int:
+    """Fork a rank; end it with the process in its place, and that process with it."""
+    request = receive_request(connection)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        request.enter(*request.descriptors)
+        end_with(partial(_run_ray_worker, request.words))
+    request.close()
+    ends = os.pidfd_open(pid)
+    readable, _, _ = select.select([connection.fileno(), ends], [], [])
+    if ends not in readable:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        send_number(connection, code)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == _START:
+        _start_ray()
+    elif sys.argv[1] == _FORK_RANKS:
+        _fork_ranks(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        _be_worker()

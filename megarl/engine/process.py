@@ -46,7 +46,6 @@ _LOG_TIMEOUT_S = 5.0
 _NUM_TAIL_LINES = 400
 _MOST_MEMORY = 0.95
 """Fraction of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
-_GRAPH_OPTIONS = frozenset({"cuda_graph_config", "cuda_graph_bs_decode", "cuda_graph_max_bs_decode"})
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
 _PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 _NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
@@ -340,7 +339,7 @@ def _graph_words(config: EngineRoleConfig) -> list[str]:
 
     Without a graph a small model computes a token many times slower; a graph for each size takes long to capture.
     """
-    if not _GRAPH_OPTIONS.isdisjoint(config.sglang):
+    if any("cuda_graph" in name and "prefill" not in name for name in config.sglang):
         return []
     return ["--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(config.running_requests))]
 

@@ -226,8 +226,11 @@ def test_graphs_are_captured_for_the_batches_that_occur_unless_the_recipe_says_w
         "20",
         "--skip-server-warmup",
     ]
-    own = replace(spec, config=config.model_copy(update={"sglang": {"cuda_graph_max_bs_decode": 16}}))
-    assert "--cuda-graph-bs-decode" not in words_of(own)
+    for options in ({"cuda_graph_max_bs_decode": 16}, {"disable_cuda_graph": True}):
+        own = replace(spec, config=config.model_copy(update={"sglang": options}))
+        assert "--cuda-graph-bs-decode" not in words_of(own)
+    prefill = replace(spec, config=config.model_copy(update={"sglang": {"cuda_graph_backend_prefill": "disabled"}}))
+    assert "--cuda-graph-bs-decode" in words_of(prefill)
 
 
 @given(st.integers(1, 5000))

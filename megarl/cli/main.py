@@ -103,9 +103,12 @@ def add_command(name: str) -> None:
 
 
 def complete_app() -> None:
-    """Add all commands, as their help needs them."""
+    """Add all commands, as their help needs them, in the order of `GROUPS` whichever of them ran before."""
     for name in _PLACES:
         add_command(name)
+    places = list(_PLACES)
+    app.registered_commands.sort(key=lambda command: places.index(str(command.name)))
+    app.registered_groups.sort(key=lambda group: places.index(str(group.name)))
 
 
 def main() -> None:

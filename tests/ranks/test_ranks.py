@@ -29,6 +29,7 @@ from megarl.config.recipe import StragglerConfig
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
+from megarl.env import trainer_environment
 from megarl.errors import WorkerError
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
@@ -39,6 +40,7 @@ from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch, TrainSample
+from tests.cluster.worker_setup import quick_ray
 from tests.run.runs import write_recipe
 from tests.train.samples import make_samples
 
@@ -107,15 +109,20 @@ def folder(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "ranks"))
     Path(recipe.run_folder).mkdir(parents=True)
-    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None):
+    with private_ray(), quick_ray(), open_cluster(recipe.run, recipe.pools, address=None):
         yield tmp_path
+
+
+def start_hosts(count: int) -> list[ray.actor.ActorHandle]:
+    """Start ranks without a device, as `ranks.start` does."""
+    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
+    environment = {"env_vars": trainer_environment("cpu")}
+    return [remote.options(runtime_env=environment).remote(None) for _ in range(count)]
 
 
 async def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(folder: Path) -> None:
     samples = make_samples(9, vocab=50)
-    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
-    workers = [remote.remote(None) for _ in range(WORLD)]
-
+    workers = start_hosts(WORLD)
     group: RankGroup[EchoRank] = RankGroup(
         "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
     )
@@ -222,8 +229,7 @@ class Texts:
 
 @pytest.mark.fault("a trainer rank that is slow for several windows", "named with its number, its node and its time")
 def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
-    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
-    workers = [remote.remote(None) for _ in range(3)]
+    workers = start_hosts(3)
     sink = Texts()
 
     async def hinder(pid: int) -> None:

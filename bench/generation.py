@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from bench.figures import Failure, Figure
+from bench.figures import Figure
 from bench.one_engine import Server, full_publish, random_prompts, serving
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
@@ -99,9 +99,7 @@ class _Workload:
         ]
 
 
-async def measure_generation(
-    model: str, folder: Path, options: Mapping[str, object]
-) -> AsyncIterator[Figure | Failure]:
+async def measure_generation(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure]:
     """Measure one model, a step at a time and with steps that follow one another."""
     shape = PUBLIC_MODELS[model]
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:

@@ -103,7 +103,7 @@ def _call(child_end: Connection, function: Callable[..., Result], arguments: tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a process that is forked on request needs of the one that asked."""
+    """Words, variables and descriptors of a process that is forked on request."""
 
     words: list[str]
     environment: dict[str, str]

@@ -332,12 +332,18 @@ def engine_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemo
     if config.max_running_requests is not None:
         return EngineRequests(count=config.max_running_requests, limit="max_running_requests of the recipe")
     num_engines = len(config.endpoints) if config.pool is None else recipe.pools[config.pool].gpus // config.tensor
-    limits = {math.ceil(_requests_at_once(recipe) / max(1, num_engines)): "all that it gets at once"}
+    limits = [
+        EngineRequests(
+            count=math.ceil(_requests_at_once(recipe) / max(1, num_engines)), limit="all that it gets at once"
+        ),
+        EngineRequests(count=_MOST_REQUESTS, limit="more are never derived"),
+    ]
     if engine is not None:
         tokens = StepWorkload.half(recipe.data, recipe.sampling).mean_context_tokens
-        limits[engine.cached_tokens // tokens] = f"its cache holds {engine.cached_tokens:,} tokens, {tokens:,} for each"
-    count = min(limits)
-    return EngineRequests(count=max(1, min(count, _MOST_REQUESTS)), limit=limits[count])
+        why = f"its cache holds {engine.cached_tokens:,} tokens, {tokens:,} for each"
+        limits.append(EngineRequests(count=engine.cached_tokens // tokens, limit=why))
+    least = min(limits, key=lambda each: each.count)
+    return replace(least, count=max(1, least.count))
 
 
 def _requests_at_once(recipe: Recipe) -> int:

@@ -145,7 +145,7 @@ def test_without_the_check_that_is_said(model: Path, tmp_path: Path, capsys: pyt
 def test_a_model_that_loads_as_another_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if something beside the bytes of the tensors had been lost on the way."""
+    """Damage what stands beside the bytes of the tensors."""
     compute = command.logprobs
     monkeypatch.setattr(
         command,

@@ -384,13 +384,14 @@ def open_cluster(
 @contextmanager
 def _private(run: RunConfig, pools: Mapping[str, PoolConfig], lease: PrivateLease | None) -> Iterator[None]:
     """Join a Ray that is started here, or that an earlier driver left."""
+    run_folder = run.folder / run.name
     with ExitStack() as stack:
         if lease is not None and lease.adopted is not None:
             assert lease.adopted.guard is not None, "it is private"
-            stack.enter_context(adopted_ray(lease, lease.adopted.guard))
+            stack.enter_context(adopted_ray(lease, lease.adopted.guard, run_folder))
             stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
         else:
-            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name, lease=lease)
+            nodes = LocalRay(device=run.device, log_folder=run_folder, lease=lease)
             stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
             log_hint = f"; log: {nodes.log_of(0)}"
             stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))

@@ -31,7 +31,7 @@ from megarl.env import (
     current_environment,
     update_environment,
 )
-from megarl.errors import MachineError
+from megarl.errors import MachineError, PreemptedError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
 from megarl.system.lease import TOKEN_FILE, LeasedGuard, PrivateLease, find_leased
 from megarl.system.network import LOOPBACK
@@ -47,6 +47,11 @@ _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "nodes"
 _FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that cannot be foreseen
+RAY_LOGS = "ray_logs"
+"""The folder beside the log of the head that gets the logs of a Ray that failed."""
+_RAY = "ray"
+_KEPT_BYTES = 2**20
+"""Bytes that are kept of each log of a Ray that failed."""
 _STARTED = b"Ray runtime started"
 """A line in the output of `ray start`."""
 
@@ -72,12 +77,13 @@ class LocalRay:
         self._lease = lease
         self._device = device
         self._network = network
-        self._log_folder = log_folder
+        self.log_folder = log_folder
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._last_words: list[str] = []
         # Only this user enters it: Ray makes its own folder in it, with sockets, writable for all.
-        self._folder = private_folder() if lease is None else lease.of_guard.folder
+        self.folder = private_folder() if lease is None else lease.of_guard.folder
+        """Has the folder of Ray, and is removed with it."""
         (self._port,) = _free_ports(1)
         self.address = f"{self._address_of(0)}:{self._port}"
         """The head's, for processes that join."""
@@ -99,7 +105,7 @@ class LocalRay:
                 "false",
                 "--no-monitor",  # of an autoscaler
                 "--temp-dir",
-                f"{self._folder}/ray",
+                str(self.folder / _RAY),
             ]
         else:
             self.wait_started()
@@ -119,7 +125,7 @@ class LocalRay:
         inside = [] if self._network is None else self._network.entering(number)
         command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += [*self._last_words, *self._agent_ports()]
-        lease = GuardLease(folder=self._folder, seconds=0) if self._lease is None else self._lease.of_guard
+        lease = GuardLease(folder=self.folder, seconds=0) if self._lease is None else self._lease.of_guard
         with self.log_of(number).open("ab" if node in self._nodes else "wb") as log:
             self._nodes[node] = start_guarded(command, environment=environment, output=log, lease=lease)
 
@@ -134,7 +140,7 @@ class LocalRay:
             yield from (f"--{agent}-port", port)
 
     def log_of(self, number: int) -> Path:
-        return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
+        return self.log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
 
     @property
     def addresses(self) -> list[str]:
@@ -155,7 +161,7 @@ class LocalRay:
             return
         for node, guard in reversed(self._nodes.items()):
             stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _address_of(self, number: int) -> str:
         if self._network is not None:
@@ -182,17 +188,44 @@ class LocalRay:
             self._lease.started(self.address, self._nodes[node].pid)
 
 
+@contextmanager
+def _keeping_logs(folder: Path, log_folder: Path) -> Iterator[None]:
+    """Copy the logs of the Ray in `folder` if the block fails: its folder is removed with it."""
+    try:
+        yield
+    except PreemptedError:
+        raise
+    except Exception:
+        _copy_logs(folder, log_folder / RAY_LOGS)
+        raise
+
+
+def _copy_logs(folder: Path, into: Path) -> None:
+    """Copy the last bytes of every log of a private Ray; one that cannot be read is left out."""
+    logs = folder / _RAY / "session_latest" / "logs"
+    for path in sorted(logs.rglob("*")):
+        with suppress(OSError):
+            if path.is_symlink() or not path.is_file() or not path.stat().st_size:
+                continue
+            copy = into / path.relative_to(logs)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _KEPT_BYTES))
+                copy.write_bytes(file.read(_KEPT_BYTES))
+
+
 def private_folder() -> Path:
     """Make a folder that only this user enters. In /tmp: the path of a socket must be short."""
     return Path(tempfile.mkdtemp(prefix=Path(_FOLDER).name, dir=Path(_FOLDER).parent))
 
 
 @contextmanager
-def adopted_ray(lease: PrivateLease, guard: LeasedGuard) -> Iterator[None]:
+def adopted_ray(lease: PrivateLease, guard: LeasedGuard, log_folder: Path) -> Iterator[None]:
     """Renew the lease of a Ray that an earlier driver started, and end it after the block."""
     lease.take()
     try:
-        yield
+        with _keeping_logs(lease.of_guard.folder, log_folder):
+            yield
     finally:
         if lease.give_back():
             guard.end(grace_s=_STOP_GRACE_S)
@@ -209,9 +242,10 @@ def _free_ports(number: int) -> list[str]:
 def local_ray(nodes: LocalRay, *, num_slots: int, num_gpus: int | None = None) -> Iterator[LocalRay]:
     """Start the head and stop every node after the block."""
     try:
-        nodes.start_node(num_slots=num_slots, num_gpus=num_gpus)
-        nodes.wait_started()
-        yield nodes
+        with _keeping_logs(nodes.folder, nodes.log_folder):
+            nodes.start_node(num_slots=num_slots, num_gpus=num_gpus)
+            nodes.wait_started()
+            yield nodes
     finally:
         nodes.stop()
 

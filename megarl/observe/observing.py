@@ -7,7 +7,6 @@ import math
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -35,9 +34,10 @@ from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint, Targets
 from megarl.observe.observer import Observer
 from megarl.observe.summary import Phase
+from megarl.system.environment import append_environment
 from megarl.system.faults import reach
 from megarl.system.network import LOOPBACK, address_in
-from megarl.system.secret import MaskingFormatter
+from megarl.system.process_log import log_format
 
 LOG_FILE = "megarl.log"
 _RESULT_FOLDERS = ("checkpoints", "rollouts", "evaluations")
@@ -84,6 +84,7 @@ def observing(
         log = EventLog(events)
         stack.callback(log.close)
         set_constants(meter, recipe)
+        append_environment(folder)
         stack.enter_context(logging_to(folder / LOG_FILE))
         stack.callback(_close, display)
         targets = Targets(folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
@@ -184,9 +185,7 @@ class _LogFile(logging.FileHandler):
 def logging_to(path: Path) -> Iterator[None]:
     """Append everything that megarl logs at INFO and above to `path`, with UTC times."""
     handler = _LogFile(path, encoding="utf-8")
-    formatter = MaskingFormatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(log_format())
     logger = logging.getLogger("megarl")
     level_before = logger.level
     logger.addHandler(handler)

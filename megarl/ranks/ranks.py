@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,14 @@ from megarl.cluster.stored import cut_at_source, fetch
 from megarl.cluster.worker_group import RemoteProcess, WorkerGroup, WorkerLateError, end, this_process
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_columns
-from megarl.env import GLOO_INTERFACE
+from megarl.env import GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, update_environment
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_stacks, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
+from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
+from megarl.system.process_log import log_process
 from megarl.tokens import ColumnName, SampleColumn
 from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch
@@ -50,7 +53,12 @@ _KILL_S = 30.0
 class RankHost(ColumnHost):
     """The process of one rank: builds the rank and runs its methods, which the driver calls on all ranks at once."""
 
-    def __init__(self, bind: str | None) -> None:
+    def __init__(self, bind: str | None, log: Path | None = None) -> None:
+        """Write all output of the process to `log`."""
+        if not NCCL_DEBUG.is_set:
+            NCCL_DEBUG.set(NCCL_DEBUG.default)
+        if log is not None:
+            _log_to(log)
         self._rank: ModelCalls | None = None
         self._listener: socket.socket | None = None
         """Rank 0's: another process could take a port that is only known to be free."""
@@ -68,6 +76,8 @@ class RankHost(ColumnHost):
 
     def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build the rank and fill it with weights."""
+        if spec.device == "cuda":
+            update_environment(kernel_caches())
         if self._listener is not None:
             spec = replace(spec, listener=self._listener.detach())
         self._rank = build(spec)
@@ -79,6 +89,8 @@ class RankHost(ColumnHost):
             return getattr(self._rank, method)(*arguments, **named)
         except BaseException as error:
             self._has_failed |= not isinstance(error, WeightSyncError)  # a publish changes nothing here
+            # The driver reports one rank's error; each is in the log of its rank.
+            logger.exception("%s failed", method)
             raise
 
     def adopt(self, fill: Callable[[ModelCalls], bool]) -> bool:
@@ -111,6 +123,15 @@ class RankHost(ColumnHost):
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def stacks(self) -> RankStacks:
         return capture(__name__, ColumnHost.__module__)
+
+
+def _log_to(path: Path) -> None:
+    """Write the output of this process to the file, after a line about its node."""
+    try:
+        log_process(path)
+    except OSError as error:
+        logger.warning("the log of this rank is left to Ray: %s: %s", path, error.strerror)
+    logger.info("pid=%d environment=%s", os.getpid(), capture_environment(asks_git=False).line())
 
 
 class RankGroup(WorkerGroup[Rank], Generic[Rank]):

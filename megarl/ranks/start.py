@@ -261,10 +261,21 @@ class _Starter:
             place.options(environment, gpu_fraction=places.gpu_fraction) | places.actors.options(f"{role}-{rank}")
             for rank, place in enumerate(places.places)
         ]
-        group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])
+        logs = recipe.run_folder.absolute() / "ranks"
+        group = grouped(
+            [
+                remote.options(**each).remote(recipe.network.bind, logs / rank_log_name(role, rank))
+                for rank, each in enumerate(options)
+            ]
+        )
         self.stack.push_async_callback(group.end)
         await group.start(build, spec)
         return group
+
+
+def rank_log_name(role: str, rank: int) -> str:
+    """Return `rank_N.log` for the actor; the names of others begin with their role."""
+    return f"{role.replace('actor', 'rank')}_{rank}.log"
 
 
 def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:

@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster.local_ray import private_ray
+from megarl.cluster.local_ray import RAY_LOGS, private_ray
 from megarl.config.roles import PoolConfig
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import Fleet
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
-from megarl.errors import EngineError, MachineError, WorkerError
+from megarl.errors import EngineError, MachineError, PreemptedError, WorkerError
 from megarl.observe.observer import Observer
 from tests.cluster.ray_worker import Seen
 from tests.engine.engines import engine_spec
@@ -247,6 +247,36 @@ def test_an_agent_never_gets_the_port_of_its_head(tmp_path: Path, monkeypatch: p
     ports = [port for option, port in pairwise(command) if option.startswith("--") and option.endswith("port")]
     assert head in ports
     assert len(set(ports)) == len(ports) == 5
+
+
+class FailingRay(LocalRay):
+    """A Ray that writes logs and does not start."""
+
+    def start_node(self, *, num_slots: int, num_gpus: int | None = None) -> str:
+        logs = self.folder / "ray" / "session_latest" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "gcs_server.out").write_bytes(b"a" * 2**20 + b"the end")
+        raise self.error
+
+    error: Exception = MachineError("it does not start")
+
+
+def test_the_logs_of_a_ray_that_fails_are_kept(tmp_path: Path) -> None:
+    nodes = FailingRay(device="cpu", log_folder=tmp_path)
+    with pytest.raises(MachineError, match="it does not start"), local_ray(nodes, num_slots=1):
+        pass
+    assert not nodes.folder.exists()
+    kept = (tmp_path / RAY_LOGS / "gcs_server.out").read_bytes()
+    assert len(kept) == 2**20
+    assert kept.endswith(b"the end")
+
+
+def test_the_logs_of_a_run_that_is_asked_to_leave_are_not_kept(tmp_path: Path) -> None:
+    nodes = FailingRay(device="cpu", log_folder=tmp_path)
+    nodes.error = PreemptedError("asked to stop")
+    with pytest.raises(PreemptedError), local_ray(nodes, num_slots=1):
+        pass
+    assert not (tmp_path / RAY_LOGS).exists()
 
 
 GUEST = """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -52,6 +54,7 @@ with private_ray():
     from megarl.ranks.forward_passes import assign_credit
     from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
     from megarl.ranks.remote_columns import RemoteColumn, RemotePart
+    from megarl.ranks.start import rank_log_name
     from megarl.train.rank import ModelRank
     from megarl.train.rank_spec import RankSpec
 
@@ -113,11 +116,11 @@ def folder(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield tmp_path
 
 
-def start_hosts(count: int) -> list[ray.actor.ActorHandle]:
-    """Start ranks without a device, as `ranks.start` does."""
+def start_hosts(count: int, logs: Sequence[Path] = ()) -> list[ray.actor.ActorHandle]:
+    """Start ranks without a device, as `ranks.start` does, with these logs."""
     remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
     environment = {"env_vars": trainer_environment("cpu")}
-    return [remote.options(runtime_env=environment).remote(None) for _ in range(count)]
+    return [remote.options(runtime_env=environment).remote(None, log) for log, _ in zip_longest(logs, range(count))]
 
 
 async def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_them(folder: Path) -> None:
@@ -199,6 +202,38 @@ def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
 
     with pytest.raises(WorkerError, match=f"numbers of actor ranks .*{reason}"):
         asyncio.run(fetch())
+
+
+class ShoutingRank(EchoRank):
+    """A rank whose library prints a warning before its method fails."""
+
+    def fail(self) -> None:
+        ctypes.CDLL(None).puts(f"rank {self._spec.rank} NCCL WARN no device".encode())
+        ctypes.CDLL(None).fflush(None)
+        raise RuntimeError("a CUDA error")
+
+
+def shouting(spec: RankSpec) -> ShoutingRank:
+    return ShoutingRank(spec)
+
+
+async def test_every_rank_leaves_a_log_with_its_node_its_librarys_warnings_and_its_error(folder: Path) -> None:
+    logs = [folder / "ranks" / rank_log_name("actor", rank) for rank in range(2)]
+    group: RankGroup[ShoutingRank] = RankGroup(
+        "actor", start_hosts(2, logs), split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
+    )
+    await group.start(shouting, spec(2))
+    with pytest.raises(WorkerError, match="a CUDA error"):
+        await group.call_to_end(ShoutingRank.fail)
+    await group.end()
+    assert [log.name for log in logs] == ["rank_0.log", "rank_1.log"]
+    for rank, log in enumerate(logs):
+        text = log.read_text()
+        assert f'"host": "{socket.gethostname()}"' in text
+        assert '"NCCL_DEBUG": "WARN"' in text
+        assert f"rank {rank} NCCL WARN no device" in text
+        assert "fail failed\nTraceback" in text
+        assert "RuntimeError: a CUDA error" in text
 
 
 class BareRank(ModelRank):

@@ -34,7 +34,7 @@ main() {
   fi
   say "megarl ended with $code"
   stop_ray
-  clean_up
+  clean_up "$code"
   leave "$code"
 }
 
@@ -129,6 +129,7 @@ wait_for_nodes() {
 fail_to_start() {
   say "$1"
   stop_ray
+  clean_up 5
   count_failure 5
 }
 
@@ -179,9 +180,17 @@ stop_ray() {
   ray_steps=()
 }
 
-# Remove Ray's files on every node; those of a lost node stay.
+# Remove Ray's files on every node; those of a lost node stay. After a failure the end of each log is copied before.
 clean_up() {
-  timeout 60 srun --overlap --ntasks-per-node=1 rm -rf "$ray_folder" || true
+  local keeps=0
+  (($1 == 0 || $1 == 75)) || keeps=1
+  # shellcheck disable=SC2016 # expanded on the node
+  timeout 300 srun --overlap --ntasks-per-node=1 bash -c '
+    cd "$0/ray/session_latest/logs" 2>/dev/null && (($2)) && find . -type f -size +0 | while IFS= read -r file; do
+      mkdir -p "$1/ray_$SLURMD_NODENAME/$(dirname "$file")"
+      tail -c 1048576 "$file" >"$1/ray_$SLURMD_NODENAME/$file"
+    done
+    rm -rf "$0"' "$ray_folder" "$logs" "$keeps" || true
 }
 
 leave() {

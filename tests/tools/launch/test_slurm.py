@@ -283,3 +283,28 @@ def test_steps_have_all_cores_and_rays_folder_is_private() -> None:
     assert '--cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none' in script
     assert '--temp-dir="$ray_folder/ray"' in script
     assert 'mkdir -p -m 700 "$0"' in script
+
+
+@pytest.mark.parametrize(("code", "kept"), [(0, False), (75, False), (1, True), (76, True)])
+def test_the_logs_of_ray_are_copied_after_a_failure_and_its_folder_is_removed(
+    code: int, kept: bool, tmp_path: Path
+) -> None:
+    logs = tmp_path / "ray" / "ray" / "session_latest" / "logs"
+    (logs / "old").mkdir(parents=True)
+    (logs / "gcs_server.out").write_bytes(b"a" * 2**20 + b"the end")
+    (logs / "old" / "worker-1.err").write_text("it aborted")
+    (logs / "empty.out").touch()
+    commands = f"""
+srun() {{ while [[ $1 == --* ]]; do shift; done; SLURMD_NODENAME=n7 "$@"; }}
+timeout() {{ shift; "$@"; }}
+ray_folder={tmp_path}/ray; logs={tmp_path}/logs
+clean_up {code}
+"""
+    assert run_part(tmp_path, commands).returncode == 0
+    assert not (tmp_path / "ray").exists()
+    copies = tmp_path / "logs" / "ray_n7"
+    assert copies.exists() is kept
+    if kept:
+        assert sorted(path.name for path in copies.rglob("*") if path.is_file()) == ["gcs_server.out", "worker-1.err"]
+        assert (copies / "gcs_server.out").stat().st_size == 2**20
+        assert (copies / "gcs_server.out").read_bytes().endswith(b"the end")

@@ -10,24 +10,28 @@ DATA := data/arithmetic
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
+.PHONY: help setup hashes kernels packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) ## build .venv for this machine; does nothing when it is up to date
+setup: $(INSTALLED) ## build .venv for this machine (GPU=1: for machines with GPUs); does nothing when it is up to date
 
 $(INSTALLED): requirements-hashes.txt requirements-cuda-hashes.txt pyproject.toml scripts/setup.py
-	@$(PYTHON) scripts/setup.py
+	@$(PYTHON) scripts/setup.py $(if $(GPU),--gpu)
 	@touch $@
 
-# Of every file that PyPI has of a version: wheels of all platforms and Pythons. Transformer Engine is compiled, with its own
-# dependencies.
+# Of every file that PyPI has of a version: wheels of all platforms and Pythons, and the source of what is compiled.
 HASHES := $(BIN)/uv pip compile --quiet --no-config --no-deps --generate-hashes --no-header --no-annotate
 hashes: setup ## write requirements-hashes.txt and requirements-cuda-hashes.txt after a version was changed
 	$(HASHES) --universal --python-version 3.11.5 requirements.txt --output-file requirements-hashes.txt
-	grep -v '^transformer-engine' requirements-cuda.txt | $(HASHES) --python-version 3.12 \
-		--python-platform x86_64-manylinux_2_39 - --output-file requirements-cuda-hashes.txt
+	$(HASHES) --python-version 3.12 --python-platform x86_64-manylinux_2_39 requirements-cuda.txt \
+		--output-file requirements-cuda-hashes.txt
+
+# Needs nvcc, the headers of cuDNN and a C++ compiler; the digest of the source is compared.
+kernels: setup ## compile the part of Transformer Engine that is built for one torch; for GPUs, without Docker
+	grep -A1 '^transformer-engine-torch==' requirements-cuda-hashes.txt | NVTE_FRAMEWORK=pytorch $(BIN)/pip install --no-deps \
+		--no-build-isolation --no-binary transformer-engine-torch --require-hashes -r /dev/stdin
 
 patches: setup ## apply the patches of patches/ to the packages in .venv; optional
 	$(BIN)/python -m megarl.tools.doctor.packages

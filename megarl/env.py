@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import uuid4
 
 
@@ -16,6 +19,10 @@ class EnvVar:
 
     def read(self) -> str:
         return os.environ.get(self.name, self.default)
+
+    @property
+    def is_set(self) -> bool:
+        return self.name in os.environ
 
     def set(self, value: str) -> None:
         """Set it for the libraries of this process."""
@@ -50,6 +57,10 @@ ONE_CARD = EnvVar(
     default="",
     reason="Any value: all GPUs of the run are the first one of this machine, to rehearse a cluster on a single GPU.",
 )
+COMMIT = EnvVar(
+    name="MEGARL_COMMIT", default="", reason="Set in the image: the commit it was built from, which has no checkout."
+)
+LOADED_MODULES = EnvVar(name="LOADEDMODULES", default="", reason="The modules that `module load` has loaded.")
 SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slurm job.")
 SLURM_CPUS_ON_NODE = EnvVar(
     name="SLURM_CPUS_ON_NODE", default="", reason="The job's cores on this node; Ray would count every core."
@@ -70,6 +81,12 @@ _OF_PROGRAMS = (
     "TRITON_",
 )
 """Beginnings of the names of such variables."""
+
+NCCL_DEBUG = EnvVar(
+    name="NCCL_DEBUG",
+    default="WARN",
+    reason="Set for trainer ranks and engines unless it is set: NCCL prints nothing otherwise, not even its errors.",
+)
 
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.
@@ -110,6 +127,37 @@ SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process that shares its GPUs with trainers."""
 
 
+KERNEL_CACHES: Mapping[str, str] = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    # SGLang puts those of DeepGEMM below it.
+    "SGLANG_CACHE_DIR": "sglang",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Variables of every process with a GPU, with the folder of each in `kernel_caches`."""
+
+
+def kernel_caches() -> dict[str, str]:
+    """Return the variables that put compiled kernels on this node's own disk; those that are set stay as they are.
+
+    Their defaults are in the home folder, which nodes share: hundreds of processes would compile into it at once. The
+    folder stays for the next run. One that belongs to somebody else is not used: what is in it is run.
+    """
+    folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return {}
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+        return {}
+    return {name: str(folder / inner) for name, inner in KERNEL_CACHES.items() if name not in os.environ}
+
+
 def agent_store(address: str) -> dict[str, str]:
     """Return the variables by which the ranks of an engine meet at a store that another process hosts."""
     return {"TORCHELASTIC_USE_AGENT_STORE": "True", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://{address}"}
@@ -126,11 +174,19 @@ def engine_environment(
     *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
 ) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
-    environment = {**os.environ, **ENGINE_ENVIRONMENT, **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {})}
+    defaults = {NCCL_DEBUG.name: NCCL_DEBUG.default}
+    environment = {
+        **defaults,
+        **os.environ,
+        **ENGINE_ENVIRONMENT,
+        **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {}),
+    }
     if interface is not None:
         environment[GLOO_INTERFACE.name] = interface
     if has_own_classes:
         environment |= MODEL_CLASSES_ENVIRONMENT
+    if device == "cuda":
+        environment |= kernel_caches()
     if device == "cpu":
         environment |= CPU_ENGINE_ENVIRONMENT
         # SGLang requires a core per rank here; without its compiled kernels it binds none of them.

@@ -2,7 +2,8 @@
 
 Everything is installed by uv from requirements-hashes.txt, except torch, of which there are two builds. Without a GPU
 it is the CPU build, if pip's own configuration or PyTorch's index has it; else the CUDA build of PyPI with its
-libraries. With a GPU all of requirements-cuda-hashes.txt is installed as well.
+libraries. With a GPU, or with `--gpu` on a machine that builds for others, all wheels of requirements-cuda-hashes.txt
+are installed as well; `make kernels` compiles the rest.
 
 Older Pythons can read this file as far as the check of their version: no annotation is evaluated before.
 """
@@ -31,6 +32,9 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 LOCK = ROOT / "requirements-hashes.txt"
 CUDA_LOCK = ROOT / "requirements-cuda-hashes.txt"
+
+SOURCES = ("transformer-engine-torch",)
+"""Entries of CUDA_LOCK that are compiled for one build of torch, which needs nvcc."""
 
 ARCHITECTURES = ("x86_64", "aarch64")
 MIN_GLIBC = (2, 34)
@@ -213,7 +217,7 @@ class Build(Enum):
 
 def choose_build(uv: Uv) -> tuple[Build, tuple[str, ...]]:
     """Return what suits this machine, and the options with which uv finds its build of torch."""
-    if has_gpu():
+    if has_gpu() or "--gpu" in sys.argv[1:]:
         return Build.GPU, ()
     # First what pip's configuration names, then PyTorch's index, whose address uv knows.
     for options in ((), ("--torch-backend", "cpu")):
@@ -235,7 +239,7 @@ def announce(build: Build) -> None:
     reasons = {
         Build.CPU: "the CPU build of torch",
         Build.CUDA: "the CUDA build of torch with its libraries, because no index within reach has a CPU build",
-        Build.GPU: "the CUDA build of torch and the kernels for the GPU of this machine",
+        Build.GPU: "the CUDA build of torch and the kernels for GPUs",
     }
     say(f"installing megarl's packages with {reasons[build]}: {build.value} GB on disk")
     is_begun = any(VENV.glob("lib/python*/site-packages/torch"))
@@ -258,7 +262,7 @@ def install(uv: Uv, build: Build, torch_options: tuple[str, ...]) -> None:
         # Its hash is its index's own.
         uv.install("--no-deps", *torch_options, cpu_torch())
     else:
-        added = CUDA_LOCK.read_text() if build is Build.GPU else ""
+        added = entries(CUDA_LOCK, without=SOURCES) if build is Build.GPU else ""
         own = entries(LOCK, without=("torch", *re.findall(r"^([\w.-]+)", added, re.MULTILINE)))
         uv.install(*from_list, requirements=own + added)
         # With its own dependencies: the libraries of CUDA. A CPU build that is there has the same version.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megarl import __version__
 from megarl.tools.doctor.packages import find_patches, normalized, pinned_versions
@@ -26,31 +30,84 @@ def of(word: str) -> list[str]:
 
 
 def test_every_version_is_that_of_the_requirements() -> None:
-    tested = pinned_versions()
-    pins = re.findall(r"([A-Za-z][\w.-]*)(?:\[[^\]]*\])?==([\w.]+)", TEXT)
-    assert {normalized(name) for name, _ in pins} >= {"transformer-engine"}
-    for name, version in pins:
-        assert version in tested[normalized(name)], name
-    for file in ("requirements-hashes.txt", "requirements-cuda-hashes.txt"):
+    assert not re.findall(r"[A-Za-z][\w.-]*(?:\[[^\]]*\])?==\d", TEXT), "versions are in the lists alone"
+    for file in ("requirements-hashes.txt", "wheels.txt"):
         assert f"--only-binary :all: --require-hashes -r {file}" in TEXT
-    # Nothing is resolved anew; what Transformer Engine brings along changes nothing that is there.
+    # Nothing is resolved anew, and what is compiled is compared with its hash as well.
     installs = [word for run in of("RUN") for word in run.split("&&") if "pip install" in word]
-    assert len(installs) == 4
+    assert len(installs) == 5
     for install in installs:
-        assert "--no-deps" in install or "-c installed.txt" in install, install
+        assert "--no-deps" in install, install
+        is_local = install.strip().rstrip("; fi").endswith(("./megarl", "./apex"))
+        assert is_local or "--require-hashes" in install, install
+
+
+def test_transformer_engine_is_compiled_from_the_source_whose_hash_is_listed(tmp_path: Path) -> None:
+    (splitting,) = [run for run in of("RUN") if "sources.txt" in run and "wheels.txt" in run]
+    (tmp_path / "requirements-cuda-hashes.txt").write_text((ROOT / "requirements-cuda-hashes.txt").read_text())
+    subprocess.run(["sh", "-c", splitting.partition("&& pip")[0]], cwd=tmp_path, check=True)
+    entry = r"transformer-engine-torch==\S+ \\\n    --hash=sha256:[0-9a-f]{64}\n"
+    assert re.fullmatch(entry, (tmp_path / "sources.txt").read_text())
+    wheels = (tmp_path / "wheels.txt").read_text()
+    assert "transformer-engine-torch" not in wheels
+    assert re.search(r"^transformer-engine-cu13==", wheels, re.MULTILINE)
+    whole = (ROOT / "requirements-cuda-hashes.txt").read_text()
+    assert len(wheels) + len((tmp_path / "sources.txt").read_text()) == len(whole)
+
+
+NEEDED_PACKAGES = {
+    "libibverbs1": "NCCL loads libibverbs.so.1",
+    "ibverbs-providers": "libibverbs loads the driver of the adapter, such as libmlx5",
+    "librdmacm1": "the connection manager of RoCE",
+    "libnl-3-200": "libibverbs",
+    "libnl-route-3-200": "libibverbs",
+    "ibverbs-utils": "ibv_devinfo shows the adapters",
+    "wget": "probes of KubeRay",
+    "iproute2": "addresses and routes, for start_node.sh and rehearsals",
+    "libnuma1": "SGLang's kernels",
+    "bubblewrap": "the sandbox of rewards",
+    "build-essential": "kernels that are compiled when they are first used",
+    "tini": "signals reach megarl",
+}
+
+
+@pytest.mark.parametrize("package", NEEDED_PACKAGES)
+def test_the_image_has_the_libraries_that_are_loaded_when_it_runs(package: str) -> None:
+    run = next(rest for word, rest in last_stage() if word == "RUN" and "apt-get install" in rest)
+    words = run.partition("apt-get install")[2].partition("&&")[0].split()
+    assert package in words, NEEDED_PACKAGES[package]
+
+
+def test_the_image_has_what_rays_servers_need() -> None:
+    """Without one of them Ray starts no HTTP server: probes of Kubernetes fail, and no job can be submitted."""
+    pinned = pinned_versions()
+    needed = [Requirement(text) for text in requires("ray") or ()]
+    for each in needed:
+        if each.marker is not None and not each.marker.evaluate({"extra": "default"}):
+            continue
+        versions = pinned.get(normalized(each.name), ())
+        assert versions, f"{each.name} is in none of the lists"
+        assert each.specifier.contains(versions[-1], prereleases=True), f"{each.name} {versions[-1]}: {each.specifier}"
+
+
+@pytest.mark.parametrize("argument", ["APEX", "EFA"])
+def test_what_is_optional_is_left_out_by_default_and_compared_with_a_digest(argument: str) -> None:
+    assert f'{argument}=""' in of("ARG")
+    (run,) = [rest for rest in of("RUN") if f'"${argument}" ]' in rest]
+    assert run.index(f'if [ -n "${argument}" ]') < run.index("sha256sum --check --strict") < run.index("tar --extract")
 
 
 @pytest.mark.parametrize(
-    ("pins", "hashes", "compiled"),
+    ("pins", "hashes"),
     [
-        ("requirements.txt", "requirements-hashes.txt", set()),
-        ("requirements-cuda.txt", "requirements-cuda-hashes.txt", {"transformer-engine"}),
+        ("requirements.txt", "requirements-hashes.txt"),
+        ("requirements-cuda.txt", "requirements-cuda-hashes.txt"),
     ],
 )
-def test_every_pinned_version_has_hashes(pins: str, hashes: str, compiled: set[str]) -> None:
+def test_every_pinned_version_has_hashes(pins: str, hashes: str) -> None:
     """`make hashes` writes them from what PyPI has."""
     pinned = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==(\S+)$", (ROOT / pins).read_text(), re.MULTILINE)
-    expected = {(normalized(name), version) for name, version in pinned if name not in compiled}
+    expected = {(normalized(name), version) for name, version in pinned}
     text = (ROOT / hashes).read_text()
     entry = r"([\w.-]+)(?:\[[^\]]*\])?==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n"
     found = re.findall(entry, text)
@@ -93,7 +150,8 @@ def test_stages_start_from_cuda_13_or_from_each_other() -> None:
 def test_nothing_is_fetched_unchecked() -> None:
     assert of("ADD") == []
     assert "curl" not in TEXT
-    assert "wget" not in TEXT
+    assert "http" not in TEXT.partition("\n")[2]
+    assert not re.search(r"&& wget|wget -", TEXT)
     assert ":latest" not in TEXT
     assert "git clone" not in TEXT
     for run in of("RUN"):
@@ -102,10 +160,13 @@ def test_nothing_is_fetched_unchecked() -> None:
             assert "rm -rf /var/lib/apt/lists/*" in run
 
 
+def last_stage() -> list[tuple[str, str]]:
+    return instructions()[max(index for index, (word, _) in enumerate(instructions()) if word == "FROM") :]
+
+
 def test_it_runs_as_a_user_without_rights() -> None:
-    last_stage = instructions()[max(index for index, (word, _) in enumerate(instructions()) if word == "FROM") :]
-    words = [word for word, _ in last_stage]
-    assert [rest for word, rest in last_stage if word == "USER"] == ["megarl"]
+    words = [word for word, _ in last_stage()]
+    assert [rest for word, rest in last_stage() if word == "USER"] == ["megarl"]
     assert words.index("USER") > max(index for index, word in enumerate(words) if word in ("RUN", "COPY"))
     assert "--uid 1000" in TEXT
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
-from megarl.env import ONE_CARD, visible_gpus
+from megarl.env import KERNEL_CACHES, NCCL_DEBUG, ONE_CARD, engine_environment, kernel_caches, visible_gpus
 
 
 def test_a_process_sees_the_gpus_it_is_given() -> None:
@@ -15,3 +19,41 @@ def test_on_one_card_every_process_sees_the_first_gpu_and_is_a_host_of_its_own(m
     first, second = visible_gpus(["2"]), visible_gpus(["3"])
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "0"
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+
+
+@pytest.fixture
+def node_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_kernels_are_compiled_on_the_nodes_own_disk(node_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/mine")
+    caches = kernel_caches()
+    folder = node_disk / f"megarl-kernels-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert set(caches) == set(KERNEL_CACHES) - {"TRITON_CACHE_DIR"}
+    assert all(Path(path).parent == folder for path in caches.values())
+    engine = engine_environment(device="cuda", tensor=1, interface=None)
+    assert engine["TRITON_CACHE_DIR"] == "/scratch/mine"
+    assert engine["FLASHINFER_WORKSPACE_BASE"] == caches["FLASHINFER_WORKSPACE_BASE"]
+    assert "FLASHINFER_WORKSPACE_BASE" not in engine_environment(device="cpu", tensor=1, interface=None)
+
+
+def test_a_folder_that_others_can_write_is_not_used_for_kernels(node_disk: Path) -> None:
+    folder = node_disk / f"megarl-kernels-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert kernel_caches() == {}
+    folder.rmdir()
+    folder.symlink_to(node_disk)
+    assert kernel_caches() == {}
+
+
+def test_nccl_prints_its_warnings_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NCCL_DEBUG.name, raising=False)
+    assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "WARN"
+    monkeypatch.setenv(NCCL_DEBUG.name, "INFO")
+    assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "INFO"

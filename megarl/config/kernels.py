@@ -42,6 +42,14 @@ def is_te_installed() -> bool:
     return find_spec(_PACKAGES["te"]) is not None
 
 
+def adds_gradients_in_products() -> bool:
+    """Whether Megatron's own layers add the gradient of a weight to its buffer inside the product: Apex's kernel does.
+
+    It is a module of its own, which only an Apex with its CUDA extensions has.
+    """
+    return find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def uses_te(split: ModelParallelConfig, *, has_experts: bool, device: Device) -> bool:
     """Whether a model has the linear layers of Transformer Engine, on a machine like this one."""
     if split.kernels != "auto":

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.config.kernels import uses_te
+from megarl.config.kernels import adds_gradients_in_products, uses_te
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
@@ -350,7 +350,8 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        # Transformer Engine's layers have their own: `layers.accumulate_in_products`.
+        gradient_accumulation_fusion=is_cuda and not is_te and split.is_fused and adds_gradients_in_products(),
         **precision_fields(split),
         **mixture_fields(shape, split, is_te=is_te),
         **split.megatron,

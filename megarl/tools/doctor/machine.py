@@ -23,7 +23,7 @@ from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
 from megarl.tools.doctor import Check, CheckStatus
-from megarl.tools.doctor.packages import check_patches, check_torch, check_versions
+from megarl.tools.doctor.packages import check_fused, check_patches, check_torch, check_versions
 from megarl.weights.layouts.canonical import num_parameters
 
 _MIN_SHM_BYTES = GIB
@@ -68,6 +68,7 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
     wants_gpu = recipe is not None and recipe.run.device == "cuda" and not is_joined
     yield from check_versions(has_gpu=bool(gpus))
     yield from check_torch(has_gpu=bool(gpus))
+    yield from check_fused(has_gpu=bool(gpus))
     yield from check_patches()
     needed = sum(pool.gpus for pool in recipe.pools.values()) if recipe is not None and wants_gpu else 0
     yield from check_gpus(gpus, needed=needed, topology=ask_topology() if gpus else None)

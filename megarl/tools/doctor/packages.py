@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.config.kernels import adds_gradients_in_products, is_te_installed
 from megarl.tools.doctor import Check, CheckStatus
 
 _HERE = Path(__file__).parent
@@ -111,6 +113,19 @@ def check_torch(*, has_gpu: bool) -> Iterator[Check]:
     )
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     yield Check(area="versions", name="nccl", found=".".join(map(str, nccl)), status=CheckStatus.OK)
+
+
+def check_fused(*, has_gpu: bool) -> Iterator[Check]:
+    """Say which Adam and which sum of weight gradients training uses: megatron-core takes what is installed."""
+    has_te, has_apex = is_te_installed(), find_spec("amp_C") is not None
+    adam = "Transformer Engine's" if has_te else "Apex's" if has_apex else "torch's"
+    status = CheckStatus.OK if has_te or has_apex else CheckStatus.WARNING if has_gpu else CheckStatus.NOTE
+    remedy = "install Transformer Engine: make kernels" if status is CheckStatus.WARNING else ""
+    yield Check(area="kernels", name="adam", found=f"{adam} Adam", status=status, remedy=remedy)
+    dense = "inside the product (Apex)" if adds_gradients_in_products() else "after the product (torch)"
+    others = "inside the product (Transformer Engine)" if has_te else "after the product (torch)"
+    found = f"dense layers in bf16: {dense}; experts and FP8: {others}"
+    yield Check(area="kernels", name="weight gradients", found=found, status=CheckStatus.NOTE)
 
 
 class PatchState(StrEnum):

@@ -19,6 +19,22 @@ from megarl.planner.fit import PlanQuestion, answer
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 
 _GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")]
+_Environment = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="Set it in every process. May be repeated.", show_default=False),
+]
+_Modules = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Load it in the job. May be repeated.", show_default=False)
+]
+_Prolog = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Shell commands that the job sources before it starts anything.")
+]
+_GpuRequest = Annotated[
+    str | None, typer.Option(metavar="OPTION", help="Replaces --gpus-per-node=N, as in --gres=gpu:h100:8.")
+]
+_Container = Annotated[
+    str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, or an image for pyxis.")
+]
 _OverridesFit = Annotated[
     bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
 ]
@@ -32,17 +48,16 @@ def slurm(
     overrides: Overrides = None,
     gpus_per_node: _GpusPerNode = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Whole nodes if not given.")] = None,
-    gpu_request: Annotated[
-        str | None, typer.Option(metavar="OPTION", help="Replaces --gpus-per-node=N, as in --gres=gpu:h100:8.")
-    ] = None,
+    gpu_request: _GpuRequest = None,
     partition: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
     account: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
     time: Annotated[str | None, typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00.")] = None,
-    container: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, or an image for pyxis.")
-    ] = None,
+    container: _Container = None,
     venv: Annotated[Path | None, typer.Option(metavar="DIR", help="That of this command if not given.")] = None,
     mount: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Mount it too. May be repeated.")] = None,
+    env: _Environment = None,
+    module: _Modules = None,
+    prolog: _Prolog = None,
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures of machines.")] = 3,
     shape: ShapeName = None,
     overrides_fit: _OverridesFit = False,
@@ -77,6 +92,9 @@ def slurm(
         container=container,
         venv=None if venv is None else venv.absolute(),
         mounts=tuple(path.absolute() for path in mount or ()),
+        environment=tuple(env or ()),
+        modules=tuple(module or ()),
+        prolog=None if prolog is None else prolog.absolute(),
         max_failures=max_failures,
     )
     _deliver(render(job, checked), out, is_submitted=is_submitted)

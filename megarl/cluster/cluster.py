@@ -28,7 +28,7 @@ from megarl.cluster.leases import AdoptableActors, leased
 from megarl.cluster.local_ray import LocalRay, adopted_ray, local_ray
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
-from megarl.config.section import CPU_SLOT
+from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
 from megarl.env import visible_gpus
 from megarl.errors import MachineError, first_line
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
@@ -53,10 +53,13 @@ class NodeFaults:
     A node is known by its address: one that comes back after a crash is another one to Ray, and has its faults here.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, record: Path | None = None) -> None:
+        """`record` has the excluded nodes for the next driver, and for the script of a scheduler's job."""
         self._clock = clock
         self._faults: defaultdict[str, list[float]] = defaultdict(list)
-        self.excluded: set[str] = set()
+        self._record = record
+        is_known = record is not None and record.exists()
+        self.excluded: set[str] = set(record.read_text().split()) if record is not None and is_known else set()
 
     def count(self, node: str) -> int:
         """Note a fault of a node; return how many it had within an hour."""
@@ -65,9 +68,19 @@ class NodeFaults:
         self._faults[node] = faults if faults and now < faults[-1] + _ONE_ACCIDENT_S else [*faults, now]
         return len(self._faults[node])
 
+    def exclude(self, node: str) -> None:
+        self.excluded.add(node)
+        self._write()
+
     def forgive(self, node: str) -> None:
         self._faults.pop(node, None)
         self.excluded.discard(node)
+        self._write()
+
+    def _write(self) -> None:
+        if self._record is not None:
+            with suppress(OSError):  # a full disk: it is noted again with the next node
+                self._record.write_text("".join(f"{node}\n" for node in sorted(self.excluded)))
 
 
 class NodeBundle:
@@ -157,7 +170,8 @@ class Pool:
 class Cluster:
     """The Ray a run uses and the pools it holds there."""
 
-    def __init__(self, device: str, lease: Lease | None = None) -> None:
+    def __init__(self, device: str, lease: Lease | None = None, *, excluded: Path | None = None) -> None:
+        """`excluded` is the record of excluded nodes."""
         self._resource = "GPU" if device == "cuda" else CPU_SLOT
         self._groups: list[PlacementGroup] = []
         self._gpus: dict[str, list[tuple[int, ...]]] = {}
@@ -165,7 +179,7 @@ class Cluster:
         self._lease = lease if lease is not None and lease.outlives_driver else None
         finds = self._lease is not None and self._lease.adopted is not None
         self.actors = AdoptableActors(outlive_driver=self._lease is not None, finds=finds)
-        self.faults = NodeFaults()
+        self.faults = NodeFaults(record=excluded)
 
     def outlive_driver(self) -> None:
         """Leave everything to the next driver if this one dies from now on."""
@@ -374,7 +388,7 @@ def open_cluster(
             stack.enter_context(leased(lease))
         else:
             stack.enter_context(joined(address))
-        cluster = Cluster(run.device, lease)
+        cluster = Cluster(run.device, lease, excluded=run.folder / run.name / EXCLUDED_FILE)
         stack.callback(cluster.release)
         if tasks_file is not None:
             stack.callback(ray.timeline, str(tasks_file))

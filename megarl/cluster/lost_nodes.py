@@ -210,7 +210,7 @@ class RankNodes:
 
     def _count(self, address: str, faults: NodeFaults, error: WorkerError) -> None:
         if (num_faults := faults.count(address)) >= self._max_faults and address not in faults.excluded:
-            faults.excluded.add(address)
+            faults.exclude(address)
             self._observer.nodes_excluded(len(faults.excluded))
             reason = f"{num_faults} faults within an hour (cluster.max_node_faults), the last: {error}"
             self._observer.warned(f"node {address} is excluded after {reason}")

@@ -52,6 +52,9 @@ CPU_CACHED_TOKENS = 32_768
 CPU_SLOT = "megarl_slot"
 """The Ray resource that stands for a GPU on a CPU run."""
 
+EXCLUDED_FILE = "excluded_nodes.txt"
+"""The addresses of the nodes that a run excludes, in its folder, one per line; the script of a job reads it."""
+
 MIB = 1 << 20
 GIB = 1 << 30
 

@@ -92,7 +92,7 @@ class EngineNodes:
         if not elsewhere:
             return  # counted on: with the next fault another node may have engines
         reason = f"node {node} is excluded after {num_faults} faults within an hour"
-        self.faults.excluded.add(node)
+        self.faults.exclude(node)
         self.observer.nodes_excluded(len(self.faults.excluded))
         self.observer.warned(
             f"{reason} (cluster.max_node_faults), the last: {engine.reason}; its engines are retired, and "

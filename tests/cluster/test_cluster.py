@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
@@ -18,7 +20,7 @@ from megarl.cluster.cluster import (
     refuse_missing,
 )
 from megarl.config.roles import PoolConfig
-from megarl.config.section import CPU_SLOT
+from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
 from megarl.errors import MachineError
 
 
@@ -113,3 +115,15 @@ def test_a_node_that_is_taken_back_has_no_faults() -> None:
     faults.forgive("a")
     assert faults.excluded == {"b"}
     assert faults.count("a") == 1
+
+
+def test_excluded_nodes_are_known_to_the_next_driver_until_they_are_taken_back(tmp_path: Path) -> None:
+    record = tmp_path / EXCLUDED_FILE
+    faults = NodeFaults(record=record)
+    faults.exclude("10.0.0.7")
+    faults.exclude("10.0.0.3")
+    assert record.read_text() == "10.0.0.3\n10.0.0.7\n"
+    later = NodeFaults(record=record)
+    assert later.excluded == {"10.0.0.3", "10.0.0.7"}
+    later.forgive("10.0.0.3")
+    assert NodeFaults(record=record).excluded == {"10.0.0.7"}

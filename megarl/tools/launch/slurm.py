@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, LATEST_STEP_FILE
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig, RolesConfig
-from megarl.config.section import CPU_SLOT
+from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
 from megarl.errors import ConfigError, Problem
 
 BODY = Path(__file__).parent / "slurm_job.sh"
@@ -46,6 +46,11 @@ class SlurmJob:
     venv: Path | None = None
     """None without a container is the environment that megarl runs in now."""
     mounts: tuple[Path, ...] = ()
+    environment: tuple[str, ...] = ()
+    """NAME=VALUE, for every process of the job."""
+    modules: tuple[str, ...] = ()
+    prolog: Path | None = None
+    """A file of shell commands that the job sources before it starts anything."""
     max_failures: int = 3
 
 
@@ -98,6 +103,12 @@ def _check_words(job: SlurmJob) -> Iterator[Problem]:
     for name, word in words.items():
         if word is not None and not re.fullmatch(r"[\w.,:=/@+#-]+", word):
             yield Problem(key=name, message=f"{word!r} is not one word of letters, digits and .,:=/@+#-_")
+    for module in job.modules:
+        if not re.fullmatch(r"[\w.+/-]+", module):
+            yield Problem(key="--module", message=f"{module!r} is not the name of a module, such as cuda/13.0")
+    for assignment in job.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*=[^\n]*", assignment):
+            yield Problem(key="--env", message=f"{assignment!r} is not NAME=VALUE, such as NCCL_IB_HCA=mlx5")
     if re.search(r"\s", str(job.folder)):
         yield Problem(
             key="--chdir", message=f"{job.folder}: Slurm accepts no folder with blanks; run this command in another one"
@@ -166,32 +177,39 @@ def _settings(job: SlurmJob, run: RunConfig, mounts: Sequence[Path]) -> Iterator
         train_words += ["--set", assignment]
     resources = json.dumps({CPU_SLOT: job.gpus_per_node})
     devices = f"--num-gpus={job.gpus_per_node}" if run.device == "cuda" else f"--resources={resources}"
-    srun_options, inside = _container(job, mounts, device=run.device)
     yield _assign("train_words", train_words)
     yield _assign("devices", [devices])
-    yield _assign("srun_options", srun_options)
-    yield _assign("inside", inside)
+    yield from _container(job, mounts, device=run.device)
+    yield _assign("environment", job.environment)
+    yield _assign("modules", job.modules)
+    yield _assign("prolog", "" if job.prolog is None else str(job.prolog))
     yield _assign("log_root", str(_absolute(job, run.folder) / "slurm"))
+    yield _assign("excluded_file", str(_absolute(job, run.folder) / run.name / EXCLUDED_FILE))
     checkpoints = _absolute(job, run.folder) / run.name / CHECKPOINTS_FOLDER
     yield _assign("latest_step_file", str(checkpoints / LATEST_STEP_FILE))
     yield _assign("ready_timeout_s", str(READY_TIMEOUT_S))
     yield _assign("max_failures", str(job.max_failures))
-    if job.container is None:
-        venv = job.venv or Path(sys.prefix)
-        yield f"export PATH={shlex.quote(str(venv / 'bin'))}:$PATH"
+    programs = "" if job.container is not None else str((job.venv or Path(sys.prefix)) / "bin")
+    yield _assign("programs", programs)
 
 
-def _container(job: SlurmJob, mounts: Sequence[Path], *, device: str) -> tuple[list[str], list[str]]:
-    """Return options of srun and a command prefix: Apptainer for .sif files, pyxis (`--container-image`) for others."""
-    if job.container is None:
-        return [], []
-    if job.container.endswith(".sif"):
+def _container(job: SlurmJob, mounts: Sequence[Path], *, device: str) -> Iterator[str]:
+    """Yield how steps enter the container: Apptainer runs .sif files, pyxis (`--container-image`) all others."""
+    kind, options, inside = "none", [], []
+    if job.container is not None and job.container.endswith(".sif"):
         binds = [word for mount in mounts for word in ("--bind", str(mount))]
         nv = ["--nv"] if device == "cuda" else []
-        return [], ["apptainer", "exec", *nv, *binds, "--pwd", str(job.folder), job.container]
-    mounted = ",".join(f"{mount}:{mount}" for mount in mounts)
-    options = [f"--container-image={job.container}", f"--container-mounts={mounted}"]
-    return [*options, f"--container-workdir={job.folder}"], []
+        kind, inside = "apptainer", ["apptainer", "exec", *nv, *binds, "--pwd", str(job.folder), job.container]
+    elif job.container is not None:
+        kind, options = "pyxis", [f"--container-image={job.container}", f"--container-workdir={job.folder}"]
+        names = [assignment.partition("=")[0] for assignment in job.environment]
+        if names:
+            # Otherwise a value of the image wins.
+            options.append(f"--container-env={','.join(names)}")
+    yield _assign("container", kind)
+    yield _assign("srun_options", options)
+    yield _assign("inside", inside)
+    yield _assign("mounts", ",".join(f"{mount}:{mount}" for mount in mounts) if kind == "pyxis" else "")
 
 
 def _mounts(job: SlurmJob, runs: Path, model: ModelConfig, data: DataConfig, roles: RolesConfig) -> list[Path]:

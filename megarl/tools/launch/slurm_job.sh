@@ -1,6 +1,6 @@
 # Everything above is rendered from the recipe; the text below is the same for every job.
 #
-# One step per node runs Ray, one step on the first node runs megarl. Slurm's warning before the time limit becomes
+# One step per node runs Ray, one step on the first node runs megarl; containers share the node's folder of Ray. Slurm's warning before the time limit becomes
 # SIGUSR1 for megarl alone: it saves and exits with 75, and the job is queued again and resumes.
 set -euo pipefail
 
@@ -13,17 +13,21 @@ main() {
   is_told=0
   train_step=""
   ray_steps=()
+  broken=()
   # Ray makes its own folders writable for all: they are inside one that only this user enters, on every node.
   ray_folder="/tmp/megarl-$SLURM_JOB_ID"
   # shellcheck disable=SC2016 # expanded on the node
   private_folder='mkdir -p -m 700 "$0" && [[ -O $0 && ! -L $0 ]] || { echo "$0 belongs to another user"; exit 5; }; '
-  mkdir -p "$logs"
-  # Every request and every Ray worker opens files.
-  ulimit -n "$(ulimit -Hn)"
+  mkdir -p "$logs/prepared"
+  # Every request and every Ray worker opens files; RDMA locks memory.
+  ulimit -n "$(ulimit -Hn)" -l "$(ulimit -Hl)"
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  load_environment
   trap 'ask_to_leave' USR1
   trap 'stop_ray; forget_token' EXIT
 
   make_token
+  prepare_nodes
   start_ray
   wait_for_nodes
   code=0
@@ -33,6 +37,7 @@ main() {
     code=75
   fi
   say "megarl ended with $code"
+  ((code == 0 || code == 75)) || note_broken
   stop_ray
   clean_up "$code"
   leave "$code"
@@ -40,6 +45,45 @@ main() {
 
 say() {
   echo "$(date -u +%FT%TZ) $*"
+}
+
+# What the options of `megarl launch slurm` say about the environment; every step inherits it.
+load_environment() {
+  # Files of a site are written for shells without these.
+  set +eu
+  if ((${#modules[@]})); then
+    # shellcheck disable=SC1091 # of the site
+    type module &>/dev/null || source /etc/profile
+    module load "${modules[@]}" || leave_unstarted "module load ${modules[*]} failed"
+  fi
+  # shellcheck disable=SC1090 # of the user
+  [[ -z $prolog ]] || source "$prolog" || leave_unstarted "$prolog failed"
+  set -eu
+  ((!${#environment[@]})) || export "${environment[@]}"
+  # Last, so that no module is found first.
+  [[ -z $programs ]] || export PATH="$programs:$PATH"
+}
+
+leave_unstarted() {
+  say "$1"
+  exit 2
+}
+
+# Make Ray's folder on every node, which all containers of the node see; pyxis unpacks the image once for all steps.
+prepare_nodes() {
+  # shellcheck disable=SC2016 # expanded on the node
+  srun --overlap --ntasks-per-node=1 --output="$logs/prepare.log" --open-mode=append \
+    bash -c "$private_folder"'touch "$1/$SLURMD_NODENAME"' "$ray_folder" "$logs/prepared" ||
+    fail_to_start "not all nodes can be used: read $logs/prepare.log"
+  case $container in
+  pyxis)
+    srun_options+=("--container-name=megarl" "--container-mounts=$mounts,$ray_folder:$ray_folder")
+    say "unpacking the image on every node"
+    srun --overlap --ntasks-per-node=1 --output="$logs/prepare.log" --open-mode=append "${srun_options[@]}" -- true ||
+      fail_to_start "the image cannot be used: read $logs/prepare.log"
+    ;;
+  apptainer) export APPTAINER_BIND="${APPTAINER_BIND:+$APPTAINER_BIND,}$ray_folder" ;;
+  esac
 }
 
 # Run a command on one node, in the container if there is one, with its output in a file of its own.
@@ -73,7 +117,6 @@ address_of() {
 }
 
 start_ray() {
-  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   local address node
   address=$(address_of "${nodes[0]}")
   # This script runs on the first node.
@@ -107,7 +150,7 @@ start_node() {
     place=(--head --port="$port" --include-dashboard=false --temp-dir="$ray_folder/ray")
   fi
   # shellcheck disable=SC2016 # expanded on the node
-  on_node "$node" "$logs/ray_$node.log" bash -c "$private_folder"'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' "$ray_folder" \
+  on_node "$node" "$logs/ray_$node.log" bash -c 'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' ray \
     --block --node-ip-address="$address" "${devices[@]}" "${place[@]}"
 }
 
@@ -128,6 +171,7 @@ wait_for_nodes() {
 
 fail_to_start() {
   say "$1"
+  note_broken
   stop_ray
   clean_up 5
   count_failure 5
@@ -167,6 +211,28 @@ pass_on_warning() {
   done
   is_told=1
   kill -USR1 "$(<"$pid_file")" || true
+}
+
+# Remember the nodes that were not ready at the beginning, and those where Ray has ended by itself.
+note_broken() {
+  local index
+  for index in "${!nodes[@]}"; do
+    if [[ ! -e $logs/prepared/${nodes[index]} ]] ||
+      { ((index < ${#ray_steps[@]})) && ! kill -0 "${ray_steps[index]}" 2>/dev/null; }; then
+      broken+=("${nodes[index]}")
+    fi
+  done
+}
+
+# Add this attempt's broken nodes, and those that megarl has excluded, to the job's; print all, with commas between.
+bad_nodes() {
+  local node
+  for node in "${nodes[@]}"; do
+    if [[ " ${broken[*]} " == *" $node "* ]] || grep -qsxF "$(address_of "$node")" "$excluded_file"; then
+      echo "$node" >>"$job_folder/bad_nodes"
+    fi
+  done
+  [[ ! -s $job_folder/bad_nodes ]] || sort -u "$job_folder/bad_nodes" | paste -sd,
 }
 
 stop_ray() {
@@ -229,9 +295,14 @@ count_failure() {
   requeue "$1"
 }
 
+# Nodes that failed are not taken again. Only a waiting job can be told so: this script outlives its end for a moment.
 requeue() {
-  say "queued again"
+  local bad
+  bad=$(bad_nodes)
+  say "queued again${bad:+, without $bad (their names are in $job_folder/bad_nodes)}"
+  trap '' TERM
   scontrol requeue "$SLURM_JOB_ID"
+  [[ -z $bad ]] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad" || say "$bad could not be excluded"
   exit "$1"
 }
 

@@ -43,7 +43,15 @@ def options(script: str) -> list[str]:
             JOB, time_limit="12:00:00", partition="gpu", account="lab", cpus_per_node=32, overrides=("run.steps=3",)
         ),
         replace(JOB, container="megarl.sif", venv=None),
-        replace(JOB, container="team/megarl:0.1", venv=None, mounts=(Path("/models"),)),
+        replace(
+            JOB,
+            container="team/megarl:0.1",
+            venv=None,
+            mounts=(Path("/models"),),
+            environment=("NCCL_IB_HCA=mlx5", "WORDS=two words"),
+            modules=("cuda/13.0",),
+            prolog=Path("/shared/prolog.sh"),
+        ),
     ],
     ids=["plain", "everything", "apptainer", "pyxis"],
 )
@@ -113,11 +121,11 @@ def test_a_container_sees_every_folder_of_the_recipe() -> None:
     outside = recipe(QUICKSTART, "model.path=/models/base", "data.train=[/data/a/train.parquet]", "run.folder=/scratch")
     image = replace(JOB, recipe_path=FOLDER / "recipe.yaml", container="team/megarl:0.1", mounts=(Path("/data"),))
     mounted = "/data:/data,/models/base:/models/base,/scratch:/scratch,/shared/project:/shared/project"
-    assert f"--container-mounts={mounted}" in render(image, outside)
+    assert f"mounts='{mounted}'" in render(image, outside)
     sif = render(replace(image, container="megarl.sif"), outside)
     assert "inside=('apptainer' 'exec' '--bind' '/data' '--bind' '/models/base' " in sif
     assert "srun_options=()" in sif
-    assert "export PATH" not in sif
+    assert "programs=''" in sif
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,16 @@ def test_a_container_sees_every_folder_of_the_recipe() -> None:
             (),
             "--time: 5 is too short: 180 s before its end the job stops training to save "
             "(checkpoint.grace_s and 60 s for Slurm's clock)",
+        ),
+        (
+            replace(JOB, modules=("cuda; rm",)),
+            (),
+            "--module: 'cuda; rm' is not the name of a module, such as cuda/13.0",
+        ),
+        (
+            replace(JOB, environment=("NCCL_IB_HCA",)),
+            (),
+            "--env: 'NCCL_IB_HCA' is not NAME=VALUE, such as NCCL_IB_HCA=mlx5",
         ),
         (
             replace(JOB, partition="gpu\n#SBATCH --uid=0"),
@@ -244,10 +262,10 @@ def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
     assert cli.run([*words, *too_much, "--override-fit"]) == 0
 
 
-def run_part(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
+def run_part(folder: Path, commands: str, job: SlurmJob = JOB) -> subprocess.CompletedProcess[str]:
     """Run commands with the functions of the script, and a `scontrol` that prints what it is asked."""
-    script = render(replace(JOB, folder=folder, max_failures=1), recipe()).rpartition("\nmain\n")[0]
-    prelude = f"scontrol() {{ echo scontrol $*; }}\njob_folder={folder}\nSLURM_JOB_ID=7\n"
+    script = render(replace(job, folder=folder, max_failures=1), recipe()).rpartition("\nmain\n")[0]
+    prelude = f"scontrol() {{ echo scontrol $*; }}\njob_folder={folder}\nSLURM_JOB_ID=7\nnodes=(); broken=()\n"
     return subprocess.run(
         ["bash", "-c", f"{script}\n{prelude}{commands}"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -308,3 +326,61 @@ clean_up {code}
         assert sorted(path.name for path in copies.rglob("*") if path.is_file()) == ["gcs_server.out", "worker-1.err"]
         assert (copies / "gcs_server.out").stat().st_size == 2**20
         assert (copies / "gcs_server.out").read_bytes().endswith(b"the end")
+
+
+def test_modules_prolog_and_variables_reach_every_step_and_the_environment_of_megarl_comes_first(
+    tmp_path: Path,
+) -> None:
+    prolog = tmp_path / "prolog.sh"
+    prolog.write_text('export FROM_PROLOG="$LOADED"\nunset_variable=$NOT_SET\n')
+    job = replace(JOB, environment=("WORDS=two words",), modules=("cuda/13.0", "gcc"), prolog=prolog)
+    commands = """
+module() { [[ $1 == load ]] && shift && export LOADED="$*" PATH="/module/bin:$PATH"; }
+load_environment
+bash -c 'echo "$WORDS, $FROM_PROLOG, ${PATH%%:/usr*}"'; echo $-
+"""
+    shown = run_part(tmp_path, commands, job).stdout.splitlines()
+    assert shown[0].startswith("two words, cuda/13.0 gcc, /shared/venv/bin:/module/bin")
+    assert "e" in shown[1]
+    failed = run_part(tmp_path, "module() { return 1; }\nload_environment", job)
+    assert failed.returncode == 2
+    assert "module load cuda/13.0 gcc failed" in failed.stdout
+
+
+def test_all_containers_of_a_node_have_its_folder_of_ray(tmp_path: Path) -> None:
+    show = f"""
+ray_folder=/tmp/megarl-7; logs={tmp_path}; private_folder=true
+srun() {{ :; }}
+prepare_nodes
+printf '%s\\n' "${{srun_options[@]}}" "${{APPTAINER_BIND:-}}"
+"""
+    pyxis = run_part(tmp_path, show, replace(JOB, container="team/megarl", venv=None, environment=("A=1", "B=2")))
+    assert "--container-env=A,B" in pyxis.stdout
+    # One name: later steps use the container of the first, whose image is unpacked once.
+    assert "--container-name=megarl\n" in pyxis.stdout
+    assert ",/tmp/megarl-7:/tmp/megarl-7\n" in pyxis.stdout
+    apptainer = run_part(tmp_path, show, replace(JOB, container="megarl.sif", venv=None))
+    assert apptainer.stdout.endswith("/tmp/megarl-7\n")
+
+
+def test_nodes_that_failed_are_excluded_when_the_job_is_queued_again(tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    for node in ("n0", "n1", "n2"):
+        (tmp_path / "prepared" / node).touch()
+    (tmp_path / "excluded").write_text("10.0.0.2\n")
+    commands = f"""
+nodes=(n0 n1 n2 n3); logs={tmp_path}; excluded_file={tmp_path}/excluded
+address_of() {{ echo "10.0.0.${{1#n}}"; }}
+sleep 60 & ray_steps=($!); true & ray_steps+=($!); sleep 60 & ray_steps+=($!); sleep 0.2
+note_broken
+kill "${{ray_steps[0]}}" "${{ray_steps[2]}}"
+requeue 76
+"""
+    done = run_part(tmp_path, commands)
+    assert done.returncode == 76
+    # n1 has lost its Ray, n2 was excluded by megarl, n3 was never ready.
+    assert "scontrol update JobId=7 ExcNodeList=n1,n2,n3" in done.stdout
+    assert done.stdout.index("scontrol requeue 7") < done.stdout.index("scontrol update")
+    # The next attempt has other nodes, and adds to the list.
+    later = run_part(tmp_path, f"nodes=(n4); broken=(n4); excluded_file={tmp_path}/none\nrequeue 1")
+    assert "ExcNodeList=n1,n2,n3,n4" in later.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,3 +155,18 @@ def test_a_job_whose_node_is_lost_is_queued_again(tmp_path: Path, tmp_path_facto
         assert cluster.wait(number, "COMPLETED", "FAILED", timeout_s=180) == "COMPLETED", log(tmp_path)
         assert attempts(tmp_path) == 2
         assert psutil.pid_exists(lost.pid)
+
+
+def test_a_node_where_ray_ends_is_excluded_from_the_next_attempt(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Of two nodes the job needs two: it waits, and says which node it does not take."""
+    script = job(tmp_path, "sleep 8\nexit 76")
+    ray = tmp_path / "bin" / "ray"
+    ray.write_text(ray.read_text().replace("exec sleep 1000", "sleep 4; exit 1"))
+    number = cluster.submit(script)
+    deadline = time.monotonic() + 120
+    while cluster.field(number, "ExcNodeList") != "n1":
+        assert time.monotonic() < deadline, log(tmp_path)
+        time.sleep(0.5)
+    assert cluster.field(number, "JobState") == "PENDING"
+    assert "queued again, without n1" in log(tmp_path)
+    cluster.ask("scancel", number)

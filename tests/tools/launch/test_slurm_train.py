@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.observe.events import EVENTS_FILE, Event, RunFinished, RunStarted, RunStatus, StepFinished, read_events
 from tests.repository import ROOT
+from tests.tools.launch.containers import write_programs
 from tests.tools.launch.slurm_cluster import SlurmCluster, slurm_cluster
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -43,7 +45,16 @@ def log(folder: Path) -> str:
     return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in files)
 
 
-def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("image", [None, "team/megarl:1", "megarl.sif"], ids=["venv", "pyxis", "apptainer"])
+def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str | None
+) -> None:
+    """With an image every step has a /tmp of its own, and Ray's sockets are in /tmp."""
+    entered, programs = tmp_path / "entered", tmp_path / "programs"
+    write_programs(programs, entered)
+    monkeypatch.setenv("PATH", f"{programs}:{MEGARL.parent}:{os.environ['PATH']}")
+    container = [] if image is None else ["--container", image, "--mount", str(cluster.folder)]
     megarl(tmp_path, "data", "make", "arithmetic", "--out", "data/arithmetic")
     settings = {
         "model.path": "data/arithmetic/model",
@@ -54,7 +65,7 @@ def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(cluster: SlurmCl
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     # Two places per node: the two trainer ranks fill one node, the engine is on the other.
-    megarl(tmp_path, "launch", "slurm", str(QUICKSTART), "--nodes", "2", *overrides, "--out", "job.sh")
+    megarl(tmp_path, "launch", "slurm", str(QUICKSTART), "--nodes", "2", *overrides, *container, "--out", "job.sh")
     job = cluster.submit(tmp_path / "job.sh")
     run = tmp_path / "runs" / "quickstart"
 
@@ -79,6 +90,7 @@ def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(cluster: SlurmCl
     assert [start.resumed_step for start in starts] == [0, starts[1].resumed_step]
     assert 2 <= starts[1].resumed_step < NUM_STEPS
 
+    assert entered.exists() is (image is not None)
     folder = tmp_path / "runs" / "slurm" / job
     assert "megarl ended with 75" in (tmp_path / f"megarl-quickstart-{job}.log").read_text()
     assert not (folder / "token").exists()

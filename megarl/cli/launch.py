@@ -23,6 +23,28 @@ _Environment = Annotated[
     list[str] | None,
     typer.Option("--env", metavar="NAME=VALUE", help="Set it in every process. May be repeated.", show_default=False),
 ]
+_Resources = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=COUNT", help="Adapters of a pod with GPUs, as rdma/hca=8. May be repeated.", show_default=False
+    ),
+]
+_Tolerations = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY[=VALUE][:EFFECT]", help="Of pods with GPUs. May be repeated.", show_default=False),
+]
+_Selectors = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="A label of nodes for pods with GPUs. May be repeated.", show_default=False),
+]
+_Annotations = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Of pods with GPUs. May be repeated.", show_default=False),
+]
+_Secrets = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="For the registry of the image. May be repeated.", show_default=False),
+]
 _Modules = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="Load it in the job. May be repeated.", show_default=False)
 ]
@@ -117,6 +139,12 @@ def kubernetes(
     ),
     cpus: Annotated[str, typer.Option(help="Cores of a pod with GPUs.")] = "64",
     memory: Annotated[str, typer.Option(help="Memory of a pod with GPUs.")] = "900Gi",
+    resource: _Resources = None,
+    env: _Environment = None,
+    toleration: _Tolerations = None,
+    node_selector: _Selectors = None,
+    annotation: _Annotations = None,
+    pull_secret: _Secrets = None,
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures.")] = 3,
     shape: ShapeName = None,
     overrides_fit: _OverridesFit = False,
@@ -142,6 +170,12 @@ def kubernetes(
         cpus_per_node=cpus,
         memory_per_node=memory,
         max_failures=max_failures,
+        resources=tuple(resource or ()),
+        environment=tuple(env or ()),
+        tolerations=tuple(toleration or ()),
+        node_selector=tuple(node_selector or ()),
+        annotations=tuple(annotation or ()),
+        pull_secrets=tuple(pull_secret or ()),
     )
     rendered = render(job, checked)
     if out is None:

@@ -101,6 +101,12 @@ def refuse_locked(run_folder: Path) -> None:
         os.close(file)
 
 
+def current_holder(run_folder: Path) -> Holder | None:
+    """Return the driver that holds the lock of a run, here or on another machine; it may have died without a word."""
+    holder = _read(_path_of(run_folder))
+    return None if holder is None or holder.has_released else holder
+
+
 def _refusal(run_folder: Path, holder: Holder | None) -> MachineError:
     who = "another process" if holder is None else str(holder)
     return MachineError(

@@ -6,7 +6,7 @@ The image is named by its digest, so that every pod and every later attempt runs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +44,17 @@ class KubernetesJob:
     cpus_per_node: str
     memory_per_node: str
     max_failures: int
+    resources: tuple[str, ...] = ()
+    """NAME=COUNT of each pod with GPUs, such as rdma/hca=8: the adapters, as their device plugin calls them."""
+    environment: tuple[str, ...] = ()
+    """NAME=VALUE, for every pod."""
+    tolerations: tuple[str, ...] = ()
+    """KEY, KEY=VALUE or either with :EFFECT, for pods with GPUs."""
+    node_selector: tuple[str, ...] = ()
+    """KEY=VALUE labels of the nodes for pods with GPUs."""
+    annotations: tuple[str, ...] = ()
+    """KEY=VALUE of pods with GPUs, such as the networks of their adapters."""
+    pull_secrets: tuple[str, ...] = ()
 
 
 def render(job: KubernetesJob, recipe: Recipe) -> str:
@@ -51,7 +62,7 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
     name = f"megarl-{re.sub(r'[._]', '-', recipe.run.name.lower())}"
     fitting = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
     paths = _check_paths(job, recipe.run, recipe.model, recipe.data)
-    problems = [*fitting, *_check_words(job, name), *paths]
+    problems = [*fitting, *_check_words(job, name), *_check_options(job), *paths]
     if problems:
         raise ConfigError(job.source, tuple(problems))
     text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
@@ -62,7 +73,7 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": metadata,
-            "spec": _spec(job, name, grace_s=lead_s(recipe.checkpoint.grace_s)),
+            "spec": _spec(job, name, run=recipe.run_folder, grace_s=lead_s(recipe.checkpoint.grace_s)),
         },
     ]
     return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)
@@ -93,6 +104,24 @@ def _check_words(job: KubernetesJob, name: str) -> Iterator[Problem]:
             yield Problem(key=key, message=f"{word!r} is not a quantity for Kubernetes, such as 64 or 900Gi")
 
 
+def _check_options(job: KubernetesJob) -> Iterator[Problem]:
+    """Yield the words of repeated options that cannot be read."""
+    for secret in job.pull_secrets:
+        if not _NAME.fullmatch(secret):
+            yield Problem(key="--pull-secret", message=f"{secret!r} is not the name of a secret")
+    pairs = {
+        "--resource": (job.resources, r"[\w.-]+/[\w.-]+=\d+", "rdma/hca=8"),
+        "--env": (job.environment, r"[A-Za-z_]\w*=.*", "NCCL_IB_HCA=mlx5"),
+        "--toleration": (job.tolerations, r"[\w./-]+(=[\w.-]*)?(:\w+)?", "nvidia.com/gpu=present:NoSchedule"),
+        "--node-selector": (job.node_selector, r"[\w./-]+=[\w.-]*", "node.kubernetes.io/instance-type=p5.48xlarge"),
+        "--annotation": (job.annotations, r"[\w./-]+=.+", "k8s.v1.cni.cncf.io/networks=rail0"),
+    }
+    for key, (words, pattern, example) in pairs.items():
+        for word in words:
+            if not re.fullmatch(pattern, word):
+                yield Problem(key=key, message=f"{word!r} cannot be read; write it like {example}")
+
+
 def _check_paths(job: KubernetesJob, run: RunConfig, model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     if run.device != "cuda":
         yield Problem(key="run.device", message=f"{run.device}: a job for Kubernetes asks for GPUs; use cuda")
@@ -107,13 +136,18 @@ def _check_paths(job: KubernetesJob, run: RunConfig, model: ModelConfig, data: D
             yield Problem(key=key, message=f"{path} is not on the volume, which pods see at {job.mount} (--mount)")
 
 
-def _spec(job: KubernetesJob, name: str, *, grace_s: int) -> dict[str, JsonValue]:
-    head: dict[str, JsonValue] = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}
-    worker: dict[str, JsonValue] = {
-        "requests": {"cpu": job.cpus_per_node, "memory": job.memory_per_node},
-        "limits": {"memory": job.memory_per_node, "nvidia.com/gpu": str(job.gpus_per_node)},
-    }
+def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int) -> dict[str, JsonValue]:
+    small: dict[str, JsonValue] = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}
     gcs: JsonValue = [{"name": "gcs", "containerPort": 6379}]
+    head = _pod(job, name, {**_container(job, run, small), "ports": gcs}, grace_s=grace_s)
+    # RDMA registers memory, which the kernel counts as locked.
+    rights: dict[str, JsonValue] = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if job.resources else {}
+    worker = _pod(job, name, {**_container(job, run, _devices(job), "--follows"), **rights}, grace_s=grace_s)
+    # GPU nodes commonly refuse pods without GPUs by this key.
+    worker["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists"}, *map(_toleration, job.tolerations)]
+    if job.node_selector:
+        worker["nodeSelector"] = _pairs(job.node_selector)
+    metadata: dict[str, JsonValue] = {"metadata": {"annotations": _pairs(job.annotations)}} if job.annotations else {}
     return {
         # Checkpoints are on the volume: the next attempt goes on from the newest.
         "backoffLimit": job.max_failures,
@@ -126,7 +160,7 @@ def _spec(job: KubernetesJob, name: str, *, grace_s: int) -> dict[str, JsonValue
             "headGroupSpec": {
                 # Nothing of the run is placed on the head.
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
-                "template": {"spec": _pod(job, name, head, gcs, grace_s=grace_s)},
+                "template": {"spec": head},
             },
             "workerGroupSpecs": [
                 {
@@ -135,30 +169,60 @@ def _spec(job: KubernetesJob, name: str, *, grace_s: int) -> dict[str, JsonValue
                     "minReplicas": job.nodes,
                     "maxReplicas": job.nodes,
                     "rayStartParams": {"num-gpus": str(job.gpus_per_node)},
-                    "template": {"spec": _pod(job, name, worker, [], grace_s=grace_s)},
+                    "template": {**metadata, "spec": worker},
                 }
             ],
         },
     }
 
 
-def _pod(
-    job: KubernetesJob, name: str, resources: dict[str, JsonValue], ports: JsonValue, *, grace_s: int
-) -> dict[str, JsonValue]:
-    places = {"shared": str(job.mount), "recipe": RECIPE_FOLDER, "shm": "/dev/shm"}  # noqa: S108 - of the pod
-    container: dict[str, JsonValue] = {
+def _devices(job: KubernetesJob) -> dict[str, JsonValue]:
+    devices = {"nvidia.com/gpu": str(job.gpus_per_node), **_pairs(job.resources)}
+    return {
+        "requests": {"cpu": job.cpus_per_node, "memory": job.memory_per_node},
+        "limits": {"memory": job.memory_per_node, **devices},
+    }
+
+
+def _pairs(words: Sequence[str]) -> dict[str, JsonValue]:
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def _toleration(word: str) -> dict[str, JsonValue]:
+    labelled, _, effect = word.partition(":")
+    key, has_value, value = labelled.partition("=")
+    condition = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+    return {"key": key, **condition, **({"effect": effect} if effect else {})}
+
+
+def _container(job: KubernetesJob, run: Path, resources: JsonValue, *words: str) -> dict[str, JsonValue]:
+    """Return the container of a pod; `words` are for the hook at its end."""
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", **_pairs(job.environment)}
+    leaving: list[JsonValue] = ["python3", "-m", "megarl.tools.launch.leave", str(job.mount / run), *words]
+    return {
         "name": "ray",
         "image": job.image,
         "workingDir": str(job.mount),
         "resources": resources,
-        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}, {"name": "HF_HUB_OFFLINE", "value": "1"}],
-        "ports": ports,
-        "volumeMounts": [{"name": volume, "mountPath": place} for volume, place in places.items()],
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "ports": [],
+        # The signal of Kubernetes ends Ray, and with it all ranks: the driver is asked before, and saves.
+        "lifecycle": {"preStop": {"exec": {"command": leaving}}},
+        "volumeMounts": [{"name": volume, "mountPath": place} for volume, place in _places(job).items()],
     }
+
+
+def _places(job: KubernetesJob) -> dict[str, str]:
+    return {"shared": str(job.mount), "recipe": RECIPE_FOLDER, "shm": "/dev/shm"}  # noqa: S108 - of the pod
+
+
+def _pod(job: KubernetesJob, name: str, container: JsonValue, *, grace_s: int) -> dict[str, JsonValue]:
+    secrets = {"imagePullSecrets": [{"name": secret} for secret in job.pull_secrets]} if job.pull_secrets else {}
     return {
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-        # An evicted pod gets SIGTERM: this is the time to save.
+        # The hook at the end has this time.
         "terminationGracePeriodSeconds": grace_s,
+        **secrets,
         "containers": [container],
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},

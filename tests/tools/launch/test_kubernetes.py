@@ -83,9 +83,55 @@ def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == NODES
 
 
+def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
+    wanted = replace(
+        JOB,
+        resources=("rdma/hca=8",),
+        environment=("NCCL_IB_HCA=mlx5", "NCCL_SOCKET_IFNAME=eth0"),
+        tolerations=("team=rl:NoSchedule", "spot"),
+        node_selector=("pool=h100",),
+        annotations=("k8s.v1.cni.cncf.io/networks=rail0,rail1",),
+        pull_secrets=("registry",),
+    )
+    _, job = yaml.safe_load_all(render(wanted, recipe()))
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    head, worker = cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
+    (container,) = worker["containers"]
+    assert container["resources"]["limits"]["rdma/hca"] == "8"
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert {"key": "team", "operator": "Equal", "value": "rl", "effect": "NoSchedule"} in worker["tolerations"]
+    assert {"key": "spot", "operator": "Exists"} in worker["tolerations"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists"} in worker["tolerations"]
+    assert worker["nodeSelector"] == {"pool": "h100"}
+    assert workers["template"]["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rail0,rail1"}
+    for pod in (head, worker):
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in pod["containers"][0]["env"]
+    # The head has no GPU, no adapter and no right.
+    assert "tolerations" not in head
+    assert "nodeSelector" not in head
+    assert "rdma/hca" not in str(head)
+    assert "securityContext" not in head["containers"][0]
+
+
+def test_a_pod_that_is_ended_asks_the_driver_to_save_before_ray_gets_a_signal() -> None:
+    _, job = yaml.safe_load_all(render(JOB, recipe("run.folder=mine")))
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    commands = [
+        pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        for pod in (cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"])
+    ]
+    asking = ["python3", "-m", "megarl.tools.launch.leave", "/shared/mine/grpo_70b"]
+    assert commands == [asking, [*asking, "--follows"]]
+
+
 @pytest.mark.parametrize(
     ("job", "overrides", "expected"),
     [
+        (replace(JOB, resources=("rdma",)), (), "--resource: 'rdma' cannot be read; write it like rdma/hca=8"),
+        (replace(JOB, tolerations=("a b",)), (), "--toleration: 'a b' cannot be read"),
         (replace(JOB, image="megarl:0.1.0"), (), "--image: megarl:0.1.0 is not named by its digest"),
         (replace(JOB, nodes=1), (), "pools: need "),
         (replace(JOB, claim="Shared_Disk"), (), "--claim: 'Shared_Disk' is not a name for Kubernetes"),

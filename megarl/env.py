@@ -88,6 +88,12 @@ NCCL_DEBUG = EnvVar(
     reason="Set for trainer ranks and engines unless it is set: NCCL prints nothing otherwise, not even its errors.",
 )
 
+FLIGHT_RECORDER = EnvVar(
+    name="TORCH_FR_BUFFER_SIZE",
+    default="2000",
+    reason="Set for trainer ranks unless it is set: the last collectives of a rank, from which a hang is explained.",
+)
+
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.
     "RAY_kill_child_processes_on_worker_exit": "false",

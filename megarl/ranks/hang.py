@@ -1,8 +1,8 @@
 """The explanation of a call that did not end in time: which ranks are missing, where the others wait, all stacks.
 
 A rank captures its stacks in a thread of its own, so that this works while training hangs. A wait inside C++ shows as
-the Python function that called it; for every collective that is a function of one of a few modules. `explain_hang` is
-pure; `write_report` writes the file that a person reads.
+the Python function that called it; for every collective that is a function of one of a few modules. Waits for NCCL do
+not show so: `flight` finds them. `explain_hang` is pure; `write_report` writes the file that a person reads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ import torch.distributed as dist
 from ray.actor import ActorHandle
 
 from megarl.cluster.worker_group import RemoteProcess, describe
+from megarl.ranks.flight import GroupCalls, StalledCollective, ranks_at_fault
 
 _STACKS_S = 2.0
+_COLLECTIVES_S = 15.0
+"""Time for a rank to write its record to a file system that all ranks write to."""
+_MAX_STALLS = 3
+"""Collectives in the first line of a report: one rank that is missing holds up many groups."""
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _WAITS = (
     "megatron.core.pipeline_parallel.p2p_communication",
@@ -35,7 +40,7 @@ _WAITS = (
 """Modules that wait for a transfer under way: a running function of theirs is such a wait."""
 _CALLERS = ("megatron.", "megarl.")
 _PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
-_OWN_CALLS = ("watch", "stacks", "process")
+_OWN_CALLS = ("watch", "stacks", "collectives", "process")
 _DISPATCHERS = ("run", "run_share")
 """The functions of the host that run the method of a rank named by their argument `method`."""
 
@@ -182,6 +187,16 @@ async def fetch_stacks(worker: ActorHandle, process: RemoteProcess | None) -> St
         return Silence(reason="it is dead")
 
 
+async def fetch_collectives(worker: ActorHandle, path: Path) -> Sequence[GroupCalls] | None:
+    """Return the collectives that a rank has called, which it also writes to `path`; None if it does not answer."""
+    try:
+        async with asyncio.timeout(_COLLECTIVES_S):
+            calls: Sequence[GroupCalls] = await worker.collectives.remote(path)
+            return calls
+    except (TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
     missing: Mapping[int, str]
@@ -189,22 +204,30 @@ class HangReport:
     waiting: Mapping[int, Wait]
     silent: frozenset[int] = frozenset()
     """The missing ranks that did not report their stacks."""
+    stalls: Sequence[StalledCollective] = ()
+    """The collectives that do not end, by torch's recorder."""
 
     @property
     def at_fault(self) -> tuple[int, ...]:
         """The ranks that hang alone; empty where all are merely slow, or wait for each other."""
-        return tuple(sorted(self.silent)) or (tuple(self.missing) if self.waiting else ())
+        by_stacks = tuple(self.missing) if self.waiting else ()
+        return tuple(sorted(self.silent)) or ranks_at_fault(self.stalls) or by_stacks
 
     def __str__(self) -> str:
-        parts = [f"rank {rank} is missing: {doing}" for rank, doing in self.missing.items()]
+        # Without a wait in the stacks of any rank, all are "missing" there: only the recorder tells who is.
+        told = set(self.missing) if self.waiting or not self.stalls else set(self.at_fault)
+        parts = [f"rank {rank} is missing: {doing}" for rank, doing in self.missing.items() if rank in told]
         by_wait: dict[str, list[int]] = {}
         for rank, wait in self.waiting.items():
             by_wait.setdefault(str(wait), []).append(rank)
         parts += [f"{_named(ranks)} in {wait}" for wait, ranks in by_wait.items()]
+        parts += [str(stall) for stall in self.stalls[:_MAX_STALLS]]
         return "; ".join(parts)
 
 
-def explain_hang(ranks: Sequence[StacksOrSilence], *, method: str, late: Sequence[int]) -> HangReport:
+def explain_hang(
+    ranks: Sequence[StacksOrSilence], *, method: str, late: Sequence[int], stalls: Sequence[StalledCollective] = ()
+) -> HangReport:
     """Divide the late ranks into those that wait for others and those that the others wait for."""
     missing: dict[int, str] = {}
     waiting: dict[int, Wait] = {}
@@ -220,7 +243,7 @@ def explain_hang(ranks: Sequence[StacksOrSilence], *, method: str, late: Sequenc
         thread = stacks.running(method)
         missing[rank] = f"it is in {thread.place}" if thread else f"it has not begun with {method}"
     silent = frozenset(rank for rank in late if isinstance(ranks[rank], Silence))
-    return HangReport(missing=missing, waiting=waiting, silent=silent)
+    return HangReport(missing=missing, waiting=waiting, silent=silent, stalls=stalls)
 
 
 def write_report(folder: Path, role: str, method: str, headline: str, ranks: Sequence[StacksOrSilence]) -> str:

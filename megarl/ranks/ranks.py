@@ -21,10 +21,11 @@ from megarl.cluster.stored import cut_at_source, fetch
 from megarl.cluster.worker_group import RemoteProcess, WorkerGroup, WorkerLateError, end, this_process
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_columns
-from megarl.env import GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, update_environment
+from megarl.env import FLIGHT_RECORDER, GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, update_environment
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ModelCalls
-from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_stacks, write_report
+from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
+from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_collectives, fetch_stacks, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
@@ -46,6 +47,9 @@ ALWAYS = "always"
 
 START_TIMEOUT_S = 300.0
 """Deadline for a process to start, and for its weights where `train.operation_timeout_s` is shorter: disks are slow."""
+RECORDS_PREFIX = "collectives_"
+"""Begins the name of a folder with the records of all ranks, for `python -m torch.distributed.flight_recorder.fr_trace
+--prefix rank_ FOLDER`."""
 _KILL_S = 30.0
 """Time for the system to take a process apart: one with much memory on a device needs a while."""
 
@@ -55,8 +59,9 @@ class RankHost(ColumnHost):
 
     def __init__(self, bind: str | None, log: Path | None = None) -> None:
         """Write all output of the process to `log`."""
-        if not NCCL_DEBUG.is_set:
-            NCCL_DEBUG.set(NCCL_DEBUG.default)
+        for variable in (NCCL_DEBUG, FLIGHT_RECORDER):
+            if not variable.is_set:
+                variable.set(variable.default)
         if log is not None:
             _log_to(log)
         self._rank: ModelCalls | None = None
@@ -123,6 +128,11 @@ class RankHost(ColumnHost):
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def stacks(self) -> RankStacks:
         return capture(__name__, ColumnHost.__module__)
+
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
+    def collectives(self, path: Path) -> tuple[GroupCalls, ...]:
+        """Return the last collective of every group, and write torch's whole record to `path`."""
+        return capture_collectives(path)
 
 
 def _log_to(path: Path) -> None:
@@ -275,7 +285,11 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> WorkerLateError:
         processes: Sequence[RemoteProcess | None] = self.processes or [None] * len(self)
         stacks = await asyncio.gather(*map(fetch_stacks, self.workers, processes))
-        report = explain_hang(stacks, method=method, late=late)
+        records = self._report_folder / f"{RECORDS_PREFIX}{self.role}_{method}"
+        paths = [records / f"rank_{rank}" for rank in range(len(self))]
+        called = await asyncio.gather(*map(fetch_collectives, self.workers, paths))
+        answers = {rank: calls for rank, calls in enumerate(called) if calls is not None}
+        report = explain_hang(stacks, method=method, late=late, stalls=find_stalls(answers))
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
         where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, stacks)
         return WorkerLateError(f"{headline}; {where}", self.role, report.at_fault)

@@ -286,9 +286,11 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         processes: Sequence[RemoteProcess | None] = self.processes or [None] * len(self)
         stacks = await asyncio.gather(*map(fetch_stacks, self.workers, processes))
         records = self._report_folder / f"{RECORDS_PREFIX}{self.role}_{method}"
-        paths = [records / f"rank_{rank}" for rank in range(len(self))]
-        called = await asyncio.gather(*map(fetch_collectives, self.workers, paths))
-        answers = {rank: calls for rank, calls in enumerate(called) if calls is not None}
+        answering = [rank for rank, each in enumerate(stacks) if isinstance(each, RankStacks)]
+        called = await asyncio.gather(
+            *(fetch_collectives(self.workers[rank], records / f"rank_{rank}") for rank in answering)
+        )
+        answers = {rank: calls for rank, calls in zip(answering, called, strict=True) if calls is not None}
         report = explain_hang(stacks, method=method, late=late, stalls=find_stalls(answers))
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
         where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, stacks)

@@ -7,7 +7,7 @@ version --Publisher--> engines
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +91,15 @@ class Phases(Protocol):
     def publishing(self) -> AbstractAsyncContextManager[None]:
         """Let engines have memory for the weights that are sent."""
         ...
+
+
+class SeparatePhases:
+    """The phases of separate pools: neither side waits for the other."""
+
+    def generating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    training = comparing = publishing = generating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,10 @@ from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes
+from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
 from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype
-from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.pieces import whole
 
 BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]

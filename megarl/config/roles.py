@@ -53,10 +53,6 @@ class OptimizerConfig(Section):
     clip_grad_norm: PositiveFloat = 1.0
     """Bound on the norm of all gradients together."""
 
-    def warmup_of(self, total_steps: int) -> int:
-        """Return the steps of the warm-up in a run of `total_steps`."""
-        return self.warmup_steps or int(self.warmup_share * total_steps)
-
 
 Scaling: TypeAlias = Literal["tensorwise", "blockwise", "delayed"]
 FP8_TOKENS: Mapping[Scaling, int] = {"tensorwise": 16, "blockwise": 128, "delayed": 16}

@@ -20,20 +20,12 @@ class Preemption:
     def __init__(self, task: asyncio.Task[None], *, grace_s: float) -> None:
         self.signal_name = ""
         """The first signal that was received."""
-        self._asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self._task = task
         self._grace_s = grace_s
         self._has_steps = False
         self._num_orders = 0
         self._is_cancelled = False
-
-    @property
-    def is_requested(self) -> bool:
-        return self._asked.is_set()
-
-    async def wait(self) -> None:
-        """Wait until a signal is received."""
-        await self._asked.wait()
 
     def begin_steps(self) -> None:
         """Save on preemption from now on; before, the run just ends."""
@@ -41,10 +33,10 @@ class Preemption:
 
     def request(self, number: signal.Signals) -> None:
         self._num_orders += number is not signal.SIGUSR1
-        if not self.is_requested:
+        if not self.requested.is_set():
             self.signal_name = number.name
             asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
-        self._asked.set()
+        self.requested.set()
         if self._num_orders > 1 or not self._has_steps:
             self._cancel()
 
@@ -81,7 +73,7 @@ def preemptible(*, grace_s: float) -> Iterator[Preemption]:
     try:
         yield preemption
     except asyncio.CancelledError:
-        if preemption.is_requested:
+        if preemption.requested.is_set():
             raise preemption.error("before the step was saved") from None
         raise
     finally:

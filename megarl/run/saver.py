@@ -236,7 +236,7 @@ class RunSaver:
 
     async def unless_leaving(self, work: Coroutine[object, object, Result]) -> Result:
         doing = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._preemption.wait())
+        asked = asyncio.ensure_future(self._preemption.requested.wait())
         try:
             await asyncio.wait((doing, asked), return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
@@ -250,7 +250,7 @@ class RunSaver:
     async def after_step(self, step: int, *, is_last: bool) -> None:
         assert self._mark is not None, "mark comes first"
         assert self._mark.step == step, f"marked step {self._mark.step}, asked to save step {step}"
-        if self._preemption.is_requested and not is_last:
+        if self._preemption.requested.is_set() and not is_last:
             await self._leave()
         is_best = self._candidate is not None and self._candidate.step == step
         if is_best or self._is_due(step, is_last=is_last):

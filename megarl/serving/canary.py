@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -98,13 +98,6 @@ class Canary:
     warn: Callable[[str], None]
     every: int = 1
     """The first and then every `every`-th publish is checked."""
-    _num_published: int = field(default=0, init=False)
-
-    async def check_if_due(self, version: PolicyVersion) -> None:
-        """Check the engines after a publish, unless it is one that is not checked."""
-        if self._num_published % self.every == 0:
-            await self.check(version)
-        self._num_published += 1
 
     async def check(self, version: PolicyVersion) -> None:
         """Mark the engines that differ from the trainer as stale; WeightSyncError if all do."""

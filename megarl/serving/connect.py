@@ -24,7 +24,7 @@ from megarl.rollout.worker import RolloutSource
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.file_publisher import FilePublisher
-from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.serving.phases import SharedPhases
 from megarl.serving.publisher import EnginePublisher, NoPublisher, TransferPublisher
 from megarl.serving.serving import (
     ExternalServing,
@@ -34,7 +34,7 @@ from megarl.serving.serving import (
     reserve_pools,
     start_serving,
 )
-from megarl.stages import Phases, Publisher
+from megarl.stages import Phases, Publisher, SeparatePhases
 from megarl.types import PolicyVersion
 
 

@@ -13,21 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from megarl.engine.fleet import Engine
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
-
-
-class SeparatePhases:
-    """Trainers and engines have separate pools: neither waits for the other."""
-
-    def generating(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-    training = comparing = publishing = generating
 
 
 class Sleeper(Protocol):

@@ -51,7 +51,7 @@ _GIVE_UP_S = 10.0
 """Time for engines to notice that the group was abandoned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class EnginePublisher:
     """A Publisher (see `stages`): the steps of a publish, whichever way the bytes move."""
 
@@ -64,6 +64,7 @@ class EnginePublisher:
     announce: Callable[[], Awaitable[None]] | None = None
     """Returns when rollout workers in other processes know what the engines serve."""
     canary: Canary | None = None
+    _num_published: int = field(default=0, init=False)
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         if self.in_flight is None:
@@ -71,8 +72,9 @@ class EnginePublisher:
         else:
             async with paused(self.fleet, self.in_flight, announce=self.announce):
                 result = await self._send(version)
-        if self.canary is not None:
-            await self.canary.check_if_due(version)
+        if self.canary is not None and self._num_published % self.canary.every == 0:
+            await self.canary.check(version)
+        self._num_published += 1
         return result
 
     async def _send(self, version: PolicyVersion) -> PublishResult:

@@ -28,11 +28,12 @@ from megarl.observe.observer import Observer
 from megarl.serving.adapter_publisher import ServedAdapters
 from megarl.serving.nodes import EngineNodes, following_nodes, moving_engines
 from megarl.serving.operator import Growth, open_to_operator
-from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.serving.phases import SharedPhases
 from megarl.serving.processes import Adoption, Engines, start_engines
 from megarl.serving.specs import located, near_trainers, rollout_engine, transfer_spec
 from megarl.serving.stragglers import EngineWatch
 from megarl.serving.supervisor import Supervisor, observe_fleet
+from megarl.stages import SeparatePhases
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _PUBLISH_FOLDER = "published"

@@ -94,7 +94,8 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
     has_loss = micro_batch.loss_mask.size > 0
     sequences = packed_sequences(micro_batch.sequence_starts, topology)
-    sequences.routes = rank_routes(micro_batch, mine, topology)
+    if micro_batch.routes is not None:
+        sequences.routes = rank_routes(micro_batch.routes, mine, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],

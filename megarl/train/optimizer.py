@@ -165,7 +165,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     """
     assert step >= 0, f"step {step}"
     peak, floor = config.learning_rate, config.min_learning_rate
-    warmup_steps = config.warmup_of(total_steps)
+    warmup_steps = config.warmup_steps or int(config.warmup_share * total_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     decay_steps = max(total_steps - warmup_steps, 1)

@@ -47,12 +47,10 @@ class RankRoutes:
         return torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int32)).to(device)
 
 
-def rank_routes(micro_batch: MicroBatch, own: npt.NDArray[np.int64] | slice, topology: Topology) -> RankRoutes | None:
+def rank_routes(packed: PackedRoutes, own: npt.NDArray[np.int64] | slice, topology: Topology) -> RankRoutes:
     """Return the routes of the positions `own`, of which tensor-parallel ranks of a mixture have equal parts."""
-    if micro_batch.routes is None:
-        return None
-    tokens = np.arange(micro_batch.routes.num_tokens)[own]
-    return RankRoutes(packed=micro_batch.routes, tokens=np.split(tokens, topology.tensor)[topology.tensor_rank])
+    tokens = np.arange(packed.num_tokens)[own]
+    return RankRoutes(packed=packed, tokens=np.split(tokens, topology.tensor)[topology.tensor_rank])
 
 
 class MixtureLayer(TransformerLayer):

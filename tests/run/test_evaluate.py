@@ -17,8 +17,7 @@ from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.rollout.groups import GivenGroups
 from megarl.run.evaluate import Evaluator, HeldOutAnswers, HeldOutDemonstrations
-from megarl.serving.phases import SeparatePhases
-from megarl.stages import Generator
+from megarl.stages import Generator, SeparatePhases
 from megarl.types import (
     DEMONSTRATION,
     FloatArray,

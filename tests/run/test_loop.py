@@ -21,8 +21,8 @@ from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation, Evaluator
 from megarl.run.loop import Loop, Start
-from megarl.serving.phases import SeparatePhases, SharedPhases
-from megarl.stages import Phases, Stages
+from megarl.serving.phases import SharedPhases
+from megarl.stages import Phases, SeparatePhases, Stages
 from megarl.types import (
     Estimates,
     PolicyVersion,

@@ -38,7 +38,7 @@ def test_a_step_is_finished_first() -> None:
         with preemptible(grace_s=60) as preemption:
             preemption.begin_steps()
             terminate()
-            return await step(), preemption.is_requested
+            return await step(), preemption.requested.is_set()
 
     assert asyncio.run(main()) == ("finished", True)
 
@@ -103,7 +103,7 @@ def test_early_warnings_do_not_hurry() -> None:
             preemption.begin_steps()
             for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), number)
-            await asyncio.wait_for(preemption.wait(), timeout=60)
+            await asyncio.wait_for(preemption.requested.wait(), timeout=60)
             return await step(), preemption.signal_name
 
     assert asyncio.run(main()) == ("finished", "SIGUSR1")
@@ -147,7 +147,7 @@ def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
                 # Not `wait_for`: in Python 3.11 it loses a cancellation that comes when its wait is over.
-                await preemption.wait()
+                await preemption.requested.wait()
                 await asyncio.sleep(0.01)
             assert preemption.signal_name == "SIGINT"
             return await step(0.05 if times == 1 else 60)
@@ -168,7 +168,7 @@ def test_a_run_in_another_thread_is_stopped_by_a_call() -> None:
         with preemptible(grace_s=60) as preemption:
             preemption.begin_steps()
             ready.set()
-            await asyncio.wait_for(preemption.wait(), timeout=60)
+            await asyncio.wait_for(preemption.requested.wait(), timeout=60)
             return str(preemption.error("after step 3: saved"))
 
     assert not interrupt()

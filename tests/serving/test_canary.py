@@ -15,8 +15,9 @@ from megarl.engine.lifecycle import EngineState
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
 from megarl.serving.canary import Canary, CanaryProbe
-from megarl.serving.phases import SeparatePhases, SharedPhases
+from megarl.serving.phases import SharedPhases
 from megarl.serving.publisher import EnginePublisher
+from megarl.stages import SeparatePhases
 from megarl.types import FloatArray, PolicyVersion, TrainSample
 from tests.engine.engines import EOS, Handler, ServedModel, scripted_fleet
 

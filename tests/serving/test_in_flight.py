@@ -19,8 +19,8 @@ from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
-from megarl.serving.phases import SeparatePhases
 from megarl.serving.publisher import EnginePublisher
+from megarl.stages import SeparatePhases
 from megarl.types import FinishReason, PolicyVersion, Rollout, RolloutGroup
 from tests.engine.engines import (
     EOS,

@@ -17,7 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig
 from megarl.engine import admin
 from megarl.engine.process import EngineProcess
-from megarl.serving.phases import SeparatePhases
+from megarl.stages import SeparatePhases
 from megarl.tools.diagnose.comparison import compare
 from megarl.tools.diagnose.verdict import Diagnosis, Verdict
 from megarl.train.rank_spec import TrainerRecord

@@ -254,18 +254,18 @@ class Traffic:
         """Bytes that each target rank sends on."""
         return _between_processes(self.forwarded)
 
-    @property
+    @cached_property
     def neediest_bytes(self) -> int:
         """Most bytes that one target receives."""
         return max(self.received_bytes.values(), default=0)
 
-    @property
+    @cached_property
     def busiest_bytes(self) -> int:
         """Most bytes that one rank sends or receives."""
         sizes = (*self.sent_bytes.values(), *self.received_bytes.values(), *self.forwarded_bytes.values())
         return max(sizes, default=0)
 
-    @property
+    @cached_property
     def floor_bytes(self) -> int:
         """Lower bound of `busiest_bytes`: the neediest target's bytes, or an equal share for every source."""
         return max(self.neediest_bytes, -(-sum(self.sent_bytes.values()) // max(1, self._num_sources)))

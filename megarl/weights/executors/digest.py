@@ -24,7 +24,7 @@ import xxhash
 
 from megarl.errors import WeightSyncError, first_few
 from megarl.weights.algebra.buckets import split_box
-from megarl.weights.algebra.plan import Move, Plan
+from megarl.weights.algebra.plan import Move, Plan, SourceBox
 from megarl.weights.algebra.slices import Index, Slice, shift
 from megarl.weights.executors.tensors import box_of, bytes_of, device_of, source_view, torch_dtype
 
@@ -69,9 +69,13 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
 
 def digest_bytes(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:  # noqa: ARG001 - a BoxDigest
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
-    seed = xxhash.xxh3_64_intdigest(str(box).encode())
-    raw = xxhash.xxh3_64_digest(bytes_of(values.detach().cpu().contiguous()), seed=seed)
+    raw = xxhash.xxh3_64_digest(bytes_of(values.detach().cpu().contiguous()), seed=_place_seed(box))
     return torch.tensor(int.from_bytes(raw, "big", signed=True))
+
+
+@lru_cache(maxsize=65536)
+def _place_seed(box: Slice) -> int:
+    return xxhash.xxh3_64_intdigest(str(box).encode())
 
 
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
@@ -263,6 +267,17 @@ def add(sums: dict[Key, torch.Tensor], key: Key, value: torch.Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A part of a source's box that is digested at a time: what travels in one bucket."""
+
+    box: SourceBox
+    part: Slice
+    offsets: Index
+    """The place of the part in the box."""
+    canonical_shape: Index
+
+
 class SourceDigests:
     """Digests of a source's boxes: on a GPU in one launch, else part by part while buckets travel."""
 
@@ -277,10 +292,8 @@ class SourceDigests:
         bucket_bytes: int,
     ) -> None:
         """Boxes for `own_target`, a target in this process, are left out."""
-        self._plan = plan
         self._tensors = tensors
         self._digest = digest
-        self._bucket_bytes = bucket_bytes
         self._boxes = [
             replace(box, targets=targets)
             for box in plan.boxes_from(rank)
@@ -300,7 +313,15 @@ class SourceDigests:
                 ]
             )
             self._views = [source_view(tensors, box) for box in self._boxes]
+        self._cuts = [] if self._at_once is not None else list(self._cut(plan, bucket_bytes))
         self.begin()
+
+    def _cut(self, plan: Plan, bucket_bytes: int) -> Iterator[_Cut]:
+        for box in self._boxes:
+            for part in split_box(box, bucket_bytes=bucket_bytes):
+                offsets = shift(part.offsets, box.slice.offsets, (0,) * len(part.offsets))
+                shape = plan.target.canonical[box.slice.name].shape
+                yield _Cut(box=box, part=part, offsets=offsets, canonical_shape=shape)
 
     def begin(self) -> None:
         self._sums: dict[tuple[int, str], torch.Tensor] = {}
@@ -327,13 +348,10 @@ class SourceDigests:
 
     def _digest_parts(self) -> Iterator[int]:
         """Digest each box once, whatever the number of its targets; yield the bytes of each part."""
-        for box in self._boxes:
-            view = source_view(self._tensors, box)
-            shape = self._plan.target.canonical[box.slice.name].shape
-            for part in split_box(box, bucket_bytes=self._bucket_bytes):
-                offsets = shift(part.offsets, box.slice.offsets, (0,) * len(part.offsets))
-                values = box_of(view, offsets, part.shape).to(torch_dtype(box.dtype))
-                digest = self._digest(values, part, shape)
-                for key in box.targets:
-                    add(self._sums, key, digest)
-                yield values.numel() * values.element_size()
+        for cut in self._cuts:
+            view = source_view(self._tensors, cut.box)
+            values = box_of(view, cut.offsets, cut.part.shape).to(torch_dtype(cut.box.dtype))
+            digest = self._digest(values, cut.part, cut.canonical_shape)
+            for key in cut.box.targets:
+                add(self._sums, key, digest)
+            yield values.numel() * values.element_size()

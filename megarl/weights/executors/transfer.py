@@ -10,10 +10,8 @@ Source rank s of a plan is peer s of the group; target rank t is peer `first_tar
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
+from dataclasses import dataclass
 
 import torch
 
@@ -35,8 +33,6 @@ from megarl.weights.executors.digest import (
     DigestSums,
     SourceDigests,
     Summand,
-    check_digests,
-    digest_bytes,
     digest_tensor,
 )
 from megarl.weights.executors.group import Message, TransferGroup
@@ -159,14 +155,19 @@ class Rounds:
     ) -> None:
         """Both lanes are allocated here, once."""
         self._group = group
-        self._peers = peers
         self._rank = rank
         self._sources = sources
         self._targets = targets
-        self._rounds = rounds(sent, received, peers)
+        self._rounds = [
+            (
+                None if each.sent is None else _Parcel.of(each.sent, peers.receiver(each.sent)),
+                None if each.received is None else _Parcel.of(each.received, peers.sender(each.received)),
+            )
+            for each in rounds(sent, received, peers)
+        ]
         wire, device = group.wire_device, device_of(sources or targets)
-        leaving = max((each.sent.num_bytes for each in self._rounds if each.sent), default=0)
-        arriving = max((each.received.num_bytes for each in self._rounds if each.received), default=0)
+        leaving = max((parcel.num_bytes for parcel, _ in self._rounds if parcel), default=0)
+        arriving = max((parcel.num_bytes for _, parcel in self._rounds if parcel), default=0)
         self._leaving, self._arriving = _Lane(leaving, wire, device), _Lane(arriving, wire, device)
 
     def run(
@@ -177,41 +178,76 @@ class Rounds:
         received: Callable[[Sequence[Move]], None] = lambda _moves: None,
     ) -> None:
         """Pass through all rounds; `sent` gets the bytes of each bucket that has left, `received` each one's moves."""
-        for each in self._rounds:
+        for leaving, arriving in self._rounds:
             outgoing = incoming = None
-            if each.sent is not None:
-                outgoing = Message(peer=self._peers.receiver(each.sent), buffer=self._packed(each.sent, version))
-            if each.received is not None:
-                buffer = self._arriving.wire[: each.received.num_bytes]
-                incoming = Message(peer=self._peers.sender(each.received), buffer=buffer)
-            bucket = each.sent or each.received
-            assert bucket is not None, "an empty round"
-            self._group.exchange(outgoing, incoming, tag=_tag(version, bucket), deadline=deadline)
-            if each.sent is not None:
+            if leaving is not None:
+                outgoing = Message(peer=leaving.peer, buffer=self._packed(leaving, version))
+            if arriving is not None:
+                incoming = Message(peer=arriving.peer, buffer=self._arriving.wire[: arriving.num_bytes])
+            parcel = leaving or arriving
+            assert parcel is not None, "an empty round"
+            self._group.exchange(outgoing, incoming, tag=parcel.tag(version), deadline=deadline)
+            if leaving is not None:
                 self._reach("bucket_sent", version)
-                sent(each.sent.num_bytes)
-            if each.received is not None:
-                self._unpack(each.received, version)
-                received(each.received.moves)
+                sent(leaving.num_bytes)
+            if arriving is not None:
+                self._unpack(arriving, version)
+                received(arriving.moves)
 
-    def _packed(self, bucket: Bucket, version: int) -> torch.Tensor:
-        tensors = self._targets if bucket.is_forwarded else self._sources
-        for move, values in _views(bucket, self._leaving.local):
+    def _packed(self, parcel: _Parcel, version: int) -> torch.Tensor:
+        tensors = self._targets if parcel.is_forwarded else self._sources
+        for move, values in parcel.views(self._leaving.local):
             values.copy_(source_view(tensors, move))
-        wire = self._leaving.to_wire(bucket.num_bytes)
+        wire = self._leaving.to_wire(parcel.num_bytes)
         if self._reach("bucket_packed", version) == "corrupt":
             wire[0] ^= 1
         return wire
 
-    def _unpack(self, bucket: Bucket, version: int) -> None:
+    def _unpack(self, parcel: _Parcel, version: int) -> None:
         if self._reach("bucket_received", version) == "corrupt":
             self._arriving.wire[0] ^= 1
-        self._arriving.to_local(bucket.num_bytes)
-        for move, values in _views(bucket, self._arriving.local):
+        self._arriving.to_local(parcel.num_bytes)
+        for move, values in parcel.views(self._arriving.local):
             target_view(self._targets, move).copy_(values)
 
     def _reach(self, point: PublishPoint, version: int) -> str | None:
         return reach(point, step=version, rank=self._rank, of=self._group.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parcel:
+    """A bucket with the numbers that every version needs again."""
+
+    peer: int
+    """The other end."""
+    index: int
+    is_forwarded: bool
+    num_bytes: int
+    moves: tuple[Move, ...]
+    ranges: tuple[slice, ...]
+    """The bytes of each move."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, peer: int) -> _Parcel:
+        assert bucket.index < _MAX_BUCKETS_PER_PAIR, f"bucket {bucket.index} of a pair; make buckets larger"
+        places = zip(bucket.moves, bucket.starts, strict=True)
+        return cls(
+            peer=peer,
+            index=bucket.index,
+            is_forwarded=bucket.is_forwarded,
+            num_bytes=bucket.num_bytes,
+            moves=bucket.moves,
+            ranges=tuple(slice(start, start + move.num_bytes) for move, start in places),
+        )
+
+    def tag(self, version: int) -> int:
+        """Return a tag that no other version has; the two buckets of a round have the same."""
+        return (2 * version + self.is_forwarded) * _MAX_BUCKETS_PER_PAIR + self.index
+
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+        """Yield every move with its values in `buffer`."""
+        for move, place in zip(self.moves, self.ranges, strict=True):
+            yield move, buffer[place].view(torch_dtype(move.dtype)).view(move.slice.shape)
 
 
 class _Lane:
@@ -230,90 +266,3 @@ class _Lane:
     def to_local(self, num_bytes: int) -> None:
         if self.local is not self.wire:
             self.local[:num_bytes].copy_(self.wire[:num_bytes])
-
-
-def _tag(version: int, bucket: Bucket) -> int:
-    """Return a tag that no other version has; the two buckets of a round have the same."""
-    assert bucket.index < _MAX_BUCKETS_PER_PAIR, f"bucket {bucket.index} of a pair; make buckets larger"
-    return (2 * version + bucket.is_forwarded) * _MAX_BUCKETS_PER_PAIR + bucket.index
-
-
-def _views(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
-    """Yield every move of a bucket with its values in `buffer`."""
-    for move, start in zip(bucket.moves, bucket.starts, strict=True):
-        values = buffer[start : start + move.num_bytes].view(torch_dtype(move.dtype))
-        yield move, values.view(move.slice.shape)
-
-
-def exchange(
-    plan: Plan,
-    sources: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
-    group: TransferGroup,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    filled: Callable[[str], None] = lambda _name: None,
-) -> None:
-    """Send and receive on every peer, and check what arrived by digest. Source and target rank r are both peer r.
-
-    `filled` is called with the name of a target tensor once all of it is there; digests are compared after the last.
-    """
-    number, rank = group.next_round(), group.peer
-    peers = PeerNumbers(first_target=0, num_peers=group.num_peers)
-    leaving = [bucket for bucket in buckets_from(plan, rank, bucket_bytes=bucket_bytes) if bucket.target_rank != rank]
-    arriving = [bucket for bucket in buckets_to(plan, rank, bucket_bytes=bucket_bytes) if peers.sender(bucket) != rank]
-    forwarded = buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes)
-    digests = SourceDigests(plan, rank, sources, digest_bytes, own_target=rank, bucket_bytes=bucket_bytes)
-    missing = _Missing(plan.moves_to(rank), filled)
-    missing.take(_copy_own(plan, rank, sources, targets))
-    with group.transfer() as deadline:
-        steps = Rounds(
-            group, peers, rank, sent=[*leaving, *forwarded], received=arriving, sources=sources, targets=targets
-        )
-        steps.run(number, deadline, digests.advance, missing.take)
-        moves = [move for bucket in arriving for move in bucket.moves]
-        boxes = [target_view(targets, move) for move in moves]
-        arrived = DigestSums(Summand.of_moves(plan, moves), digest_bytes).compute(boxes)
-    _check_with_senders(plan, group, number, digests.finish(), arrived)
-
-
-def _copy_own(
-    plan: Plan, rank: int, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
-) -> Iterator[Move]:
-    """Copy what a peer sends to itself, and yield each move when it is done."""
-    for move in plan.moves_to(rank):
-        if move.source_rank == rank and not move.hop:
-            values, target = source_view(sources, move), target_view(targets, move)
-            if target.data_ptr() != values.data_ptr():  # a target may be the source itself
-                target.copy_(values)
-            yield move
-
-
-class _Missing:
-    """The number of elements that each target tensor still lacks."""
-
-    def __init__(self, moves: Iterable[Move], filled: Callable[[str], None]) -> None:
-        self._filled = filled
-        self._num_left: Counter[str] = Counter()
-        for move in moves:
-            self._num_left[move.target_name] += prod(move.slice.shape)
-
-    def take(self, moves: Iterable[Move]) -> None:
-        for move in moves:
-            self._num_left[move.target_name] -= prod(move.slice.shape)
-            if not self._num_left[move.target_name]:
-                self._filled(move.target_name)
-
-
-def _check_with_senders(
-    plan: Plan, group: TransferGroup, number: int, sent: Mapping[tuple[int, str], int], arrived: Mapping[str, int]
-) -> None:
-    for target_rank in sorted({rank for rank, _ in sent}):
-        mine = {name: value for (rank, name), value in sent.items() if rank == target_rank}
-        group.report(f"digests {number} from {group.peer} to {target_rank}", json.dumps(mine).encode())
-    sources = sorted({move.source_rank for move in plan.moves_to(group.peer)} - {group.peer})
-    keys = [f"digests {number} from {rank} to {group.peer}" for rank in sources]
-    reports = group.collect(keys, group.timeout_s)
-    group.forget(keys)
-    parts = [{(group.peer, name): value for name, value in json.loads(reports[key]).items()} for key in keys]
-    check_digests(parts, {group.peer: arrived})

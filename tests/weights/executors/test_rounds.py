@@ -15,8 +15,9 @@ from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import same_processes
 from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import Message
-from megarl.weights.executors.transfer import Receiver, Sender, exchange
+from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.weights.execution import Case, cases
 from tests.weights.reference import fill_from_canonical, make_shape, numbered

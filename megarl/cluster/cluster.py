@@ -151,9 +151,12 @@ class Pool:
         faults: NodeFaults | None = None,
         *,
         has_ranks: bool = False,
+        is_private: bool = False,
     ) -> None:
         self.places = places
         self.has_ranks = has_ranks
+        self.is_private = is_private
+        """Whether the only node is that of the driver: without it there is no run either."""
         self.faults = faults or NodeFaults()
         self.actors = actors or AdoptableActors(outlive_driver=False)
         self.is_shared = num_roles > 1
@@ -170,8 +173,11 @@ class Pool:
 class Cluster:
     """The Ray a run uses and the pools it holds there."""
 
-    def __init__(self, device: str, lease: Lease | None = None, *, excluded: Path | None = None) -> None:
-        """`excluded` is the record of excluded nodes."""
+    def __init__(
+        self, device: str, lease: Lease | None = None, *, excluded: Path | None = None, is_private: bool = False
+    ) -> None:
+        """`excluded` is the record of excluded nodes. A private Ray has the node of this process and gets no other."""
+        self.is_private = is_private
         self._resource = "GPU" if device == "cuda" else CPU_SLOT
         self._groups: list[PlacementGroup] = []
         self._gpus: dict[str, list[tuple[int, ...]]] = {}
@@ -388,7 +394,8 @@ def open_cluster(
             stack.enter_context(leased(lease))
         else:
             stack.enter_context(joined(address))
-        cluster = Cluster(run.device, lease, excluded=run.folder / run.name / EXCLUDED_FILE)
+        excluded = run.folder / run.name / EXCLUDED_FILE
+        cluster = Cluster(run.device, lease, excluded=excluded, is_private=address is None)
         stack.callback(cluster.release)
         if tasks_file is not None:
             stack.callback(ray.timeline, str(tasks_file))

@@ -1,6 +1,6 @@
-"""The tokenizer of the model folder: from chats to token ids, and back to text.
+"""The tokenizer of the model folder: from chats to token ids; `decoding` has the way back to text.
 
-The only module that uses transformers' tokenizers; it uses no model class.
+The only modules that use transformers' tokenizers; they use no model class.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import TemplateError
 
 from megarl.config.checks.files import NO_TEMPLATE
 from megarl.config.recipe import JinjaTemplateConfig
+from megarl.data.decoding import Decoder, decode_slowly
 from megarl.data.rows import is_imitated
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.system.proc import bounded
@@ -43,10 +43,8 @@ _REWRITES = (
     "set data.imitates to last_answer, or give each answer a row of its own"
 )
 _PLAIN_KEYS = {"role", "content", "weight"}
-_NUM_COMPARED = 2000
-"""Random tokens whose text is compared before a tokenizer's own decoder is replaced."""
 _NUM_ENCODED = 256
-"""Random texts whose ids are compared before its own encoder is."""
+"""Random texts whose ids are compared before a tokenizer's own encoder is replaced."""
 
 
 if TYPE_CHECKING:
@@ -81,10 +79,7 @@ def load_tokenizer(
     eos_ids = _eos_ids(folder, inner.eos_token_id)
     if not eos_ids:
         raise _error(f"{folder} names no end token; set eos_token in tokenizer_config.json")
-    decoder = _byte_decoder(inner)
-    return Tokenizer(
-        inner, folder=folder, eos_ids=eos_ids, vocab=vocab, template=template, decoder=decoder, tools=tools
-    )
+    return Tokenizer(inner, folder=folder, eos_ids=eos_ids, vocab=vocab, template=template, tools=tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,66 +92,11 @@ class TextSpan:
     """The end token that follows the text."""
 
 
-class _ByteDecoder:
-    """Joins the bytes of tokens, as a byte-level tokenizer does, at a fraction of its cost."""
-
-    def __init__(self, inner: PreTrainedTokenizerBase, byte_of: Mapping[str, int]) -> None:
-        """`byte_of` is the byte that each character of a token stands for."""
-        self._inner = inner
-        self._byte_of = byte_of
-        self._known: npt.NDArray[np.object_] = np.empty(0, dtype=object)
-        """The bytes of each token; None until it is met."""
-
-    def decode(self, token_ids: TokenArray) -> str:
-        try:
-            joined = b"".join(self._known[token_ids].tolist())
-        except (IndexError, TypeError):
-            self._learn(np.unique(token_ids).tolist())
-            joined = b"".join(self._known[token_ids].tolist())
-        return joined.decode("utf-8", errors="replace")
-
-    def _learn(self, token_ids: list[int]) -> None:
-        num_missing = max(token_ids) + 1 - len(self._known)
-        self._known = np.append(self._known, np.full(max(num_missing, 0), None, dtype=object))
-        for token_id in token_ids:
-            if self._known[token_id] is None:
-                self._known[token_id] = self._bytes_of(self._inner.convert_ids_to_tokens(token_id))
-
-    def _bytes_of(self, token: str | None) -> bytes:
-        if token is None:
-            return b""  # an id between the vocabulary and the rows of the embedding
-        try:
-            return bytes(self._byte_of[char] for char in token)
-        except KeyError:
-            return token.encode()  # an added token is its own text
-
-
-def _byte_decoder(inner: PreTrainedTokenizerBase) -> _ByteDecoder | None:
-    """Return a decoder if the tokenizer is byte-level and this decoder gives the same text; else None."""
-    from tokenizers.decoders import ByteLevel  # noqa: PLC0415 - with transformers above
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-
-    if not isinstance(inner, PreTrainedTokenizerFast) or not isinstance(inner.backend_tokenizer.decoder, ByteLevel):
-        return None
-    # GPT-2's alphabet: printable bytes are themselves, the others the characters from 256 on.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-    decoder = _ByteDecoder(inner, byte_of)
-    sample = np.random.default_rng(0).integers(0, max(inner.get_vocab().values()) + 1, _NUM_COMPARED, np.int32)
-    return decoder if decoder.decode(sample) == _decode(inner, sample) else None
-
-
 def _encode(inner: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     return inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
-def _decode(inner: PreTrainedTokenizerBase, token_ids: TokenArray) -> str:
-    text: str = inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
-
-
-class Tokenizer:
+class Tokenizer(Decoder):
     def __init__(
         self,
         inner: PreTrainedTokenizerBase,
@@ -165,19 +105,14 @@ class Tokenizer:
         eos_ids: tuple[int, ...],
         vocab: int,
         template: Template = "chat",
-        decoder: _ByteDecoder | None = None,
         tools: Sequence[ToolFunction] = (),
     ) -> None:
-        """`decoder` gives the same text as `inner`, faster."""
-        self._inner = inner
-        self._decoder = decoder
+        super().__init__(inner, eos_ids)
         self._jinja = None if isinstance(template, str) else template.text
         self._first_text = _first_text(inner) if template == "raw" else None
         self.template: Template = template
         self.tools = tuple(tools)
         self.folder = folder
-        self.eos_ids = eos_ids
-        """Each ends a response; a demonstration ends with the first."""
         self.vocab = vocab
         """Rows of the model's embedding: every valid token id is below it."""
 
@@ -303,7 +238,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         sample = np.random.default_rng(0).integers(0, self.vocab, (_NUM_ENCODED, 8), np.int32)
-        texts = [_decode(self._inner, token_ids) for token_ids in sample]
+        texts = [decode_slowly(self._inner, token_ids) for token_ids in sample]
         ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         return backend if ids == _encode(self._inner, texts) else None
 
@@ -319,21 +254,6 @@ class Tokenizer:
             masks = [np.full(len(part), span.is_imitated) for part, span in zip(parts, spans, strict=True)]
             encoded_conversations.append((np.concatenate(parts), np.concatenate(masks)))
         return encoded_conversations
-
-    def decode(self, token_ids: TokenArray) -> str:
-        """Return the text, special tokens included."""
-        if self._decoder is not None:
-            return self._decoder.decode(token_ids)
-        return _decode(self._inner, token_ids)
-
-    def decode_response(self, token_ids: TokenArray) -> str:
-        """Return the text of a response without its end token.
-
-        Other special tokens stay: rewards and tool parsers may need them, and a response that abuses them must not look
-        clean.
-        """
-        has_end = len(token_ids) > 0 and int(token_ids[-1]) in self.eos_ids
-        return self.decode(token_ids[:-1] if has_end else token_ids)
 
 
 def _is_answer(message: Message) -> bool:

@@ -14,10 +14,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -29,12 +27,12 @@ from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.engine.lifecycle import RestartPolicy
+from megarl.engine.log import EngineLog
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of, reserve_port
 from megarl.system.proc import ProcessStat, all_processes, read_stat
-from megarl.system.secret import masked
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.canonical import num_parameters
 
@@ -42,15 +40,9 @@ LOADER = "megarl.engine.loader.load"
 """The function that SGLang calls with every weight payload."""
 
 _POLL_S = 0.25
-_LOG_TIMEOUT_S = 5.0
-_NUM_TAIL_LINES = 400
 _MOST_MEMORY = 0.95
 """Fraction of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
 _PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
-_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
-_NUM_LAST_LINES = 60
-"""The server survived an exception before these."""
 _BASE_S = 600.0
 """Imports, compiled kernels and captured graphs at a start; the queue and the prompt of a request."""
 _START_S_PER_GB = 1.0
@@ -144,11 +136,10 @@ class EngineProcess:
             device=spec.device,
             keys=spec.keys,
         )
-        self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+        self._log = EngineLog(spec.log_path)
         self._workers: frozenset[int] = frozenset()
         self._process: subprocess.Popen[bytes] | None = None
         self._segments: set[Path] = set()
-        self._log_writer = threading.Thread(target=self._write_log, daemon=True)
 
     def start(self) -> None:
         """Start the process; `wait_ready` waits until it generates."""
@@ -167,7 +158,8 @@ class EngineProcess:
             ),
             output=subprocess.PIPE,
         )
-        self._log_writer.start()
+        assert self._process.stdout is not None, "its output is a pipe"
+        self._log.follow(self._process.stdout)
 
     async def wait_ready(self) -> None:
         """Wait until it generates. A server that ends or is late is stopped; the error quotes its log."""
@@ -187,13 +179,12 @@ class EngineProcess:
 
     async def wait_end(self) -> str:
         """Wait until the server or one of its workers is gone; return the reason that the log gives."""
-        lost: frozenset[int] = frozenset()
-        while self.exit_code is None:
-            if lost:
-                return f"its worker process {min(lost)} is gone; {self._log_hint()}"
-            lost = frozenset(pid for pid in self._workers if not _is_worker_of(self.pid, pid))
-            # A kill of the whole group may end a worker first: the server gets one more poll to end as well.
-            await asyncio.sleep(_POLL_S)
+        await _first_end([self.pid, *self._workers])
+        # A kill of the whole group may end a worker first: the server gets a moment to end as well.
+        await asyncio.sleep(_POLL_S)
+        if self.exit_code is None:
+            lost = min(pid for pid in self._workers if not _is_worker_of(self.pid, pid))
+            return f"its worker process {lost} is gone; {self._log.hint}"
         return self.describe_end()
 
     async def _until_generating(self) -> None:
@@ -213,8 +204,8 @@ class EngineProcess:
 
     async def _give_up(self, reason: str) -> NoReturn:
         await asyncio.to_thread(self.stop)
-        kind = PortTakenError if _PORT_TAKEN.search("\n".join(self._tail)) else MachineError
-        raise kind(f"{self.spec}: {reason}; {self._log_hint()}")
+        kind = PortTakenError if self._log.has(_PORT_TAKEN) else MachineError
+        raise kind(f"{self.spec}: {reason}; {self._log.hint}")
 
     def stop(self) -> None:
         """Kill the server and everything it started. Does nothing if it has ended or was never started."""
@@ -224,7 +215,7 @@ class EngineProcess:
         # At once: it has nothing to save, and SGLang checks only every 5 s whether it should end.
         stop_guarded(self._process, grace_s=0)
         remove(self._segments)
-        self._log_writer.join(timeout=_LOG_TIMEOUT_S)
+        self._log.finish()
 
     @property
     def exit_code(self) -> int | None:
@@ -239,30 +230,13 @@ class EngineProcess:
 
     def describe_end(self) -> str:
         """Return why the server ended, as far as its log shows."""
-        how, hint = f"exited with {_describe_exit(self.exit_code)}", self._log_hint()
+        how, hint = f"exited with {_describe_exit(self.exit_code)}", self._log.hint
         is_killed = how.endswith(signal.SIGKILL.name)
         return f"{how}, by hand or for lack of memory; log: {self.spec.log_path}" if is_killed else f"{how}; {hint}"
 
     @property
     def _keys_path(self) -> Path:
         return self.spec.log_path.with_suffix(".keys.yaml")
-
-    def _write_log(self) -> None:
-        """Append the output to the log, which outlives restarts, until the last writing process is gone.
-
-        Lines that a full disk does not take are lost: unread, they would block the server.
-        """
-        assert self._process is not None and self._process.stdout is not None, "start() comes first"  # noqa: PT018
-        with self._process.stdout as output, self.spec.log_path.open("ab", buffering=0) as log:
-            for raw in output:
-                # SGLang prints all its options, including its keys, when it starts.
-                line = masked(raw.decode("utf-8", errors="replace"))
-                with suppress(OSError):
-                    log.write(line.encode())
-                self._tail.append(line.rstrip())
-
-    def _log_hint(self) -> str:
-        return f"last message: {last_message(self._tail)!r}; log: {self.spec.log_path}"
 
     def _forget_secrets(self) -> None:
         self._keys_path.unlink(missing_ok=True)
@@ -390,14 +364,6 @@ def _native_words(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-def last_message(lines: Iterable[str]) -> str:
-    """Return the line of a log that gives the reason: the last exception, else the last meaningful line."""
-    meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
-    exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
-    chosen = exceptions or meaningful
-    return chosen[-1][:500] if chosen else "(nothing)"
-
-
 def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -415,8 +381,22 @@ def _workers_in_group(group: int) -> set[int]:
     return {process.pid for process in all_processes() if _is_worker(process, group)}
 
 
+async def _first_end(pids: Iterable[int]) -> None:
+    """Return when the first of these processes has ended."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    with ExitStack() as stack:
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return
+            stack.callback(os.close, descriptor)
+            loop.add_reader(descriptor, ended.set)
+            stack.callback(loop.remove_reader, descriptor)
+        await ended.wait()
+
+
 def _is_worker_of(group: int, pid: int) -> bool:
-    """Whether a process still is a worker of the server: the cost does not grow with all processes of the machine."""
     try:
         return _is_worker(read_stat(pid), group)
     except OSError:

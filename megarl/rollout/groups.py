@@ -20,6 +20,7 @@ import numpy as np
 from megarl.checkpoint.carried import take_open_step, write_open_step
 from megarl.cluster.tasks import beside
 from megarl.data.prompts import Demonstrations
+from megarl.engine.fleet import Fleet
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.rollout.worker import RolloutSource, RolloutTask
@@ -47,8 +48,8 @@ class SampledGroups:
     _: KW_ONLY
     retained: RetainedGroups | None = None
     """Has groups of earlier loops."""
-    serves: Callable[[], PolicyVersion] = lambda: PolicyVersion(0)
-    """Returns the version that retained groups must be of: the engines'."""
+    fleet: Fleet | None = None
+    """Serves the version that retained groups must be of."""
     demonstrations: Demonstrations | None = None
     """Adds that of the prompt to each group, as its last and right answer."""
     _quarantined: set[str] = field(default_factory=set, init=False)
@@ -62,10 +63,10 @@ class SampledGroups:
             self._skip()
             return None
         try:
-            if self.retained is None:
+            if self.retained is None or self.fleet is None:
                 scored = await self._sample(prompt)
             else:
-                scored = await self.retained.get(prompt, self.serves(), self._sample)
+                scored = await self.retained.get(prompt, self.fleet.committed_version, self._sample)
         except QuarantineError as error:
             self._quarantine(prompt, error)
             return None

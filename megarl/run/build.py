@@ -16,12 +16,13 @@ from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.groups import GivenGroups, RetainedGroups, SampledGroups
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
+from megarl.run.checkpoint_writer import saved_models
 from megarl.run.evaluate import build_evaluation
 from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, rollout_writer
-from megarl.run.saver import RunSaver, saved_models
+from megarl.run.saver import RunSaver
 from megarl.serving.connect import Roles, publisher_of
 from megarl.stages import Stages, Trainer
 from megarl.types import PolicyVersion
@@ -133,7 +134,7 @@ class LoopBuilder:
             RolloutTask.of(self.recipe, self.inputs.shape),
             self.observer,
             retained=self.retained if is_synchronous else None,
-            serves=lambda: self.roles.committed_version,
+            fleet=self.roles.fleet,
             demonstrations=None if needs.self_play_steps is None else Demonstrations(self.inputs.tokenizer),
         )
 

@@ -15,6 +15,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.engine.control import EngineControl
+from megarl.engine.fleet import Fleet
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
@@ -48,10 +49,8 @@ class Roles:
     phases: Phases
 
     @property
-    def committed_version(self) -> PolicyVersion:
-        """The version that the engines serve."""
-        assert not isinstance(self.serving, NoServing), "no engine serves a version"
-        return self.serving.fleet.committed_version
+    def fleet(self) -> Fleet | None:
+        return None if isinstance(self.serving, NoServing) else self.serving.fleet
 
 
 async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
@@ -113,6 +113,8 @@ def following_nodes(
     pool: Pool, fleet: Fleet, engines: Engines, *, warn: Callable[[str], None]
 ) -> AbstractAsyncContextManager[None]:
     """Start the engines of a lost or excluded node, inside the block, on the node that their devices are moved to."""
+    if pool.is_private:
+        return nullcontext()
 
     async def start_there(bundle: NodeBundle) -> None:
         for engine in fleet.engines:

@@ -81,7 +81,14 @@ def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], roles: Role
     users = list(roles.used_pools.values())
     ranks = {role.pool for role in roles.megatron_roles.values()}
     return {
-        name: Pool(places, users.count(name), cluster.actors, cluster.faults, has_ranks=name in ranks)
+        name: Pool(
+            places,
+            users.count(name),
+            cluster.actors,
+            cluster.faults,
+            has_ranks=name in ranks,
+            is_private=cluster.is_private,
+        )
         for name, places in cluster.reserve(pools).items()
     }
 

@@ -127,7 +127,8 @@ class Supervisor:
             seconds, last = now - last, now
             unheard_s = seconds if seconds > _UNHEARD_S else 0.0
             for engine in self._fleet.engines:
-                may_start = self._fleet.is_awake and self._processes.has_nodes(engine.index)
+                is_dead = engine.state is EngineState.DEAD
+                may_start = is_dead and self._fleet.is_awake and self._processes.has_nodes(engine.index)
                 self._fleet.report(engine, Ticked(unheard_s=unheard_s, may_start=may_start))
 
     async def _supervise(self, engine: Engine) -> None:

@@ -23,7 +23,6 @@ from megarl.train.rank_spec import RECORD_PREFIX, RankSpec, TrainerRecord
 from megarl.train.recording import recorded
 from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
-from megarl.train.topology import measure_usage
 from megarl.train.trained import TrainedRank
 from megarl.types import DEMONSTRATION, MiniBatch, PolicyVersion, TrainBatch
 from megarl.weights.recordings import weight_digests
@@ -67,7 +66,7 @@ class ActorRank(TrainedRank):
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((mini_batch, stats, grad_norm))
-            usage = measure_usage(self._topology)
+            usage = self._measure_usage()
         self._num_steps += 1
         summary = self._summarise(applied, rate) if applied else None
         if self._spec.shape.experts is not None:

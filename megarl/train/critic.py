@@ -24,7 +24,6 @@ from megarl.train.frozen import Reference
 from megarl.train.logprob import TokenScores
 from megarl.train.rank_spec import RankSpec
 from megarl.train.stats import MiniBatchStats, Report, Statistics
-from megarl.train.topology import measure_usage
 from megarl.train.trained import TrainedRank
 from megarl.types import MiniBatch, TrainBatch
 
@@ -81,7 +80,7 @@ class _AnyCriticRank(TrainedRank):
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((stats, grad_norm))
-            usage = measure_usage(self._topology)
+            usage = self._measure_usage()
         self._num_steps += 1
         return CriticResult(
             stats=CRITIC.summarise(applied, rate, {}) if applied else None,

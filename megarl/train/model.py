@@ -31,7 +31,8 @@ from megarl.config.section import Device
 from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
-from megarl.train.layers import RMSNorm, layer_spec, mixture_fields, precision_fields
+from megarl.train.layer_spec import layer_spec, mixture_fields, precision_fields
+from megarl.train.layers import RMSNorm
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes

@@ -22,7 +22,7 @@ from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleColumn
 from megarl.train import cpu
-from megarl.train.layers import forget_buffers, forget_scales
+from megarl.train.layer_spec import forget_buffers, forget_scales
 from megarl.train.logprob import TokenScores
 from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
 from megarl.train.rank_spec import RankSpec
@@ -75,6 +75,8 @@ class ModelRank:
                 is_adapted=spec.lora is not None,
                 has_float32_head=spec.has_float32_head,
             )
+        self._has_columns = self._topology.is_last_stage and self._topology.tensor_rank == 0
+        """Whether passes give this rank a column, or its part of one."""
         parallel = MegatronParallel.of(spec.split, data=self._topology.data)
         self._layout = megatron_layout(spec.shape, parallel, dtype=spec.split.dtype_on(spec.device))
         self._holding = self._layout.by_rank[spec.rank]
@@ -176,7 +178,7 @@ class ModelRank:
 
     def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleColumn | None:
         topology = self._topology
-        if not (topology.is_last_stage and topology.tensor_rank == 0):
+        if not self._has_columns:
             return None
         # Ranks that share sequences gather their parts; one of them returns the whole.
         whole = [

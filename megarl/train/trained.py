@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest
@@ -14,6 +16,7 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
+from megarl.results import RankUsage
 from megarl.train.checkpoint import RankCheckpoints
 from megarl.train.lora import attach_adapters, dropout_keys, initialize_adapters
 from megarl.train.model import DeviceMicroBatch, named_weights
@@ -113,6 +116,35 @@ class TrainedRank(ModelRank):
                 f"the {MAX_SKIPPED_UPDATES} updates before it were not finite either; none of them was applied"
             )
         return None
+
+    def _measure_usage(self) -> RankUsage:
+        """Return the worst of all ranks since the last call; collective, the same on every rank."""
+        device = self._topology.device
+        host = psutil.virtual_memory()
+        # The maximum of the negated available memory is the minimum over ranks.
+        values = [psutil.Process().memory_info().rss, -host.available, host.total]
+        gpu_name = None
+        if device.type == "cuda":
+            gpu_name = torch.cuda.get_device_name(device)
+            values += [
+                torch.cuda.max_memory_allocated(device),
+                torch.cuda.max_memory_reserved(device),
+                torch.cuda.mem_get_info(device)[1],
+            ]
+            torch.cuda.reset_peak_memory_stats(device)
+        worst = torch.tensor(values, dtype=torch.int64, device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        resident, negated_available, total, *of_gpu = worst.tolist()
+        allocated, reserved, gpu_total = of_gpu or (None, None, None)
+        return RankUsage(
+            resident_bytes=resident,
+            host_available_bytes=-negated_available,
+            host_total_bytes=total,
+            gpu_allocated_bytes=allocated,
+            gpu_reserved_bytes=reserved,
+            gpu_total_bytes=gpu_total,
+            gpu_name=gpu_name,
+        )
 
     def load(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder; adapters start as the recipe says."""

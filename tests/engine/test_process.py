@@ -25,7 +25,8 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
-from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, graph_sizes, last_message
+from megarl.engine.log import last_message
+from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, graph_sizes
 from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.system.proc import ZOMBIE, all_processes

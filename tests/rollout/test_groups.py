@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from megarl.errors import FleetError, QuarantineError
@@ -16,6 +17,7 @@ from megarl.rollout.groups import RetainedGroups, SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from tests.engine.engines import scripted_fleet
 from tests.observe.samples import scored_group, step_summary
 from tests.values import versioned_group
 
@@ -26,10 +28,19 @@ class Engines:
     """A `RolloutSource` that answers when it may, with the version that it serves."""
 
     def __init__(self) -> None:
+        self.fleet = scripted_fleet(lambda _: httpx.Response(500))
         self.version = PolicyVersion(3)
         self.asked: list[int] = []
         self.failures: dict[int, Exception] = {}
         self.may_answer = asyncio.Event()
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.fleet.committed_version
+
+    @version.setter
+    def version(self, version: PolicyVersion) -> None:
+        self.fleet.committed_version = version
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
         self.asked.append(prompt.position)
@@ -52,9 +63,7 @@ class Asking:
         self.retained = RetainedGroups()
 
     async def ask(self, *positions: int) -> list[ScoredGroup | BaseException | None]:
-        source = SampledGroups(
-            self.engines, TASK, Observer(()), retained=self.retained, serves=lambda: self.engines.version
-        )
+        source = SampledGroups(self.engines, TASK, Observer(()), retained=self.retained, fleet=self.engines.fleet)
         prompts = [versioned_group(position, 0).group.prompt for position in positions]
         return await asyncio.gather(*map(source.scored_group, prompts), return_exceptions=True)
 

@@ -23,8 +23,9 @@ from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
 from megarl.results import MonitorState
 from megarl.run.buffer import Buffer
+from megarl.run.checkpoint_writer import SavedModel
 from megarl.run.preemption import Preemption
-from megarl.run.saver import RunSaver, SavedModel
+from megarl.run.saver import RunSaver
 from megarl.types import PolicyVersion, Prompt
 from tests.checkpoint.samples import make_recipe
 from tests.observe.samples import ListSink, evaluated, scored_group

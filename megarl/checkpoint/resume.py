@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from megarl.checkpoint.carried import read_groups
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, sync, verify
 from megarl.config.document import leaves
@@ -20,6 +21,7 @@ from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError, FinishedError, first_line
 from megarl.results import MonitorState
 from megarl.system.faults import reach, step_in
+from megarl.types import Prompt, ScoredGroup
 
 STATE_FILE = "state.json"
 
@@ -131,6 +133,10 @@ class ResumePoint:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    def carried_groups(self, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
+        """Return the groups that were scored and not yet trained on, with the prompts of the resumed run."""
+        return read_groups(self.folder, self.state.ledger.num_carried, prompt_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.display import format_number, make_console, make_display, progress_lines
+from megarl.cli.display import make_console, make_display
+from megarl.cli.lines import format_number, progress_lines
 from megarl.config.document import leaves
 from megarl.config.load import read_recipe
 from megarl.data.rollout_files import (

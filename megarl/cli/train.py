@@ -89,7 +89,7 @@ def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
 def print_report(report: RunReport, console: Console) -> None:
     from rich.table import Table
 
-    from megarl.cli.display import format_number
+    from megarl.cli.lines import format_number
 
     table = Table("", "first", "last", "best", "best at step")
     for column in table.columns[1:]:

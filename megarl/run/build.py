@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
-from megarl.checkpoint.carried import read_groups
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
@@ -134,7 +133,7 @@ class LoopBuilder:
             RolloutTask.of(self.recipe, self.inputs.shape),
             self.observer,
             retained=self.retained if is_synchronous else None,
-            fleet=self.roles.fleet,
+            fleet=self.roles.serving.fleet,
             demonstrations=None if needs.self_play_steps is None else Demonstrations(self.inputs.tokenizer),
         )
 
@@ -159,7 +158,7 @@ class LoopBuilder:
             max_staleness=train.max_staleness,
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
-            carried=() if resume is None else read_groups(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            carried=() if resume is None else resume.carried_groups(prompts.at),
             replace_lost=groups.replace_lost if isinstance(groups, SampledGroups) else None,
         )
         self.observer.watch_queue(

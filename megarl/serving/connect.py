@@ -15,7 +15,6 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.engine.control import EngineControl
-from megarl.engine.fleet import Fleet
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
@@ -47,10 +46,6 @@ class Roles:
     serving: Serving
     publisher: EnginePublisher | NoPublisher
     phases: Phases
-
-    @property
-    def fleet(self) -> Fleet | None:
-        return None if isinstance(self.serving, NoServing) else self.serving.fleet
 
 
 async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:

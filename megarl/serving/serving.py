@@ -44,6 +44,8 @@ _PUBLISH_FOLDER = "published"
 class NoServing:
     """A run without engines: supervised fine-tuning without an evaluation."""
 
+    fleet: None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalServing:

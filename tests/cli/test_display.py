@@ -9,7 +9,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from megarl.cli.display import LiveDisplay, PlainDisplay, format_seconds, make_console, make_display
+from megarl.cli.display import LiveDisplay, make_console, make_display
+from megarl.cli.lines import PlainDisplay, format_seconds
 from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
 from megarl.types import PolicyVersion
 from tests.observe.samples import (

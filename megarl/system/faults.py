@@ -132,10 +132,7 @@ def reach(
     of: str | None = None,
 ) -> Spoil | None:
     """Run the faults planned for this point; return what the caller does to its value, nearly always nothing."""
-    text = FAULTS.read()
-    if not text:
-        return None
-    for fault in _planned(text):
+    for fault in planned_faults():
         meant = ((fault.step, step), (fault.rank, rank), (fault.engine, engine), (fault.of, of))
         if fault.point == point and all(planned in (None, reached) for planned, reached in meant) and _is_first(fault):
             return _happen(fault)
@@ -149,8 +146,9 @@ def step_in(path: Path) -> int | None:
 
 
 @cache
-def _planned(text: str) -> tuple[Fault, ...]:
-    return tuple(Fault(**fields) for fields in json.loads(text))
+def planned_faults() -> tuple[Fault, ...]:
+    """Return the faults of this process, which are read once."""
+    return tuple(Fault(**fields) for fields in json.loads(FAULTS.read() or "[]"))
 
 
 def _is_first(fault: Fault) -> bool:

@@ -8,21 +8,29 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.env import FAULTS
 from megarl.system import faults
-from megarl.system.faults import POINTS, reach, step_in
+from megarl.system.faults import POINTS, planned_faults, reach, step_in
+
+
+@pytest.fixture(autouse=True)
+def _unplanned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(FAULTS.name, raising=False)
+    planned_faults.cache_clear()
+    yield
+    planned_faults.cache_clear()
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, *planned: dict[str, object]) -> None:
     monkeypatch.setenv(FAULTS.name, json.dumps(planned))
 
 
-def test_nothing_happens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FAULTS.name, raising=False)
+def test_nothing_happens_by_itself() -> None:
     assert reach("renamed", step=4) is None
 
 
@@ -119,8 +127,7 @@ def test_the_step_of_a_path(path: str, step: int | None) -> None:
     assert step_in(Path(path)) == step
 
 
-def test_points_cost_nothing_that_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FAULTS.name, raising=False)
+def test_points_cost_nothing_that_shows() -> None:
     began = time.perf_counter()
     for _ in range(10_000):
         reach("forward", step=4, rank=1, of="actor")

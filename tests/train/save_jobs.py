@@ -12,6 +12,7 @@ import torch
 
 from megarl.env import FAULTS
 from megarl.errors import CheckpointError
+from megarl.system.faults import planned_faults
 from megarl.train.actor import ActorRank
 from megarl.types import FloatArray, TrainBatch
 from tests.train.jobs import Setup, build
@@ -35,7 +36,7 @@ def train_while_writing(
         if folder is not None:
             # One rank is slow, and all wait for it.
             fault = {"point": "file_written", "rank": 1, "kind": "wait", "seconds": 2}
-            os.environ[FAULTS.name] = json.dumps([fault])
+            _plan(fault)
             trainer.snapshot("everything")
             writing = pool.submit(trainer.write, folder, setup.folder)
         for batch in after:
@@ -43,10 +44,15 @@ def train_while_writing(
             is_writing.append(folder is not None and not writing.done())
         if folder is not None:
             writing.result()
-    os.environ.pop(FAULTS.name, None)
+    _plan()
     tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
     trainer.close()
     return is_writing, tensors
+
+
+def _plan(*faults: dict[str, object]) -> None:
+    os.environ[FAULTS.name] = json.dumps(faults)
+    planned_faults.cache_clear()
 
 
 def break_a_weight_and_save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> str:
@@ -75,9 +81,9 @@ def save_again_and_again(rank: int, world: int, port: int, setup: Setup, folder:
         group.abandon("it was late")
         saver._group = None
     messages.append(_write(trainer, folder / "2", setup))
-    os.environ[FAULTS.name] = json.dumps([{"point": "file_written", "rank": 1, "kind": "ENOSPC"}])
+    _plan({"point": "file_written", "rank": 1, "kind": "ENOSPC"})
     messages.append(_write(trainer, folder / "3", setup))
-    os.environ.pop(FAULTS.name)
+    _plan()
     messages += [_write(trainer, folder / str(number), setup) for number in (4, 5)]
     trainer.close()
     return messages, len(joined)
@@ -86,7 +92,7 @@ def save_again_and_again(rank: int, world: int, port: int, setup: Setup, folder:
 def lose_a_rank(rank: int, world: int, port: int, setup: Setup, folder: Path, point: str) -> None:
     """Kill rank 1 while it saves; rank 0 writes the error of its own write to a file."""
     trainer = build(rank, world, port, setup)
-    os.environ[FAULTS.name] = json.dumps([{"point": point, "rank": 1, "kind": "kill"}])
+    _plan({"point": point, "rank": 1, "kind": "kill"})
     message = _write(trainer, folder, setup)
     (folder.parent / f"rank {rank}").write_text(message)
 

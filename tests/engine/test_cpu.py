@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.engine.cpu import (
+from megarl.engine.cpu_kernels import (
     add_gated,
     addmm_in_blocks,
     assign_req_to_token_pool,

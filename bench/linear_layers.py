@@ -21,8 +21,8 @@ from bench.training import PEAK_TFLOPS, STD, WORKLOADS, TrainWorkload, alone, cl
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig
 from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, scoring_bytes
-from megarl.train.layer_spec import accumulate_in_products
-from megarl.train.model import DeviceMicroBatch, build_chunks, named_weights
+from megarl.train.build import accumulate_in_products, build_chunks
+from megarl.train.model import DeviceMicroBatch, named_weights
 from megarl.train.optimizer import buffer_config
 
 _NUM_MICRO_BATCHES = 4

@@ -24,8 +24,9 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
 from megarl.system.network import LOOPBACK
+from megarl.train.build import build_chunks
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.model import DeviceMicroBatch, PolicyModel, build_chunks, to_device
+from megarl.train.model import DeviceMicroBatch, PolicyModel, to_device
 from megarl.train.offload import build_optimizer
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import MicroBatch

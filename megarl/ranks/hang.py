@@ -22,7 +22,7 @@ import ray
 import torch.distributed as dist
 from ray.actor import ActorHandle
 
-from megarl.cluster.worker_group import RemoteProcess, describe
+from megarl.cluster.remote_process import RemoteProcess, describe
 from megarl.ranks.flight import GroupCalls, StalledCollective, ranks_at_fault
 
 _STACKS_S = 2.0

@@ -17,8 +17,9 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.cluster import address_of, own_address
+from megarl.cluster.remote_process import RemoteProcess, end, this_process
 from megarl.cluster.stored import cut_at_source, fetch
-from megarl.cluster.worker_group import RemoteProcess, WorkerGroup, WorkerLateError, end, this_process
+from megarl.cluster.worker_group import WorkerGroup, WorkerLateError
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_columns
 from megarl.env import FLIGHT_RECORDER, GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, update_environment

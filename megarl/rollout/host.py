@@ -23,8 +23,8 @@ import pyarrow as pa
 import ray
 
 from megarl.algo.grade import answer_in
+from megarl.cluster.remote_process import RemoteProcess, this_process
 from megarl.cluster.stored import StoredContent, StoredResponses, fetch
-from megarl.cluster.worker_group import RemoteProcess, this_process
 from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
 from megarl.data.group_encoding import ContentArrays, GroupRecord

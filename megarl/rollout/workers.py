@@ -19,9 +19,10 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.cluster import live_nodes
+from megarl.cluster.remote_process import RemoteProcess, end
 from megarl.cluster.stored import StoredResponses, nodes_of, write_stored
 from megarl.cluster.tasks import logged_task
-from megarl.cluster.worker_group import RemoteProcess, end, exit_detail
+from megarl.cluster.worker_group import exit_detail
 from megarl.data.rollout_files import FiledRollout
 from megarl.engine.dispatch import Dispatcher, lent_engines
 from megarl.engine.fleet import Engine, Fleet

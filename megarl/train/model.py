@@ -1,8 +1,4 @@
-"""Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2, Qwen3 and
-its mixtures of experts; and the micro-batch that goes through them.
-
-The layers are those of `layers`. Weights are zero until they are loaded.
-"""
+"""Policy and critic as Megatron modules, GPTModel chunks; and the micro-batch that goes through them."""
 
 from __future__ import annotations
 
@@ -24,22 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.config.kernels import adds_gradients_in_products, uses_te
 from megarl.config.model import ModelShape
-from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import Device
 from megarl.data.packing import zigzag
-from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
-from megarl.train.layer_spec import layer_spec, mixture_fields, precision_fields
-from megarl.train.layers import RMSNorm
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
-from megarl.weights.executors.tensors import torch_dtype
-from megarl.weights.layouts.megatron import MegatronParallel, layout_name, padded_vocab
+from megarl.weights.layouts.megatron import layout_name, padded_vocab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,43 +244,6 @@ class ValueModel(Model):
         return F.linear(hidden[:, 0].float(), self.value_head.weight.float())[:, 0]
 
 
-def build_chunks(
-    shape: ModelShape,
-    topology: Topology,
-    split: ModelParallelConfig,
-    *,
-    device: Device,
-    is_adapted: bool = False,
-    has_float32_head: bool = False,
-) -> list[Model]:
-    """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
-
-    With `is_adapted` adapters can be attached to the linear layers outside of experts.
-    """
-    is_te = uses_te(split, has_experts=shape.experts is not None, device=device)
-    try:
-        config = transformer_config(shape, split, device=device, is_te=is_te)
-    except (ValueError, AssertionError) as error:
-        if not split.megatron:
-            raise
-        problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {split.megatron}: {error}")
-        raise ConfigError(problem.key, (problem,)) from error
-    kind = ValueModel if shape.has_value_head else PolicyModel
-    parallel = MegatronParallel.of(split, data=topology.data)
-    chunks: list[Model] = []
-    for chunk in range(split.virtual_pipeline):
-        layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
-        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
-        block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
-        model = kind(config, block, shape, topology, chunk)
-        model.is_fused = split.is_fused
-        if isinstance(model, PolicyModel):
-            model.has_float32_head = has_float32_head
-        # Megatron makes routers on the host, and its gradient buffers move them only where there are some.
-        chunks.append(model.to(topology.device))
-    return chunks
-
-
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """Return all parameters by their names in the weights' layout."""
     return {
@@ -299,62 +251,3 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Param
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-
-
-def transformer_config(
-    shape: ModelShape, split: ModelParallelConfig, *, device: Device, is_te: bool = False
-) -> TransformerConfig:
-    """Return Megatron's options; the recipe's check refuses those in `split.megatron` that are set here."""
-    is_cuda = device == "cuda"
-    dtype = torch_dtype(split.dtype_on(device))
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn_hidden,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.has_qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=shape.has_qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=split.tensor,
-        context_parallel_size=split.context,
-        cp_comm_type={"gather": None, "ring": "p2p", "all_to_all": "a2a"}[split.context_exchange],
-        pipeline_model_parallel_size=split.pipeline,
-        virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=split.first_stage_layers,
-        num_layers_in_last_pipeline_stage=split.last_stage_layers,
-        sequence_parallel=split.is_sequence_parallel and split.tensor > 1,
-        # Interleaved stages exchange activations and gradients at the same time. A batch of transfers between the same
-        # two ranks (pipeline 2) would confuse them; one by one, both sides post them in the same order.
-        batch_p2p_comm=split.virtual_pipeline == 1,
-        overlap_p2p_comm=split.virtual_pipeline > 1,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        # Gradients are summed over micro-batches and ranks, not averaged: the loss carries its global denominator.
-        calculate_per_token_loss=True,
-        # Loading does not write the rows that pad the vocabulary, and a NaN there would reach the gradient of the
-        # hidden states. Initialisation also marks parameters as split over tensor-parallel ranks; without the mark the
-        # gradient norm would leave out most of them.
-        init_method=torch.nn.init.zeros_,
-        output_layer_init_method=torch.nn.init.zeros_,
-        embedding_init_method=torch.nn.init.zeros_,
-        use_cpu_initialization=not is_cuda,
-        # Makes Megatron take the activation from the layer spec. It is not Transformer Engine's.
-        use_te_activation_func=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        # Transformer Engine's layers have their own: `layers.accumulate_in_products`.
-        gradient_accumulation_fusion=is_cuda and not is_te and split.is_fused and adds_gradients_in_products(),
-        **precision_fields(split),
-        **mixture_fields(shape, split, is_te=is_te),
-        **split.megatron,
-    )

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
-from megarl.train.layer_spec import accumulate_in_products, drop_fp8_weights
+from megarl.train.build import accumulate_in_products, drop_fp8_weights
 from megarl.train.model import Model, named_weights
 from megarl.train.topology import free_cache
 from megarl.weights.layouts.pieces import FlatRange

@@ -22,9 +22,9 @@ from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleColumn
 from megarl.train import cpu
-from megarl.train.layer_spec import forget_buffers, forget_scales
+from megarl.train.build import build_chunks, forget_buffers, forget_scales
 from megarl.train.logprob import TokenScores
-from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
+from megarl.train.model import DeviceMicroBatch, Model, named_weights, to_device, whole_column
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import free_cache, initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.local_ray import private_ray
-from megarl.cluster.worker_group import RemoteProcess, _end, _state
+from megarl.cluster.remote_process import RemoteProcess, _end, _state
 from megarl.config.load import load_recipe
 from megarl.env import RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError, NumericsError, WorkerError

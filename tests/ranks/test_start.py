@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from ray.actor import ActorHandle
 
-from megarl.cluster.worker_group import RemoteProcess
+from megarl.cluster.remote_process import RemoteProcess
 from megarl.config.roles import ModelParallelConfig
 from megarl.errors import WorkerError
 from megarl.ranks.calls import ModelCalls

@@ -10,7 +10,7 @@ from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.train import model as model_module
-from megarl.train.model import transformer_config
+from megarl.train.build import transformer_config
 
 
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:

@@ -36,7 +36,7 @@ from megarl.weights.executors.digest import (
     digest_tensor,
 )
 from megarl.weights.executors.group import Message, TransferGroup
-from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
+from megarl.weights.executors.shared_memory import export_tensors, open_tensors
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
 _MAX_BUCKETS_PER_PAIR = 1 << 15
@@ -61,7 +61,7 @@ class Sender:
         self._group = group
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
         readers = {bucket.target_rank for bucket in buckets if bucket.link(plan) <= direct}
-        self._shared = SharedSource(tensors, rank, sorted(readers), keeps_open=keeps_open)
+        self._shared = _SharedSource(tensors, rank, sorted(readers), keeps_open=keeps_open)
         sent = [bucket for bucket in buckets if bucket.target_rank not in readers]
         self._rounds = Rounds(group, _peers(plan, group), rank, sent=sent, sources=tensors, targets={})
         self._digests = SourceDigests(plan, rank, tensors, digest, bucket_bytes=bucket_bytes)
@@ -101,7 +101,7 @@ class Receiver:
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
         near, far = _near_and_far(plan, buckets, direct)
         read = [move for bucket in near for move in bucket.moves]
-        self._shared = SharedTarget(
+        self._shared = _SharedTarget(
             rank, read, tensors, DigestSums(Summand.of_moves(plan, read), digest), keeps_open=keeps_open
         )
         self._rounds = Rounds(
@@ -137,6 +137,79 @@ def _near_and_far(plan: Plan, buckets: Sequence[Bucket], direct: Link) -> tuple[
     """Return the buckets whose boxes a target reads from the memory of their source, and the others."""
     near = [bucket for bucket in buckets if not bucket.is_forwarded and bucket.link(plan) <= direct]
     return near, [bucket for bucket in buckets if bucket.is_forwarded or bucket.link(plan) > direct]
+
+
+class _SharedSource:
+    """The sender's end: lets receivers read its tensors, which change only after they have answered."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], rank: int, readers: Sequence[int], *, keeps_open: bool
+    ) -> None:
+        """`readers` are target ranks. Without `keeps_open` the tensors may move between versions."""
+        self._tensors = tensors
+        self._rank = rank
+        self._readers = readers
+        self._keeps_open = keeps_open
+        self._memory = b""
+
+    def offer(self, group: TransferGroup, version: int) -> None:
+        """Report to each reader where the tensors are, once they are this version's."""
+        if self._readers and (device := device_of(self._tensors)).type == "cuda":
+            torch.cuda.synchronize(device)  # another process does not wait for the streams of this one
+        for reader in self._readers:
+            if not self._memory or not self._keeps_open:
+                self._memory = export_tensors(self._tensors)  # a handle that is not kept open is for one reader
+            group.report(_memory_key(version, self._rank, reader), self._memory)
+
+
+class _SharedTarget:
+    """The receiver's end: copies boxes out of the memory of one or more senders."""
+
+    def __init__(
+        self,
+        rank: int,
+        moves: Sequence[Move],
+        tensors: Mapping[str, torch.Tensor],
+        sums: DigestSums[str],
+        *,
+        keeps_open: bool,
+    ) -> None:
+        """`sums` are of the moves' boxes."""
+        self._sums = sums
+        self._rank = rank
+        self._moves = moves
+        self._keeps_open = keeps_open
+        self._sources: dict[int, tuple[bytes, Mapping[str, torch.Tensor]]] = {}
+        self._boxes: list[torch.Tensor] = []
+        self._targets = [target_view(tensors, move) for move in moves]
+
+    @torch.no_grad()
+    def copy(self, group: TransferGroup, version: int) -> dict[str, int]:
+        """Copy this version's boxes; return a digest per tensor. The memory is then closed, unless it is kept open."""
+        for source_rank in sorted({move.source_rank for move in self._moves}):
+            key = _memory_key(version, source_rank, self._rank)
+            memory = group.collect([key], group.timeout_s)[key]
+            group.forget([key])
+            if source_rank not in self._sources or self._sources[source_rank][0] != memory:
+                self._boxes = []
+                self._sums.forget()
+                self._sources[source_rank] = memory, open_tensors(memory)
+        if not self._boxes:
+            self._boxes = [source_view(self._sources[move.source_rank][1], move) for move in self._moves]
+        digests = self._sums.compute(self._boxes, self._targets)
+        if not self._keeps_open:
+            self._close()
+        return digests
+
+    def _close(self) -> None:
+        if self._boxes and self._boxes[0].is_cuda:
+            torch.cuda.synchronize(self._boxes[0].device)
+        self._boxes, self._sources = [], {}
+        self._sums.forget()
+
+
+def _memory_key(version: int, source_rank: int, target_rank: int) -> str:
+    return f"memory of rank {source_rank} at version {version} for {target_rank}"
 
 
 class Rounds:

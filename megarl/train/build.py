@@ -1,12 +1,14 @@
-"""Which layers a model has: linear ones of Megatron or of Transformer Engine, `attention`, and those of `layers`.
+"""Builds the chunks of a model from a Hugging Face shape, for Llama, Qwen2, Qwen3 and its mixtures of experts.
 
+Linear layers are Megatron's or Transformer Engine's, by `config.kernels`; the others those of `attention` and `layers`.
 Transformer Engine's layers compute in FP8, run the experts of a rank as one grouped product, and add the gradients of
-weights to the gradient buffers inside the product. The choice is `config.kernels`.
+weights to the gradient buffers inside the product. Weights are zero until they are loaded.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -15,15 +17,118 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.kernels import is_te_installed
+from megarl.config.kernels import adds_gradients_in_products, is_te_installed, uses_te
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
-from megarl.errors import MachineError
+from megarl.config.section import Device
+from megarl.errors import ConfigError, MachineError, Problem
 from megarl.train.attention import PackedAttention
 from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import with_adapter
+from megarl.train.model import Model, PolicyModel, ValueModel
 from megarl.train.routing import EngineRouter, MixtureLayer
+from megarl.train.topology import Topology
+from megarl.weights.executors.tensors import torch_dtype
+from megarl.weights.layouts.megatron import MegatronParallel
+
+
+def build_chunks(
+    shape: ModelShape,
+    topology: Topology,
+    split: ModelParallelConfig,
+    *,
+    device: Device,
+    is_adapted: bool = False,
+    has_float32_head: bool = False,
+) -> list[Model]:
+    """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
+
+    With `is_adapted` adapters can be attached to the linear layers outside of experts.
+    """
+    is_te = uses_te(split, has_experts=shape.experts is not None, device=device)
+    try:
+        config = transformer_config(shape, split, device=device, is_te=is_te)
+    except (ValueError, AssertionError) as error:
+        if not split.megatron:
+            raise
+        problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {split.megatron}: {error}")
+        raise ConfigError(problem.key, (problem,)) from error
+    kind = ValueModel if shape.has_value_head else PolicyModel
+    parallel = MegatronParallel.of(split, data=topology.data)
+    chunks: list[Model] = []
+    for chunk in range(split.virtual_pipeline):
+        layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
+        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
+        block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
+        model = kind(config, block, shape, topology, chunk)
+        model.is_fused = split.is_fused
+        if isinstance(model, PolicyModel):
+            model.has_float32_head = has_float32_head
+        # Megatron makes routers on the host, and its gradient buffers move them only where there are some.
+        chunks.append(model.to(topology.device))
+    return chunks
+
+
+def transformer_config(
+    shape: ModelShape, split: ModelParallelConfig, *, device: Device, is_te: bool = False
+) -> TransformerConfig:
+    """Return Megatron's options; the recipe's check refuses those in `split.megatron` that are set here."""
+    is_cuda = device == "cuda"
+    dtype = torch_dtype(split.dtype_on(device))
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn_hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.has_qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=split.tensor,
+        context_parallel_size=split.context,
+        cp_comm_type={"gather": None, "ring": "p2p", "all_to_all": "a2a"}[split.context_exchange],
+        pipeline_model_parallel_size=split.pipeline,
+        virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=split.first_stage_layers,
+        num_layers_in_last_pipeline_stage=split.last_stage_layers,
+        sequence_parallel=split.is_sequence_parallel and split.tensor > 1,
+        # Interleaved stages exchange activations and gradients at the same time. A batch of transfers between the same
+        # two ranks (pipeline 2) would confuse them; one by one, both sides post them in the same order.
+        batch_p2p_comm=split.virtual_pipeline == 1,
+        overlap_p2p_comm=split.virtual_pipeline > 1,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # Gradients are summed over micro-batches and ranks, not averaged: the loss carries its global denominator.
+        calculate_per_token_loss=True,
+        # Loading does not write the rows that pad the vocabulary, and a NaN there would reach the gradient of the
+        # hidden states. Initialisation also marks parameters as split over tensor-parallel ranks; without the mark the
+        # gradient norm would leave out most of them.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        use_cpu_initialization=not is_cuda,
+        # Makes Megatron take the activation from the layer spec. It is not Transformer Engine's.
+        use_te_activation_func=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        # Transformer Engine's layers have their own: `accumulate_in_products`.
+        gradient_accumulation_fusion=is_cuda and not is_te and split.is_fused and adds_gradients_in_products(),
+        **precision_fields(split),
+        **mixture_fields(shape, split, is_te=is_te),
+        **split.megatron,
+    )
 
 
 def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bool = True) -> ModuleSpec:

@@ -10,36 +10,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median, median_low
 from types import TracebackType
 
 from megarl.errors import MachineError, PreemptedError, RewardError, StoppedError
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    EngineChanged,
-    Evaluated,
     Event,
     Noted,
     PhaseEnded,
     PhaseStarted,
-    Published,
     PublishFailed,
     Record,
     Restarted,
     RunFinished,
-    RunStarted,
     RunStatus,
     Sink,
     StepFinished,
-    Straggled,
     Warned,
 )
 from megarl.observe.metrics import Meter
 from megarl.observe.summary import Flow, Phase, RolloutSummary, StepSummary, summarize_step
-from megarl.results import EvalResult, PublishResult, UpdateResult
+from megarl.results import UpdateResult
 from megarl.types import PolicyVersion, ScoredGroup, TrainSample
 
 
@@ -65,20 +57,17 @@ class Observer:
         self.judges: list[tuple[str, str, str]] = []
         """The judges over HTTP that have answered, with model and version."""
 
-    def run_started(self, started: RunStarted) -> None:
-        self._emit(started)
-
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Time the body; its seconds are added to the next finished step."""
-        self._emit(PhaseStarted(phase=phase))
+        self.emit(PhaseStarted(phase=phase))
         began = time.monotonic()
         try:
             yield
         finally:
             seconds = time.monotonic() - began
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
-            self._emit(PhaseEnded(phase=phase, seconds=seconds))
+            self.emit(PhaseEnded(phase=phase, seconds=seconds))
 
     def step_started(self) -> None:
         """Start the clock of a step: it includes the time that devices take to change hands."""
@@ -115,60 +104,14 @@ class Observer:
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
         self._measure_tail()
-        self._emit(StepFinished(summary=summary, phase_seconds=phase_seconds))
-
-    def published(self, result: PublishResult) -> None:
-        self._emit(Published(result=result))
+        self.emit(StepFinished(summary=summary, phase_seconds=phase_seconds))
 
     def publish_failed(self, version: PolicyVersion, reason: str) -> None:
-        self._emit(PublishFailed(version=version, reason=reason))
-
-    def engine_changed(
-        self,
-        index: int,
-        state: str,
-        *,
-        is_serving: bool,
-        is_running: bool,
-        version: PolicyVersion,
-        address: str,
-        reason: str = "",
-    ) -> None:
-        """Record that an engine started, ended or changed its state; a publish alone is no change."""
-        self._emit(
-            EngineChanged(
-                index=index,
-                state=state,
-                is_serving=is_serving,
-                is_running=is_running,
-                version=version,
-                address=address,
-                reason=reason,
-            )
-        )
+        self.emit(PublishFailed(version=version, reason=reason))
 
     def restarted(self, role: str, index: int, reason: str) -> None:
         """Record that a process of a role (`rollout`, `reward`), or all `trainers` together, is started again."""
-        self._emit(Restarted(role=role, index=index, reason=reason))
-
-    def straggled(self, role: str, index: int, *, ratio: float, text: str) -> None:
-        """Record that a rank or an engine is slow."""
-        self._emit(Straggled(role=role, index=index, ratio=ratio, text=text))
-
-    def evaluated(self, step: int, result: EvalResult) -> None:
-        self._emit(Evaluated(step=step, result=result))
-
-    def checkpoint_saved(
-        self, step: int, path: Path, *, num_bytes: int, blocking_seconds: float, seconds: float
-    ) -> None:
-        self._emit(
-            CheckpointSaved(
-                step=step, path=str(path), num_bytes=num_bytes, blocking_seconds=blocking_seconds, seconds=seconds
-            )
-        )
-
-    def checkpoint_failed(self, step: int, reason: str) -> None:
-        self._emit(CheckpointFailed(step=step, reason=reason))
+        self.emit(Restarted(role=role, index=index, reason=reason))
 
     def checkpoint_mirrored(self, step: int, url: str, *, num_bytes: int, seconds: float) -> None:
         self._meter.set(names.MIRROR_STEP, step)
@@ -197,10 +140,10 @@ class Observer:
                 raise RewardError(message)
 
     def noted(self, text: str) -> None:
-        self._emit(Noted(text=text))
+        self.emit(Noted(text=text))
 
     def warned(self, text: str) -> None:
-        self._emit(Warned(text=text))
+        self.emit(Warned(text=text))
 
     def nodes_excluded(self, number: int) -> None:
         self._meter.set(names.EXCLUDED_NODES, number)
@@ -247,7 +190,7 @@ class Observer:
 
     def run_finished(self, status: RunStatus, *, reason: str = "") -> None:
         self._has_finished = True
-        self._emit(RunFinished(status=status, reason=reason))
+        self.emit(RunFinished(status=status, reason=reason))
 
     def __enter__(self) -> Observer:
         return self
@@ -263,7 +206,8 @@ class Observer:
         if seconds and (middle := median(seconds)) > 0:
             self._meter.set(names.GROUP_TAIL, max(seconds) / middle)
 
-    def _emit(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
+        """Record an event; methods of this class are for those that are counted or made from several values."""
         record = Record(sequence=self._next_sequence, time=datetime.now(UTC), event=event)
         self._next_sequence += 1
         notes = [self._pass_on(sink, record) for sink in self._sinks]

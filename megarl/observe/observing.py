@@ -97,7 +97,7 @@ def observing(
         if FAULTS.read():
             sinks.append(StepFaults())
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
-            observer.run_started(started)
+            observer.emit(started)
             if retired is not None:
                 observer.warned(f"an earlier run of this name was moved to {retired}")
             if earlier.damage:

@@ -29,6 +29,7 @@ from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, Trainer
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.errors import CheckpointError
+from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import TrainedCalls
 from megarl.ranks.ranks import RankGroup
@@ -203,13 +204,14 @@ class CheckpointWriter:
             self.best = save.best_before
             await self._fail(save.step, save.folder, error)
             return
-        self._observer.checkpoint_saved(
-            save.step,
-            save.folder,
+        saved = CheckpointSaved(
+            step=save.step,
+            path=str(save.folder),
             num_bytes=manifest.num_bytes,
             blocking_seconds=save.blocking_seconds,
             seconds=time.monotonic() - save.began,
         )
+        self._observer.emit(saved)
         try:
             await asyncio.to_thread(self._tidy, save)
         except OSError as error:
@@ -265,7 +267,7 @@ class CheckpointWriter:
     async def _fail(self, step: int, folder: Path, error: Exception) -> None:
         await asyncio.to_thread(discard, folder)
         self.failure = str(error)
-        self._observer.checkpoint_failed(step, str(error))
+        self._observer.emit(CheckpointFailed(step=step, reason=str(error)))
 
     async def wait(self) -> None:
         """Wait for the save under way; cancelling the wait does not cancel the save."""

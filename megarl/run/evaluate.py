@@ -22,6 +22,7 @@ from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.rollout_files import EvaluatedRollout, Generation, generations_file
 from megarl.errors import MachineError, WorkerError
+from megarl.observe.events import Evaluated
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.results import EvalResult, PreferenceStats
@@ -100,7 +101,7 @@ class Evaluation:
 
     async def _evaluate(self, step: int, version: PolicyVersion) -> None:
         result = await self.evaluator.evaluate(step, version)
-        self.observer.evaluated(step, result)
+        self.observer.emit(Evaluated(step=step, result=result))
         self.saver.evaluated(step, result)
 
 

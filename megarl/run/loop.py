@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 
 from megarl.cluster.tasks import task_group
+from megarl.observe.events import Published
 from megarl.observe.observer import Observer
 from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation
@@ -99,4 +100,4 @@ class Loop:
         with self.observer.phase("publish"):
             published = await self.stages.publisher.publish(version)
         self._published = version
-        self.observer.published(published)
+        self.observer.emit(Published(result=published))

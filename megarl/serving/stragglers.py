@@ -20,6 +20,7 @@ from megarl.config.recipe import StragglerConfig
 from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import WorkerError
+from megarl.observe.events import Straggled
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
@@ -108,7 +109,9 @@ class EngineWatch:
         )
         is_drained = self.config.drains_engines and self.drain(engine, f"is slow: {reason}")
         then = "it is drained and restarted" if is_drained else "it stays"
-        self.observer.straggled("rollout", slow.index, ratio=slow.ratio, text=f"{engine} is slow: {reason}; {then}")
+        self.observer.emit(
+            Straggled(role="rollout", index=slow.index, ratio=slow.ratio, text=f"{engine} is slow: {reason}; {then}")
+        )
 
 
 @asynccontextmanager
@@ -136,7 +139,7 @@ async def watched_ranks(
                         f"takes {times[slow.index] * 1e3:.1f} ms, {slow.ratio:.1f} times the median, for "
                         f"{slow.num_windows} windows of {config.window_s:g} s; every step waits for it"
                     )
-                    observer.straggled(ranks.role, slow.index, ratio=slow.ratio, text=text)
+                    observer.emit(Straggled(role=ranks.role, index=slow.index, ratio=slow.ratio, text=text))
 
     async with beside(compare):
         yield

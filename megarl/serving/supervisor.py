@@ -34,6 +34,7 @@ from megarl.engine.lifecycle import (
     Ticked,
 )
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.observe.events import EngineChanged
 from megarl.observe.observer import Observer
 from megarl.serving.processes import Engines
 
@@ -262,15 +263,16 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
 
     def report(engine: Engine, reason: str) -> None:
         endpoint = engine.client.endpoint
-        observer.engine_changed(
-            engine.index,
-            engine.state,
+        changed = EngineChanged(
+            index=engine.index,
+            state=engine.state,
             is_serving=engine.is_live,
             is_running=engine.status.is_reachable,
             version=engine.version,
             address=f"{endpoint.host}:{endpoint.port}",
             reason=reason,
         )
+        observer.emit(changed)
 
     def report_change(engine: Engine, before: EngineStatus) -> None:
         is_release = RELEASED in (before.reason, engine.reason)

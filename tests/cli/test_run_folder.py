@@ -177,7 +177,7 @@ def write_run(folder: Path, name: str, *, reward: float, component: str = "forma
             assert summary.rollouts is not None
             rollouts = replace(summary.rollouts, component_means={component: 0.9})
             observer.step_summarized(replace(summary, rollouts=rollouts))
-        observer.evaluated(2, evaluated(2, reward).result)
+        observer.emit(evaluated(2, reward))
     return recipe.run_folder
 
 

@@ -9,8 +9,16 @@ from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
 from megarl.results import CriticStats, PreferenceStats
-from megarl.types import PolicyVersion
-from tests.observe.samples import evaluated, grades, make_recipe, published, run_started, step_summary
+from tests.observe.samples import (
+    checkpoint_saved,
+    engine_changed,
+    evaluated,
+    grades,
+    make_recipe,
+    published,
+    run_started,
+    step_summary,
+)
 
 CRITIC = CriticStats(
     loss=0.5,
@@ -32,13 +40,11 @@ class ScriptedRun:
         self._step = 0
         set_constants(self.meter, recipe)
         observer = self.observer
-        observer.run_started(run_started())
+        observer.emit(run_started())
         observer.data_read(num_prompts=100, num_dropped=1)
         observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)
         observer.watch_requests(0, lambda: 3)
-        observer.engine_changed(
-            0, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address="127.0.0.1:30000"
-        )
+        observer.emit(engine_changed(0))
         for phase in ("start", "generate", "evaluate", "update"):
             with observer.phase(phase):
                 pass
@@ -53,10 +59,10 @@ class ScriptedRun:
             pass
         with observer.phase("evaluate"):
             pass
-        observer.published(published(step).result)
+        observer.emit(published(step))
         observer.step_summarized(replace(step_summary(step), critic=CRITIC, preference=PAIRS, kl_coef=0.1))
-        observer.evaluated(step, evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)).result)
-        observer.checkpoint_saved(step, Path("x"), num_bytes=4096, blocking_seconds=0.1, seconds=0.5)
+        observer.emit(evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)))
+        observer.emit(checkpoint_saved(step))
         observer.checkpoint_mirrored(step, "s3://bucket/run", num_bytes=4096, seconds=0.5)
         observer.measured("rollout", {0: 0.01, 1: 0.012})
         observer.nodes_excluded(1)

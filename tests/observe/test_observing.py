@@ -11,11 +11,18 @@ import pytest
 
 from megarl.config.recipe import Recipe
 from megarl.errors import EngineError, PreemptedError, StoppedError
-from megarl.observe.events import Record, RunFinished, RunStarted, RunStatus, Warned, read_events
+from megarl.observe.events import CheckpointFailed, Record, RunFinished, RunStarted, RunStatus, Warned, read_events
 from megarl.observe.metrics import TARGETS_FILE
 from megarl.observe.observing import observing
-from megarl.types import PolicyVersion
-from tests.observe.samples import ListSink, evaluated, make_recipe, published, step_summary
+from tests.observe.samples import (
+    ListSink,
+    checkpoint_saved,
+    engine_changed,
+    evaluated,
+    make_recipe,
+    published,
+    step_summary,
+)
 from tests.small_disk import filled, small_disk
 
 
@@ -24,11 +31,11 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
     with observing(recipe, display=display) as observer:
         with observer.phase("generate"):
             pass
-        observer.published(published(1).result)
+        observer.emit(published(1))
         observer.step_summarized(step_summary(1))
-        observer.evaluated(1, evaluated(1, 0.5).result)
-        observer.checkpoint_saved(1, tmp_path / "step_000001", num_bytes=8, blocking_seconds=0.1, seconds=0.5)
-        observer.checkpoint_failed(2, "no room")
+        observer.emit(evaluated(1, 0.5))
+        observer.emit(checkpoint_saved(1))
+        observer.emit(CheckpointFailed(step=2, reason="no room"))
         observer.warned("careful")
         (started,) = (event for event in display.events if isinstance(event, RunStarted))
         assert started.metrics_url is not None
@@ -131,11 +138,9 @@ def test_a_full_disk_ends_no_run_and_loses_no_event(tmp_path: Path, capsys: pyte
                 for step in (1, 2):
                     with observer.phase("generate"):
                         logging.getLogger("megarl.test").warning("a line that finds no room " * 300)
-                    observer.engine_changed(
-                        0, "healthy", is_serving=True, is_running=True, version=PolicyVersion(step), address="a:1"
-                    )
+                    observer.emit(engine_changed(0, version=step))
                     observer.step_summarized(step_summary(step))
-            observer.published(published(3).result)
+            observer.emit(published(3))
             started = display.events[0]
             assert isinstance(started, RunStarted)
             page = httpx.get(str(started.metrics_url), trust_env=False).text
@@ -149,7 +154,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_event(tmp_path: Path, capsys: pyte
         "Targets writes again",
     ]
     assert 'megarl_sink_failures_total{run="sample",sink="EventLog"}' in page
-    assert "a:1" in targets, "written once there was room"
+    assert "127.0.0.1:30000" in targets, "written once there was room"
     assert capsys.readouterr().err.count("megarl.log cannot be written") == 1
 
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
-from megarl.train import model as model_module
+from megarl.train import build
 from megarl.train.build import transformer_config
 
 
@@ -34,7 +34,7 @@ def test_fields_of_the_recipe_reach_megatron() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
 def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_module, "TransformerConfig", lambda **fields: fields)
+    monkeypatch.setattr(build, "TransformerConfig", lambda **fields: fields)
     own = cast("dict[str, object]", config_with(name))
     assert len(own) > 30
     assert [name for name in own if owned("megatron", name, device="cpu") is None] == []

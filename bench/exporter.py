@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megarl.env import NO_COLOR
 from megarl.observe.catalogue import MAX_SERIES, METRICS
+from megarl.observe.events import EngineChanged, Published
 from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
@@ -148,9 +149,15 @@ def _measure_step(watched: WatchedStep, repeats: int) -> float:
     observer = Observer([Metrics(meter)], meter=meter)
     update = UpdateResult(version=PolicyVersion(1), stats=None)
     for index in range(watched.num_engines):
-        observer.engine_changed(
-            index, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address=f"{LOOPBACK}:{index}"
+        changed = EngineChanged(
+            index=index,
+            state="healthy",
+            is_serving=True,
+            is_running=True,
+            version=PolicyVersion(0),
+            address=f"{LOOPBACK}:{index}",
         )
+        observer.emit(changed)
     seconds = []
     for step in range(1, repeats + 1):
         began = time.thread_time()
@@ -167,7 +174,8 @@ def _measure_step(watched: WatchedStep, repeats: int) -> float:
             kl_coef=None,
             seconds=watched.step_seconds,
         )
-        observer.published(PublishResult(version=PolicyVersion(step), num_bytes=0, seconds=1.0, num_engines=1))
+        published = PublishResult(version=PolicyVersion(step), num_bytes=0, seconds=1.0, num_engines=1)
+        observer.emit(Published(result=published))
         observer.step_summarized(summary)
         seconds.append(time.thread_time() - began)
     num_scrapes = watched.step_seconds / SCRAPE_EVERY_S

@@ -31,12 +31,6 @@ def test_every_exit_code_is_explained() -> None:
     assert raised <= explained
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"arithmetic"}:
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
 def test_every_figure_says_where_when_and_how_it_was_measured() -> None:
     machines, figures = RECORDED["machines"], RECORDED["figures"]
     for name, figure in figures.items():

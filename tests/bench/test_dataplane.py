@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from bench import dataplane as module
-from bench import worker_plane
-from bench.__main__ import run
-from bench.dataplane import Load, PlaneFigure, measure_dataplane, read_as_before
+from bench.dataplane import Load, measure_dataplane, read_as_before
 from bench.instant_engine import reply_content
 from megarl.engine.reply import Expectation, read_response
 from megarl.types import PolicyVersion
@@ -38,14 +33,3 @@ def test_both_ways_of_reading_give_the_same_numbers(is_flat: bool) -> None:
     token_ids, logprobs = read_as_before(reply_content(100, vocab=300, is_flat=False), 300)
     assert np.array_equal(response.token_ids, token_ids)
     assert np.array_equal(response.logprobs, logprobs)
-
-
-@pytest.mark.parametrize(("value", "exit_code"), [(0.15, 0), (0.2, 1)])
-def test_a_missed_goal_is_an_exit_code(
-    value: float, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = [PlaneFigure(name="read", value=value, unit="us/token", goal=0.15, before=1.0)]
-    monkeypatch.setattr(module, "measure_dataplane", lambda load: figures)
-    monkeypatch.setattr(worker_plane, "measure_workers", lambda load: [])
-    assert run(["dataplane", "--json"]) == exit_code
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["value"] == value

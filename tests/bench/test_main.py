@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from bench import gpu_pieces
-from bench import planning as measure
 from bench.__main__ import run
+from bench.algo import StepMeasurement
+from bench.checkpoint import CheckpointFigure
+from bench.dataplane import PlaneFigure
+from bench.exporter import ExporterFigure
 from bench.figures import RECORDS, Failure, Figure
 from bench.gpu_figures import print_results
 from bench.gpu_pieces import GpuPiece, PieceOptions, Report, Results, run_pieces
@@ -20,32 +23,68 @@ from bench.planning import Goal, Measurement
 from tests.repository import ROOT
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def planned(seconds: float) -> Measurement:
     goal = Goal(seconds=1.0, megabytes=500.0)
-    found = Measurement(command="megarl plan", seconds=seconds, cpu_seconds=0.5, megabytes=100.0, goal=goal)
-    monkeypatch.setattr(measure, "measure_planning", lambda *, repeats: [found] * repeats)
+    return Measurement(command="megarl plan", seconds=seconds, cpu_seconds=0.5, megabytes=100.0, goal=goal)
+
+
+def stepped(seconds: float) -> StepMeasurement:
+    return StepMeasurement(
+        kind="gae",
+        num_rollouts=32,
+        num_tokens=64,
+        assign_seconds=seconds,
+        pack_seconds=0.0,
+        cpu_seconds=0.5,
+        input_megabytes=10.0,
+        peak_megabytes=20.0,
+    )
+
+
+def saved(times: float) -> CheckpointFigure:
+    return CheckpointFigure(name="save against dd", value=times, unit="times", goal=0.7)
+
+
+def read(us: float) -> PlaneFigure:
+    return PlaneFigure(name="read", value=us, unit="us/token", goal=0.15, before=1.0)
+
+
+def exported(percent: float) -> ExporterFigure:
+    return ExporterFigure(name="overhead", value=percent, unit="% of a step", goal=0.5)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "code", "verdict"),
-    [(0.9, 0, "met"), (1.9, 0, "missed, 1.9 times the goal"), (2.1, 1, "missed, 2.1 times the goal")],
+    ("function", "found", "code", "verdict"),
+    [
+        ("planning.measure_planning", planned(0.9), 0, "met"),
+        ("planning.measure_planning", planned(1.9), 0, "missed, 1.9 times the goal"),
+        ("planning.measure_planning", planned(2.1), 1, "missed, 2.1 times the goal"),
+        ("algo.measure_steps", stepped(1.9), 0, "met"),
+        ("algo.measure_steps", stepped(4.2), 1, "missed, 2.1 times"),
+        ("checkpoint.measure_checkpoint", saved(0.8), 0, "met"),
+        ("checkpoint.measure_checkpoint", saved(0.5), 0, "missed, by 1.4 times"),
+        ("checkpoint.measure_checkpoint", saved(0.3), 1, "missed, by 2.3 times"),
+        ("dataplane.measure_dataplane", read(0.15), 0, "read"),
+        ("dataplane.measure_dataplane", read(0.2), 1, "read"),
+        ("exporter.measure_exporter", exported(0.5), 0, "overhead"),
+        ("exporter.measure_exporter", exported(0.6), 1, "overhead"),
+    ],
 )
-def test_only_a_goal_that_is_missed_widely_fails(
-    seconds: float, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_goal_that_is_missed_too_widely_is_an_exit_code_and_json_is_the_last_line(
+    function: str,
+    found: Measurement | StepMeasurement | CheckpointFigure | PlaneFigure | ExporterFigure,
+    code: int,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pretend(monkeypatch, seconds)
-    assert run(["plan", "--repeats", "1"]) == code
-    assert verdict in capsys.readouterr().out
-
-
-def test_the_last_line_is_json_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pretend(monkeypatch, 0.5)
-    assert run(["plan", "--json", "--repeats", "2"]) == 0
+    monkeypatch.setattr(f"bench.{function}", lambda *_values, **_options: [found])
+    monkeypatch.setattr("bench.worker_plane.measure_workers", lambda load: [])
+    assert run([function.partition(".")[0].replace("planning", "plan"), "--json"]) == code
     *table, last = capsys.readouterr().out.splitlines()
-    assert any("megarl plan" in line for line in table)
-    first, _ = json.loads(last)
-    assert first["seconds"] == 0.5
-    assert first["goal"] == {"seconds": 1.0, "megabytes": 500.0}
+    assert any(verdict in line for line in table)
+    shown, *_ = json.loads(last)
+    assert shown.items() >= json.loads(json.dumps(asdict(found))).items()
 
 
 def test_figures_of_a_gpu_need_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,25 +129,25 @@ def test_figures_are_a_table_and_json_in_the_last_line(
 def test_a_piece_that_fails_or_hangs_keeps_what_it_told_and_spares_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    figure = gpu_pieces._MARK + gpu_pieces._to_line(FIGURE)
+    machine = gpu_pieces._MARK + gpu_pieces._to_line({"device": "some GPU"})
     # The code that the pieces' processes run instead of measuring.
-    code = """
+    code = f"""
 import sys, time
-from bench.gpu_pieces import _MARK, _to_line
-from bench.figures import Figure
 name = sys.argv[1]
 print("a library says something")
-print(_MARK + _to_line(Figure(key=name, name=name, value=1.0, unit="ms", against="peak", ratio=0.4)), flush=True)
+print({figure!r}.replace("step", name), flush=True)
 if name == "hangs":
     time.sleep(60)
 if name == "fails":
     sys.exit("out of memory")
-print(_MARK + _to_line({"device": "some GPU"}), flush=True)
+print({machine!r}, flush=True)
 """
 
     def nothing(_options: PieceOptions, _tell: Report) -> None:
         raise AssertionError("measured in the parent")
 
-    timeouts_s = {"hangs": 15, "fails": 600, "works": 600}
+    timeouts_s = {"hangs": 5, "fails": 600, "works": 600}
     monkeypatch.setattr(gpu_pieces, "_COMMAND", (sys.executable, "-c", code))
     monkeypatch.setattr(
         gpu_pieces,
@@ -119,7 +158,7 @@ print(_MARK + _to_line({"device": "some GPU"}), flush=True)
     results = run_pieces(["hangs", "fails", "works"], options, out=tmp_path / "lines")
     assert [figure.key for figure in results.figures] == ["hangs", "fails", "works"]
     assert results.failures == [
-        Failure(part="hangs", reason="not done within 15 s"),
+        Failure(part="hangs", reason="not done within 5 s"),
         Failure(part="fails", reason="ended with 1: out of memory"),
     ]
     assert results.machine == {"device": "some GPU"}

@@ -120,8 +120,8 @@ TALKER = """
 import sys
 from megarl.cli.display import make_console
 console = make_console()
-for number in range(20_000):
-    console.print(f"step {number}")
+for number in range(500):
+    console.print(f"step {number}", "x" * 1000 * (number > 0))  # together more than a pipe holds
 print("went on", file=sys.stderr)
 """
 
@@ -131,7 +131,7 @@ def test_a_run_goes_on_when_its_reader_has_left() -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talker:
         assert talker.stdout is not None
         assert talker.stderr is not None
-        assert talker.stdout.readline() == "step 0\n"
+        assert talker.stdout.readline() == "step 0 \n"
         talker.stdout.close()
         assert talker.stderr.read().endswith("went on\n")
         assert talker.wait(120) == 0

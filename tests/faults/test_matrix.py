@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from tests.faults.matrix import BEGIN, END, Row, _line, faults_in, section_of, write_table
@@ -13,14 +13,17 @@ from tests.repository import ROOT
 DOCUMENT = ROOT / "docs" / "faults.md"
 
 
-def marked() -> Iterator[tuple[str, str]]:
+@cache
+def marked() -> list[tuple[str, str]]:
     """Every fault in the sources of the tests, with its file."""
+    found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
                 fault, promise = (ast.literal_eval(argument) for argument in node.args)
                 assert promise, f"{path}: {fault}: nothing is promised"
-                yield fault, str(path.relative_to(ROOT))
+                found.append((fault, str(path.relative_to(ROOT))))
+    return found
 
 
 def test_the_table_has_every_fault_and_no_other() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,8 +95,3 @@ def test_a_run_without_a_step_still_has_a_picture(tmp_path: Path) -> None:
 def test_a_folder_without_events_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"events\.jsonl: cannot be read"):
         make_report(tmp_path)
-
-
-def test_observing_does_not_import_matplotlib() -> None:
-    code = "import sys, megarl.observe.observer; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -181,18 +181,6 @@ def test_tokens_of_versions_that_may_not_be_trained_are_noticed(versions: tuple[
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_producers_do_run_ahead_when_they_may(max_staleness: int) -> None:
-    done = asyncio.run(simulate(seed=0, num_steps=12, max_staleness=max_staleness, keeps=3))
-    assert max(age for step in done.ages for age in step) == max_staleness
-
-
-@pytest.mark.parametrize("keeps", [1, 3])
-def test_a_synchronous_step_does_not_depend_on_timing(keeps: int) -> None:
-    runs = [asyncio.run(simulate(seed=seed, num_steps=6, max_staleness=0, keeps=keeps)).steps for seed in range(10)]
-    assert all(run == runs[0] for run in runs)
-
-
-@pytest.mark.parametrize("max_staleness", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_goes_on_keeps_the_bound_though_it_carries_old_groups(max_staleness: int, seed: int) -> None:
     first = asyncio.run(simulate(seed=seed, num_steps=6, max_staleness=max_staleness, keeps=3))
@@ -217,28 +205,9 @@ def test_carried_groups_that_are_too_old_for_a_changed_recipe_are_refused() -> N
         )
 
 
-async def test_every_ticket_is_accounted_for() -> None:
-
-    buffer = Buffer(prompts_per_step=2, max_staleness=1)
-    tickets = [await buffer.reserve() for _ in range(4)]
-    await buffer.give_up(tickets[1])
-    replacement = await buffer.reserve()
-    for ticket in (tickets[0], tickets[2], replacement):
-        await buffer.put(ticket, versioned_group(ticket.number))
-    before = buffer.counts
-    await buffer.take_step()
-    assert [plain(before), plain(buffer.counts)] == [(0, 1, (3,), [0, 2, 4]), (2, 1, (3,), [4])]
-
-
+@pytest.mark.parametrize("oversampling", [1.0, 1.3, 2.0, 3.0])
 @pytest.mark.parametrize("keeps", [1, 3])
-def test_a_synchronous_step_leaves_nothing_waiting(keeps: int) -> None:
-    counts = asyncio.run(simulate(seed=1, num_steps=6, max_staleness=0, keeps=keeps)).counts
-    assert [(each.under_way, each.carried) for each in counts] == [((), ())] * 6
-
-
-@pytest.mark.parametrize("oversampling", [1.3, 2.0, 3.0])
-@pytest.mark.parametrize("keeps", [1, 3])
-def test_what_is_sampled_beyond_a_step_is_carried_and_timing_does_not_choose_it(
+def test_timing_does_not_choose_a_synchronous_step_and_what_is_sampled_beyond_it_is_carried(
     oversampling: float, keeps: int
 ) -> None:
     runs = []
@@ -250,8 +219,8 @@ def test_what_is_sampled_beyond_a_step_is_carried_and_timing_does_not_choose_it(
     trained = [position for step in steps for position in step]
     assert trained == sorted(trained), "the oldest first"
     assert all(not under_way for _, _, under_way, _ in states)
-    if oversampling > 1 + 1 / keeps:
-        assert any(carried for _, _, _, carried in states)
+    if oversampling == 1 or oversampling > 1 + 1 / keeps:
+        assert any(carried for _, _, _, carried in states) is (oversampling > 1)
     # Nothing is lost: every prompt is trained, given up, or carried.
     for num_taken, num_given_up, _, carried in states:
         drawn = num_taken + num_given_up + len(carried)
@@ -326,6 +295,6 @@ def seconds_per_prompt(prompts_per_step: int, *, max_staleness: int) -> float:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_prompt_costs_the_same_in_a_large_step(max_staleness: int) -> None:
-    small, large = (seconds_per_prompt(number, max_staleness=max_staleness) for number in (64, 2048))
-    # Each prompt waking all others would cost 32 times as much.
-    assert large < 8 * small
+    small, large = (seconds_per_prompt(number, max_staleness=max_staleness) for number in (64, 1024))
+    # Each prompt waking all others would cost 16 times as much.
+    assert large < 6 * small

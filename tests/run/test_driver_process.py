@@ -19,7 +19,6 @@ from megarl.run.driver_process import drive_again
 from megarl.system.lease import LeasedGuard, LeasedRay, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
-from tests.processes import run_processes
 
 PROGRAM = """
 import os, signal, sys, time
@@ -129,17 +128,6 @@ def _await(happened: object) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_a_driver_imports_no_library_that_only_some_runs_need() -> None:
-    """A run whose command was killed is back when the next one has imported everything."""
-    (loaded,) = run_processes([(_loaded, (["mcp", "transformers", "pandas", "matplotlib"],))])
-    assert loaded.get() == ["megarl.run.run"]
-
-
-def _loaded(names: list[str]) -> list[str]:
-    """The modules among these that are there after the driver's imports, with the driver's own."""
-    return [name for name in ("megarl.run.run", *names) if name in sys.modules]
 
 
 NOTIFYING_PROGRAM = """

@@ -33,16 +33,6 @@ def test_a_run_that_is_still_starting_leaves_at_once() -> None:
         asyncio.run(main())
 
 
-def test_a_step_is_finished_first() -> None:
-    async def main() -> tuple[str, bool]:
-        with preemptible(grace_s=60) as preemption:
-            preemption.begin_steps()
-            terminate()
-            return await step(), preemption.requested.is_set()
-
-    assert asyncio.run(main()) == ("finished", True)
-
-
 @pytest.fixture(autouse=True)
 def _default_signals() -> Iterator[None]:
     """Under nohup, or in the background of a script, some signals are ignored from the start."""

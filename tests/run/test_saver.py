@@ -231,12 +231,6 @@ def test_a_second_model_is_saved_beside_the_first(tmp_path: Path) -> None:
     assert set(verify(fake.folder / "latest").files) == {TENSORS, f"critic/{TENSORS}", "state.json"}
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
-    fake = FakeRun(recipe_in(tmp_path, save_every_steps=1, keep_last=2))
-    fake.run()
-    assert fake.kept == ["step_000005", "step_000004"]
-
-
 BEST = {"save_every_steps": 4, "keep_last": 1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -151,13 +150,18 @@ def test_a_script_that_does_not_end_says_where(text: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda script: script.stem)
 def test_a_damaged_script_is_read_or_refused(script: Path, tmp_path: Path) -> None:
-    """Whatever is cut out of a script, no other error than a ConfigError comes of it."""
+    """Whatever is cut out of a script, or off its end, no other error than a ConfigError of a line comes of it."""
     text = script.read_text()
     path = tmp_path / "damaged.sh"
-    num_read = 0
+    num_read, reasons = 0, list[str]()
     for place in range(0, len(text), 23):
-        path.write_text(text[:place] + text[place + 7 :])
-        with suppress(ConfigError):
-            translate_file(path)
-            num_read += 1
+        for damaged in (text[:place], text[:place] + text[place + 7 :]):
+            path.write_text(damaged)
+            try:
+                translate_file(path)
+                num_read += 1
+            except ConfigError as error:
+                reasons += [problem.message for problem in error.problems]
     assert num_read > 0
+    assert reasons
+    assert not any("\n" in reason for reason in reasons)

@@ -243,14 +243,6 @@ def test_what_is_watched_is_read_when_it_is_asked_for() -> None:
     assert meter.values("rollout")["rollout/queue_groups"] == 3
 
 
-def test_what_is_forgotten_makes_room() -> None:
-    meter = Meter("sample")
-    meter.set(names.ENGINE_VERSION, 3, "0")
-    meter.forget(names.ENGINE_VERSION, "0")
-    meter.forget(names.ENGINE_VERSION, "7")
-    assert not [name for name in meter.values("fleet") if "engine_weight_version" in name]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "sample"

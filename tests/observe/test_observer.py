@@ -71,11 +71,6 @@ def test_demonstrations_have_no_warning() -> None:
     assert StepWarnings().after(step_summary(1, reward=None)) == ()
 
 
-def test_a_step_without_signal_is_said() -> None:
-    (text,) = StepWarnings().after(step_summary(4, num_zero_signal_groups=8))
-    assert text.startswith("step 4: none of 8 groups has signal, nothing was learned")
-
-
 def test_equal_rewards_are_named_and_said_once_not_twice() -> None:
     (text,) = StepWarnings().after(step_summary(4, num_zero_signal_groups=8, reward_min=1.0))
     assert text.startswith("step 4: all rewards are 0.5, nothing was learned; the prompts are too easy or too hard")

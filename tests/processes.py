@@ -1,11 +1,15 @@
-"""Processes that are forked from a template, which has imported torch, Megatron and Ray once for all of them.
+"""Processes that are forked from a template, which has imported what they need once for all of them.
 
-The template has done nothing else: what is forked is as clean as a new process, and seconds faster.
+A template has done nothing else: what is forked is as clean as a new process, and seconds faster. `run_processes` and
+drivers are forked from that of `multiprocessing`. `Template` is for commands under a guard (`megarl.system.guard`): it
+forks a guard for each request, and the guard forks its command instead of executing it. Sessions, pipes, signals and
+deaths are those of an executed command, and so is the mount namespace, which is that of whoever asked.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -13,23 +17,31 @@ import pickle
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from types import SimpleNamespace
+from typing import IO, Generic, NoReturn, TypeVar
 
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
+from megarl.system import guard
+from megarl.system.guard import GuardLease, die_with_parent
+from tests.repository import ROOT
 
 Result = TypeVar("Result")
 
 _NUMBER = struct.Struct("!i")
+_MOUNTS = "/proc/self/ns/mnt"
+_executed = guard.start_guarded
 _IMPORTED = ("hypothesis", "megarl.run.run", "megarl.tools.check_sync", "tests.train.jobs")
 
 
@@ -141,13 +153,19 @@ def asked(
     request = pickle.dumps((list(words), dict(environment), str(Path.cwd())))
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    socket.send_fds(connection, [_NUMBER.pack(len(request))], descriptors)
+    mounts = os.open(_MOUNTS, os.O_RDONLY)
+    socket.send_fds(connection, [_NUMBER.pack(len(request))], [mounts, *descriptors])
+    os.close(mounts)
     connection.sendall(request)
     return connection
 
 
 def receive_request(connection: socket.socket) -> Request:
-    content, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
+    """Receive what the process shall be; this one enters the mount namespace of whoever asked."""
+    content, (mounts, *descriptors), _, _ = socket.recv_fds(connection, _NUMBER.size, 4)
+    if os.fstat(mounts).st_ino != Path(_MOUNTS).stat().st_ino:
+        assert ctypes.CDLL(None).setns(mounts, 0) == 0
+    os.close(mounts)
     with connection.makefile("rb") as file:
         words, environment, folder = pickle.loads(file.read(_NUMBER.unpack(content)[0]))
     return Request(words=words, environment=environment, folder=folder, descriptors=descriptors)
@@ -191,3 +209,180 @@ def end_with(program: Callable[[], int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class ForkedCommands:
+    """Asks a template for commands under a guard; `start_guarded` is in place of that of `megarl.system.guard`."""
+
+    def __init__(self, address: bytes, module: str) -> None:
+        self.address = address
+        self._module = module
+
+    def start_guarded(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes] | int,
+        lease: GuardLease | None = None,
+    ) -> subprocess.Popen[bytes] | ForkedGuard:
+        if list(command[1:3]) != ["-m", self._module]:
+            return _executed(command, environment=environment, output=output, lease=lease)
+        self._prepare()
+        words = [] if lease is None else ["--lease", str(lease.folder), str(lease.seconds)]
+        guard_stdin, our_stdin = os.pipe()
+        our_stdout, guard_stdout = os.pipe() if output == subprocess.PIPE else (None, _descriptor(output))
+        descriptors = [guard_stdin, guard_stdout]
+        status = asked(self.address, [*words, *command[3:]], environment, descriptors=descriptors)
+        os.close(guard_stdin)
+        stdout = None
+        if our_stdout is not None:
+            os.close(guard_stdout)
+            stdout = os.fdopen(our_stdout, "rb")
+        return ForkedGuard(stdin=os.fdopen(our_stdin, "wb", buffering=0), stdout=stdout, status=status)
+
+    def _prepare(self) -> None:
+        pass
+
+
+def _descriptor(output: IO[bytes] | int) -> int:
+    return output if isinstance(output, int) else output.fileno()
+
+
+class Template(ForkedCommands):
+    """A template, which begins with its first command or with `start`: `script` calls `serve_guards` for `module`."""
+
+    def __init__(
+        self, module: str, script: str, *, environment: Callable[[], Mapping[str, str]], refuse: Callable[[str], None]
+    ) -> None:
+        super().__init__(b"", module)
+        self._script = script
+        self._environment = environment
+        self._refuse = refuse
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._process is not None:
+            return
+        with listening_socket() as listener:
+            self.address = listener.getsockname()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._script, "serve", str(listener.fileno())],
+                cwd=ROOT,
+                env=dict(self._environment()),
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _prepare(self) -> None:
+        self._refuse(self._module)
+        self.start()
+
+
+class ForkedGuard:
+    """A guard that a template has forked, with the methods of `subprocess.Popen` that its users call."""
+
+    def __init__(self, *, stdin: IO[bytes], stdout: IO[bytes] | None, status: socket.socket) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._status = status
+        self.pid = receive_number(status)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                self.returncode = receive_number(self._status)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("a forked guard", timeout or 0) from None
+            self._status.close()
+        return self.returncode
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def serve_guards(module: str, *, load: Callable[[], None], program: Callable[[], int]) -> NoReturn:
+    """Be a template: import everything, then fork a guard for each connection, which forks the program."""
+    die_with_parent(os.getppid())
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    load()
+    # It finds at its first call where the command line is, by the place of the variables that are there now.
+    name_process(sys.argv)
+    fork_for_each(listener, partial(_wait_for_guard, module, program))
+
+
+def _wait_for_guard(module: str, program: Callable[[], int], connection: socket.socket) -> int:
+    """Fork a guard and send its process id, and its exit code when it has ended."""
+    request = receive_request(connection)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        end_with(partial(_guard, request, module, program))
+    request.close()
+    send_number(connection, pid)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    # Whoever asked may have ended.
+    with suppress(OSError):
+        send_number(connection, code)
+    return 0
+
+
+def _guard(request: Request, module: str, program: Callable[[], int]) -> int:
+    """Be the guard of a command that is forked."""
+    os.setsid()
+    stdin, stdout = request.descriptors
+    request.enter(stdin, stdout, stdout)
+    name_process(["-m", guard.__name__, sys.executable, "-m", module, *request.words])
+    vars(guard)["subprocess"] = SimpleNamespace(
+        Popen=partial(_ForkedCommand, module, program), DEVNULL=subprocess.DEVNULL
+    )
+    return guard.main(request.words)
+
+
+class _ForkedCommand:
+    """The command, for its guard."""
+
+    def __init__(
+        self,
+        module: str,
+        program: Callable[[], int],
+        arguments: list[str],
+        *,
+        stdin: int,
+        preexec_fn: Callable[[], None],
+    ) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            assert stdin == subprocess.DEVNULL
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            preexec_fn()
+            sys.argv = [module, *arguments]
+            name_process(["-m", module, *arguments])
+            end_with(program)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def name_process(words: list[str]) -> None:
+    """Give this process the command line that it would have if it had been executed."""
+    from setproctitle import setproctitle
+
+    setproctitle(" ".join([sys.executable, *words]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import doctest
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +30,12 @@ from megarl.observe.events import Event, Record, RunStarted
 from megarl.system.user_code import load_code
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.calculator import make_calculator
+from tests.engine.template import EngineTemplate
 from tests.observe.samples import evaluated, make_recipe, step_finished
 from tests.repository import ROOT
+from tests.run.runs import forked
 
+EXAMPLES = ROOT / "examples"
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
@@ -217,17 +223,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_example(project: Path, name: str, *, folder: Path = ROOT / "examples") -> str:
-    words = [sys.executable, str(folder / name)]
+def run_example(project: Path, name: str) -> str:
+    return run_words(project, sys.executable, str(EXAMPLES / name))
+
+
+def run_words(project: Path, *words: str) -> str:
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_train_stays_a_function_when_its_namesake_is_imported() -> None:
-    words = "import megarl, megarl.train.stats; from megarl.train import stats; print(megarl.train.__module__)"
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "megarl.api"
+    assert import_module("megarl.train.stats").__name__ == "megarl.train.stats"
+    assert megarl.train.__module__ == "megarl.api"
 
 
 ALL_STAGES = """
@@ -258,16 +266,34 @@ def test_a_run_with_an_own_reward_is_trained_read_and_returned_when_it_is_finish
     assert "step 2: reward " in run_example(project, "own_reward.py")
     assert "rollouts were kept" in run_example(project, "read_run.py")
     assert "the run is finished" in run_example(project, "own_reward.py")
+    megarl = str(Path(sys.executable).with_name("megarl"))
+    assert "pass@2" in run_words(project, megarl, "evaluate", "runs/own_reward", "-n", "2", "--max-prompts", "4")
 
 
 @pytest.mark.usefixtures("whole_run")
-def test_one_run_takes_all_stages_of_the_examples(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = project / "all_stages.py"
+def test_one_run_takes_all_stages_of_the_examples(project: Path, engine_template: EngineTemplate) -> None:
+    script, output = project / "all_stages.py", project / "all_stages.out"
     script.write_text(ALL_STAGES)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
-    rewards = run_example(project, script.name, folder=project).splitlines()[-1].split()
+    path = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with forked(
+        partial(run_beside_examples, script),
+        [str(script)],
+        folder=project,
+        output=output,
+        environment={"PYTHONPATH": path},
+        engines=engine_template,
+    ) as process:
+        process.wait(timeout=1500)
+    assert process.returncode == 0, output.read_text()
+    rewards = output.read_text().splitlines()[-1].split()
     assert rewards[0] == "rewards:"
     assert 0 < float(rewards[1]) < 7
+
+
+def run_beside_examples(script: Path) -> None:
+    """Run a script in a process that is forked, whose path is not that of a new one."""
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.slow
@@ -282,18 +308,6 @@ def test_one_run_takes_all_stages_of_the_examples(project: Path, monkeypatch: py
 )
 def test_an_example_runs_as_it_is_printed(project: Path, example: str, printed: str) -> None:
     assert printed in run_example(project, example)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("whole_run")
-def test_the_run_of_an_example_is_evaluated_by_name(project: Path) -> None:
-    run_example(project, "own_reward.py")
-    words = [str(Path(sys.executable).with_name("megarl")), "evaluate", "runs/own_reward", "-n", "2"]
-    done = subprocess.run(
-        [*words, "--max-prompts", "4"], cwd=project, capture_output=True, text=True, timeout=1500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "pass@2" in done.stdout
 
 
 def test_the_planning_example_runs_as_it_is_printed(project: Path) -> None:

@@ -91,10 +91,3 @@ def look_at(words: list[str]) -> None:
     finally:
         viewing.send_signal(signal.SIGINT)
         viewing.wait(timeout=60)
-
-
-@pytest.mark.parametrize("example", ["own_reward.py", "read_run.py", "own_algorithm.py", "plan_gpus.py"])
-def test_an_example_of_the_python_interface_runs(example: str) -> None:
-    if not example.startswith("read"):
-        shutil.rmtree(CLONE / "runs" / example.removesuffix(".py"), ignore_errors=True)
-    assert in_clone(["python", f"examples/{example}"])

@@ -2,8 +2,9 @@
 
 `quick_ray` makes a local Ray begin its workers with this file instead of Ray's own `setup_worker.py`, which sets the
 variables of a worker and executes it. Here a worker runs in the same process, which saves a second import of Ray, and
-forks its engines from a template (tests/engine/template.py). Ranks are forked from one process of this Ray that has
-imported Megatron, in the session of this Ray; an executed process stays in the rank's place as a child of Ray.
+forks its engines from a template (tests/engine/template.py). Ray itself is forked from a template that has imported
+Megatron, or executed. A fork of it, in the session of this Ray, forks its ranks; an executed process stays in a rank's
+place as a child of Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -27,6 +28,9 @@ from megarl.env import TRAINER_ENVIRONMENT, trainer_environment
 from megarl.system import guard
 from megarl.system.guard import GuardLease, die_with_parent
 from tests.processes import (
+    ForkedCommands,
+    ForkedGuard,
+    Template,
     asked,
     end_with,
     fork_for_each,
@@ -34,21 +38,39 @@ from tests.processes import (
     receive_number,
     receive_request,
     send_number,
+    serve_guards,
 )
 from tests.repository import ROOT
 
 _ENGINES = "MEGARL_TEST_ENGINES"
 _RANKS = "MEGARL_TEST_RANKS"
 """Variables with the names of sockets, in hexadecimal digits: where engines and where ranks are forked."""
-_START = "start"
-_FORK_RANKS = "fork-ranks"
-_RAY = "ray.scripts.scripts"
+_SERVE, _START = "serve", "start"
+_RAY, _MODULE = "ray.scripts.scripts", "tests.cluster.worker_setup"
+
+
+@cache
+def ray_template() -> Template:
+    """Return the template of this session's Rays, which ends with this process."""
+
+    def environment() -> Mapping[str, str]:
+        return {**os.environ, "PYTHONPATH": _path(os.environ)}
+
+    template = Template(_RAY, _MODULE, environment=environment, refuse=lambda _: None)
+    template.start()
+    return template
 
 
 @contextmanager
-def quick_ray(engines: bytes = b"", *, has_ranks: bool = True) -> Iterator[None]:
-    """Let every Ray that this process starts fork its ranks, and its engines from the template at `engines`."""
+def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[None]:
+    """Let every Ray that this process starts fork its ranks, and its engines from the template at `engines`.
+
+    `rays` is the address of `ray_template` in a process that is not that of the session; with an empty one Ray is
+    executed, so that all of it is below this process.
+    """
     from megarl.cluster import local_ray
+
+    forked = ForkedCommands(ray_template().address if rays is None else rays, _RAY)
 
     def start(
         command: Sequence[str],
@@ -56,11 +78,12 @@ def quick_ray(engines: bytes = b"", *, has_ranks: bool = True) -> Iterator[None]
         environment: Mapping[str, str],
         output: IO[bytes] | int,
         lease: GuardLease | None = None,
-    ) -> subprocess.Popen[bytes]:
-        words = ["tests.cluster.worker_setup" if word == _RAY else word for word in command]
-        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-        variables = {**environment, _ENGINES: engines.hex(), _RANKS: "wanted" if has_ranks else "", "PYTHONPATH": path}
-        return guard.start_guarded(words, environment=variables, output=output, lease=lease)
+    ) -> subprocess.Popen[bytes] | ForkedGuard:
+        variables = {**environment, _ENGINES: engines.hex(), "PYTHONPATH": _path(environment)}
+        if rays == b"":
+            words = [_MODULE if word == _RAY else word for word in command]
+            return guard.start_guarded(words, environment=variables, output=output, lease=lease)
+        return forked.start_guarded(command, environment=variables, output=output, lease=lease)
 
     executed = vars(local_ray)["start_guarded"]
     vars(local_ray)["start_guarded"] = start
@@ -70,30 +93,37 @@ def quick_ray(engines: bytes = b"", *, has_ranks: bool = True) -> Iterator[None]
         vars(local_ray)["start_guarded"] = executed
 
 
-def _start_ray() -> None:
+def _path(environment: Mapping[str, str]) -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+
+
+def _import_megatron() -> None:
+    """Import what ranks need. Not Ray: it reads variables when it is imported."""
+    os.environ.update(trainer_environment("cpu"))
+    import megarl.train.actor
+    import megarl.train.critic  # noqa: F401 - for what is forked
+
+
+def _start_ray() -> int:
     """Be `ray start`."""
+    with listening_socket() as listener:
+        os.environ[_RANKS] = listener.getsockname().hex()
+        ray = os.getpid()
+        if os.fork() == 0:
+            die_with_parent(ray)
+            _import_megatron()
+            fork_for_each(listener, _keep_rank)
     from ray._private import ray_constants
     from ray.scripts.scripts import main
 
-    if os.environ[_RANKS]:
-        _start_forking_ranks()
     ray_constants.SETUP_WORKER_FILENAME = __file__
     main()
-
-
-def _start_forking_ranks() -> None:
-    with listening_socket() as listener:
-        os.environ[_RANKS] = listener.getsockname().hex()
-        subprocess.Popen(
-            [sys.executable, __file__, _FORK_RANKS, str(listener.fileno())],
-            env={**os.environ, **trainer_environment("cpu")},
-            pass_fds=[listener.fileno()],
-        )
+    return 0
 
 
 def _be_worker() -> None:
     """Be a worker, as raylet would have Ray's own setup execute it."""
-    from tests.engine.template import ForkedEngines
+    from tests.engine.template import forked_engines
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
@@ -101,10 +131,10 @@ def _be_worker() -> None:
     options, words = parser.parse_known_args()
     variables = json.loads(options.serialized_runtime_env_context).get("env_vars", {})
     os.environ.update(variables)
-    if os.environ[_RANKS] and variables.keys() >= TRAINER_ENVIRONMENT.keys():
+    if variables.keys() >= TRAINER_ENVIRONMENT.keys():
         _stand_in_for_rank(words)
     if os.environ[_ENGINES]:
-        vars(guard)["start_guarded"] = ForkedEngines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
+        vars(guard)["start_guarded"] = forked_engines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
     _run_ray_worker(words)
 
 
@@ -122,15 +152,6 @@ def _stand_in_for_rank(words: list[str]) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _fork_ranks(listener: socket.socket) -> NoReturn:
-    """Import what ranks need, then fork one for each connection. Not Ray: it reads variables when it is imported."""
-    die_with_parent(os.getppid())
-    import megarl.train.actor
-    import megarl.train.critic  # noqa: F401 - for what is forked
-
-    fork_for_each(listener, _keep_rank)
 
 
 def _keep_rank(connection: socket.socket) -> int:
@@ -153,9 +174,9 @@ def _keep_rank(connection: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == _START:
+    if sys.argv[1] == _SERVE:
+        serve_guards(_RAY, load=_import_megatron, program=_start_ray)
+    elif sys.argv[1] == _START:
         _start_ray()
-    elif sys.argv[1] == _FORK_RANKS:
-        _fork_ranks(socket.socket(fileno=int(sys.argv[2])))
     else:
         _be_worker()

@@ -49,7 +49,7 @@ class Footprint:
         self._held: dict[str, int] = {}
         """Open descriptors of namespaces: the number of one that is gone is given to the next, of whatever run."""
         self._before = _names(_SHARED_MEMORY)
-        self._is_private = os.geteuid() == 0
+        self.is_private = os.geteuid() == 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Footprint:
 
     def enter(self) -> None:
         """In the new process, before its program begins."""
-        if self._is_private:
+        if self.is_private:
             _check(_libc.unshare(_CLONE_NEWNS), "unshare")
             _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
             _check(_libc.mount(bytes(self._memory), bytes(_SHARED_MEMORY), None, _MS_BIND, None), "mount /dev/shm")
@@ -83,7 +83,7 @@ class Footprint:
 
     def leftovers(self) -> Leftovers:
         found = self.processes()
-        segments = _names(self._memory) if self._is_private else _names(_SHARED_MEMORY) - self._before
+        segments = _names(self._memory) if self.is_private else _names(_SHARED_MEMORY) - self._before
         return Leftovers(
             processes=tuple(f"{process.pid} {_name(process)}" for process in found),
             ports=tuple(port for process in found for port in _ports(process)),

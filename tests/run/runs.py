@@ -23,7 +23,7 @@ from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.results import EvalResult
 from megarl.system.run_lock import LOCKS_FOLDER
-from tests.cluster.worker_setup import quick_ray
+from tests.cluster.worker_setup import quick_ray, ray_template
 from tests.engine.template import EngineTemplate
 from tests.faults.leftovers import Footprint
 from tests.processes import template
@@ -145,22 +145,47 @@ def started(
 ) -> Iterator[Driver]:
     """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end.
 
-    Forked from a template that has imported what the driver needs; slow tests start the installed `megarl`. Engines
-    that are forked from `engines` are no descendants of the run's process.
+    With a footprint or `engines`, from which engines are forked, Ray is forked as well: what runs on it is no
+    descendant of the run's process then, and a footprint finds it.
     """
-    WATCH.refuse("megarl train")
     words = ["megarl", "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
         words += ["--set", override]
     variables = {FAULTS.name: json.dumps(faults) if faults else "", **(environment or {})}
-    if footprint is not None:
-        variables |= footprint.environment
-    if engines is not None:
+    with forked(
+        main,
+        words,
+        folder=folder,
+        output=folder / f"{name}.out",
+        environment=variables,
+        footprint=footprint,
+        engines=engines,
+    ) as driver:
+        yield driver
+
+
+@contextmanager
+def forked(
+    program: Callable[[], object],
+    words: Sequence[str],
+    *,
+    folder: Path,
+    output: Path,
+    environment: Mapping[str, str],
+    footprint: Footprint | None = None,
+    engines: EngineTemplate | None = None,
+) -> Iterator[Driver]:
+    """A process of `program` in `folder`, forked from a template that has imported what a driver needs."""
+    WATCH.refuse("megarl train")
+    # Forked processes show the variables of their template: only a namespace tells a footprint whose they are.
+    is_forked = engines is not None if footprint is None else footprint.is_private
+    if engines is not None and is_forked:
         engines.start()
-    address = b"" if engines is None else engines.address
+    templates = (engines.address if engines and is_forked else b"", ray_template().address if is_forked else b"")
     ready, theirs = template().Pipe(duplex=False)
+    variables = dict(environment) if footprint is None else {**environment, **footprint.environment}
     process = template().Process(
-        target=_drive, args=(words, folder, folder / f"{name}.out", variables, footprint, address, theirs)
+        target=_drive, args=(program, list(words), folder, output, variables, footprint, templates, theirs)
     )
     process.start()
     theirs.close()
@@ -179,12 +204,13 @@ def started(
 
 
 def _drive(
+    program: Callable[[], object],
     words: list[str],
     folder: Path,
     output: Path,
     environment: Mapping[str, str],
     footprint: Footprint | None,
-    engines: bytes,
+    templates: tuple[bytes, bytes],
     ready: Connection,
 ) -> None:
     """The driver's process, from its beginning."""
@@ -201,9 +227,10 @@ def _drive(
         footprint.enter()
     ready.send(None)
     ready.close()
+    engines, rays = templates
     try:
-        with quick_ray(engines):
-            main()
+        with quick_ray(engines, rays=rays):
+            program()
     finally:
         atexit._run_exitfuncs()
 
@@ -278,15 +305,3 @@ def descendants(pid: int) -> list[psutil.Process]:
 def survivors(processes: list[psutil.Process], *, timeout_s: float) -> list[str]:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def listening(pid: int) -> set[str]:
-    """Addresses that a run and its children listen on."""
-    addresses = set()
-    for process in [psutil.Process(pid), *descendants(pid)]:
-        try:
-            connections = process.net_connections(kind="tcp")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        addresses |= {item.laddr.ip for item in connections if item.status == psutil.CONN_LISTEN}
-    return addresses

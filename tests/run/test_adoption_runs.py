@@ -17,7 +17,6 @@ from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EVENTS_FILE, CheckpointSaved, StepFinished, read_events
 from megarl.system.lease import find_leased
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.run.runs import Driver, Run, driver_of, finished, run, started, write_recipe
 
@@ -31,13 +30,6 @@ RECIPE = (
     "data.eval=[]",
 )
 LEASE = ("cluster.lease_s=300",)
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=12, num_sft=16, num_eval=16)
-    return path
 
 
 @pytest.fixture(scope="module")

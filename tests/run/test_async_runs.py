@@ -10,7 +10,6 @@ import pytest
 from megarl.checkpoint.resume import RunState, read_state
 from megarl.config.roles import InFlight
 from megarl.observe.events import StepFinished
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Run, await_event, finished, run, started
 
 pytestmark = pytest.mark.slow
@@ -25,13 +24,6 @@ BESIDE = (
     "roles.actor.tensor=1",
     "evaluation.every_steps=2",
 )
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
-    return path
 
 
 def check_ages(done: Run) -> None:

@@ -15,7 +15,6 @@ from megarl.checkpoint.manifest import verify
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EngineChanged, Event, PhaseStarted, Restarted, StepFinished
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Driver, Run, await_events, descendants, finished, run, started, survivors, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -31,13 +30,6 @@ TWO_ENGINES = (
     "checkpoint.save_every_steps=1",
     "evaluation.max_prompts=4",
 )
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=128, num_sft=16, num_eval=16)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,12 @@ import pytest
 
 from megarl.checkpoint.manifest import read_manifest, verify
 from megarl.observe.events import Event, Noted, RunStarted, StepFinished
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.checkpoint.object_store import GS, ObjectStore, object_store, slow_network
 from tests.run.runs import Driver, Run, await_events, descendants, finished, run, started, survivors
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=1", "evaluation=null", "data.eval=[]")
 FETCH_S = 20.0
 """How long the last fetch takes at least: a line about its progress comes every 10 s."""
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=12, num_sft=16, num_eval=16)
-    return path
 
 
 @pytest.fixture(scope="module", params=["s3", GS])

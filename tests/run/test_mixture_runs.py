@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from megarl.checkpoint.resume import read_state
 from megarl.cli.main import run as command
 from megarl.config.lora import ADAPTER_FILE
-from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.observe.events import StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.run.runs import Run, finished, run, started
+from tests.run.runs import Run, await_event, finished, run, started
 from tests.tiny_models import load_adapted, write_tiny_model
 
 LAYERS = 3
@@ -111,13 +110,8 @@ def test_rollouts_that_a_checkpoint_carries_keep_their_experts(folder: Path) -> 
         "sampling.max_response_tokens=40",
         "run.steps=6",
     )
-    events = folder / "runs" / "left" / EVENTS_FILE
     with started(folder, "left", *words) as process:
-        deadline = time.monotonic() + 1200
-        while not events.exists() or sum(isinstance(each.event, StepFinished) for each in read_events(events)) < 2:
-            assert process.poll() is None, (folder / "left.out").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        await_event(folder / "runs" / "left", process, StepFinished, count=2)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=600)
     left = finished(folder, "left", process)

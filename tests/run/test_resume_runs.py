@@ -181,41 +181,8 @@ def test_a_run_whose_last_step_cannot_be_saved_ends_with_4(folder: Path) -> None
     assert checkpoints == {"step_000002"}
 
 
-@pytest.mark.slow
-def test_a_run_that_drops_prompts_goes_on_with_those_it_would_have_drawn(folder: Path) -> None:
-    dapo = (*STEPS, *EVERY_STEP, "algorithm={kind: grpo, filter: {}}")
-    whole = run(folder, "dapo", *dapo)
-    assert whole.exit_code == 0, whole.output
-    ledger = read_state(whole.folder / "checkpoints" / "latest").ledger
-    assert ledger.num_trained == 32
-    assert ledger.num_dropped > 0
-    with started(folder, "dapo_killed", *dapo) as process:
-        await_event(folder / "runs" / "dapo_killed", process, CheckpointSaved, count=2)
-        kill(process)
-    resumed = _goes_on_to_the_same_end(folder, "dapo_killed", whole, *dapo)
-    assert read_state(resumed.folder / "checkpoints" / "latest") == read_state(whole.folder / "checkpoints" / "latest")
-
-
-@pytest.mark.slow
-def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
-    ppo = (
-        *STEPS,
-        *EVERY_STEP,
-        "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}}",
-        "roles.critic={pool: critic, warmup_steps: 1, optimizer: {learning_rate: 1e-3}}",
-        "algorithm={kind: gae}",
-    )
-    whole = run(folder, "ppo", *ppo)
-    assert whole.exit_code == 0, whole.output
-    with started(folder, "ppo_killed", *ppo) as process:
-        # Step 1 trained the critic alone: the actor's optimizer has nothing yet.
-        await_event(folder / "runs" / "ppo_killed", process, CheckpointSaved)
-        kill(process)
-    resumed = _goes_on_to_the_same_end(folder, "ppo_killed", whole, *ppo)
-    assert any(name.startswith("critic/optimizer") for name in resumed.tensors(4))
-
-
-LEARNING = {
+KINDS = {
+    "dapo": ("algorithm={kind: grpo, filter: {}}", *EVERY_STEP),
     "spin": (
         "algorithm={kind: spin, iteration_steps: 2}",
         "checkpoint.save_every_steps=2",
@@ -225,20 +192,23 @@ LEARNING = {
     ),
     "prime": ("algorithm={kind: prime}", *EVERY_STEP, "roles.critic={pool: train, tensor: 2}"),
 }
-"""`spin` is saved where its iterations end: a resumed run begins one."""
+"""`spin` is saved where its iterations end: a resumed run begins one. `dapo` drops prompts."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LEARNING)
-def test_a_run_with_a_second_model_goes_on_as_well(kind: str, folder: Path) -> None:
-    overrides = (*STEPS, *(option.replace("FOLDER", str(folder)) for option in LEARNING[kind]))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_drops_prompts_or_has_a_second_model_goes_on_as_well(kind: str, folder: Path) -> None:
+    overrides = (*STEPS, *(option.replace("FOLDER", str(folder)) for option in KINDS[kind]))
     whole = run(folder, kind, *overrides)
     assert whole.exit_code == 0, whole.output
+    state = read_state(whole.folder / "checkpoints" / "latest")
+    assert state.ledger.num_trained == 32
+    assert (state.ledger.num_dropped > 0) is (kind == "dapo")
     with started(folder, f"{kind}_killed", *overrides) as process:
         await_event(folder / "runs" / f"{kind}_killed", process, CheckpointSaved)
         kill(process)
     resumed = _goes_on_to_the_same_end(folder, f"{kind}_killed", whole, *overrides)
-    assert [event.summary.step for event in resumed.steps][-1] == 4
+    assert read_state(resumed.folder / "checkpoints" / "latest") == state
 
 
 @pytest.mark.fault("SIGTERM, SIGUSR1", "the step is saved, exit code 75; the next run goes on; the same bits")

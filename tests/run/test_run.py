@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.data.rollout_files import generations_file, read_generations
 from megarl.observe.events import Restarted, RunStarted, StepFinished
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.engine.template import EngineTemplate
-from tests.run.runs import Run, await_event, descendants, finished, kill, listening, run, started, survivors
+from tests.faults.leftovers import Footprint, nothing_left
+from tests.run.runs import Run, await_event, finished, run, started
 
 TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
 PP2_ENGINE_TP2 = (
@@ -26,13 +28,6 @@ SHARED_DP2_ENGINE_TP2 = (
     "roles={actor: {pool: all, offload: optimizer}, rollout: {pool: all, tensor: 2, release: everything}}",
 )
 TP2_PP2 = ("roles.actor={pool: train, tensor: 2, pipeline: 2}", "pools.train.gpus_per_node=4")
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +99,7 @@ def test_a_reference_with_ranks_of_its_own_is_read_by_the_ranks_that_learn(folde
     """One rank answers for both data-parallel ranks of the actor; the driver does not see the numbers."""
     done = run(
         folder,
-        "reference",
+        "own_reference",
         "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, reference: {gpus_per_node: 1}}",
         "roles={actor: {pool: train}, rollout: {pool: rollout}, reference: {pool: reference}}",
         "algorithm={kind: grpo, kl: {kind: loss, coef: 0.1}}",
@@ -120,9 +115,26 @@ def test_a_reference_with_ranks_of_its_own_is_read_by_the_ranks_that_learn(folde
 
 
 @pytest.fixture(scope="module")
-def left_by_ctrl_c(folder: Path) -> Run:
-    """A run in a shared pool, as in a terminal, until Ctrl-C after its first step."""
-    return _stopped(folder, "left", signal.SIGINT, SHARED_DP2_ENGINE_TP2)
+def left_by_ctrl_c(folder: Path, engine_template: EngineTemplate) -> Run:
+    """A run in a shared pool, as in a terminal, until Ctrl-C after its first step; nothing outlives it."""
+    with (
+        nothing_left() as footprint,
+        # With a lease, as by default: the driver is a process below that of the command.
+        started(
+            folder,
+            "left",
+            "run.steps=500",
+            "cluster.lease_s=90",
+            *SHARED_DP2_ENGINE_TP2,
+            footprint=footprint,
+            engines=engine_template,
+        ) as process,
+    ):
+        await_event(folder / "runs" / "left", process, StepFinished)
+        assert _listening(footprint) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=300)
+    return finished(folder, "left", process)
 
 
 def test_the_first_step_does_not_depend_on_whether_a_pool_is_shared(reference: Run, left_by_ctrl_c: Run) -> None:
@@ -130,31 +142,40 @@ def test_the_first_step_does_not_depend_on_whether_a_pool_is_shared(reference: R
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(left_by_ctrl_c: Run) -> None:
-    _check_stopped(left_by_ctrl_c, exit_code=130)
-
-
-def test_the_next_run_goes_on_and_leaves_nothing_behind_when_it_is_killed(folder: Path, left_by_ctrl_c: Run) -> None:
+    assert left_by_ctrl_c.exit_code == 130, left_by_ctrl_c.output
+    assert "Traceback" not in left_by_ctrl_c.output
+    # Every signal saves the last trained step and says where the run stands.
     saved = left_by_ctrl_c.steps[-1].summary.step
-    with started(folder, "left", "run.steps=500", *SHARED_DP2_ENGINE_TP2) as process:
+    assert f" after step {saved}: saved; " in left_by_ctrl_c.output
+    assert (left_by_ctrl_c.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
+
+
+def test_the_next_run_goes_on_and_leaves_nothing_behind_when_it_is_killed(
+    folder: Path, left_by_ctrl_c: Run, engine_template: EngineTemplate
+) -> None:
+    saved = left_by_ctrl_c.steps[-1].summary.step
+    overrides = ("run.steps=500", *SHARED_DP2_ENGINE_TP2)
+    with (
+        nothing_left() as footprint,
+        started(folder, "left", *overrides, footprint=footprint, engines=engine_template) as process,
+    ):
         await_event(folder / "runs" / "left", process, StepFinished, count=saved + 1)
-        kill(process)
+        process.kill()
+        process.wait(timeout=60)
     done = finished(folder, "left", process)
     assert [event.resumed_step for event in done.events if isinstance(event, RunStarted)] == [0, saved]
     steps = [event.summary.step for event in done.steps]
     assert steps == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.slow
-def test_sigterm_leaves_a_checkpoint_and_nothing_else(folder: Path) -> None:
-    _check_stopped(_stopped(folder, "terminated", signal.SIGTERM, ()), exit_code=75)
-
-
-@pytest.mark.slow
-def test_ten_steps_of_the_quickstart_are_a_function_of_the_seed(folder: Path) -> None:
-    overrides = ("run.steps=10", "train.prompts_per_step=64", "sampling.rollouts_per_prompt=8")
-    runs = [run(folder, f"ten_{index}", *overrides, timeout_s=3000) for index in range(2)]
-    assert [done.exit_code for done in runs] == [0, 0]
-    assert runs[0].weights == runs[1].weights
+def _listening(footprint: Footprint) -> set[str]:
+    """Return the addresses that a run listens on."""
+    addresses = set()
+    for process in footprint.processes():
+        with suppress(psutil.Error):
+            connections = process.net_connections(kind="tcp")
+            addresses |= {item.laddr.ip for item in connections if item.status == psutil.CONN_LISTEN}
+    return addresses
 
 
 def _check_first_step(other: Run, reference: Run) -> None:
@@ -163,25 +184,3 @@ def _check_first_step(other: Run, reference: Run) -> None:
     for number in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max"):
         difference = abs(getattr(found.update, number) - getattr(expected.update, number))
         assert difference < 1e-5, f"{number} differs by {difference}"
-
-
-def _stopped(folder: Path, name: str, number: signal.Signals, overrides: tuple[str, ...]) -> Run:
-    """Send the signal to the whole process group after the first step; nothing may outlive the run."""
-    # With a lease, as by default: the driver is a process below that of the command.
-    with started(folder, name, "run.steps=500", "cluster.lease_s=90", *overrides) as process:
-        await_event(folder / "runs" / name, process, StepFinished)
-        processes = descendants(process.pid)
-        assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-        os.killpg(process.pid, number)
-        process.wait(timeout=300)
-    assert survivors(processes, timeout_s=60) == []
-    return finished(folder, name, process)
-
-
-def _check_stopped(done: Run, *, exit_code: int) -> None:
-    assert done.exit_code == exit_code, done.output
-    assert "Traceback" not in done.output
-    # Every signal saves the last trained step and says where the run stands.
-    saved = done.steps[-1].summary.step
-    assert f" after step {saved}: saved; " in done.output
-    assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()

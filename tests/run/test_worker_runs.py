@@ -12,7 +12,6 @@ import pytest
 from megarl.checkpoint.resume import read_state
 from megarl.data.rollout_files import list_rollouts, read_list
 from megarl.observe.events import CheckpointSaved, Event, PhaseEnded, PhaseStarted
-from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Driver, Run, await_events, descendants, kill, run, started
 
 pytestmark = pytest.mark.slow
@@ -25,13 +24,6 @@ KEEP_ALL = f"observe.rollouts.groups_per_step={PROMPTS_PER_STEP}"
 
 def with_workers(number: int, *, num_engines: int) -> tuple[str, ...]:
     return (f"roles.rollout.workers={number}", f"pools.rollout.gpus_per_node={num_engines}")
-
-
-@pytest.fixture(scope="module")
-def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    make_arithmetic(path / "arithmetic", num_train=96, num_sft=16, num_eval=16)
-    return path
 
 
 @pytest.fixture(scope="module")

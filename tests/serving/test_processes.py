@@ -111,7 +111,7 @@ def two_nodes(
     recipe.run_folder.mkdir(parents=True)
     engine_template.start()
     with (
-        quick_ray(engine_template.address, has_ranks=False),
+        quick_ray(engine_template.address),
         private_ray(),
         open_cluster(recipe.run, recipe.pools, address=None) as cluster,
     ):

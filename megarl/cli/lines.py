@@ -8,6 +8,7 @@ from functools import singledispatch
 
 from rich.console import Console
 
+from megarl.observe.cost import describe_cost
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -161,7 +162,14 @@ def numbers_text(progress: Progress) -> str:
         parts += [f"{summary.tokens_per_second:,.0f} tokens/s", f"{summary.seconds:.1f} s"]
     if progress.eta_s is not None:
         parts.append(f"ETA {format_seconds(progress.eta_s)}")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_cost(progress)])
+
+
+def _cost(progress: Progress) -> Iterator[str]:
+    usage, projected = progress.usage, progress.projected_gpu_hours
+    if usage.num_gpus and projected is not None:
+        price = usage.hour_price
+        yield f"{describe_cost(usage.gpu_hours, price)} of {describe_cost(projected, price)}"
 
 
 def _rollout_numbers(summary: StepSummary) -> Iterator[str]:

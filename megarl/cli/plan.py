@@ -17,6 +17,7 @@ from megarl.cli.display import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
 from megarl.errors import ConfigError
+from megarl.observe.cost import HOUR_S, describe_cost
 from megarl.planner.deployment import Placement, PublishWay, RankPlace, engine_requests
 from megarl.planner.fit import PlanAnswer, PlanQuestion, Proposal, RunPlan, answer, replay_run
 from megarl.planner.hardware import parse_gpu
@@ -86,7 +87,11 @@ def _exit_code(answer: PlanAnswer) -> int:
 
 def as_json(answer: PlanAnswer) -> dict[str, object]:
     fits = {"fits": answer.plan.sizes.fits, "proposals": [asdict(proposal) for proposal in answer.proposals]}
-    return {"run": answer.recipe.run.name, **fits, **asdict(answer.plan)}
+    timing, cost = answer.plan.sizes.timing, {}
+    if timing is not None and answer.recipe.run.device == "cuda":
+        hours, price = _step_gpu_hours(answer, timing), answer.recipe.cluster.gpu_hour_price
+        cost = {"step_gpu_hours": hours, "step_cost": None if price is None else hours * price}
+    return {"run": answer.recipe.run.name, **fits, **cost, **asdict(answer.plan)}
 
 
 def tables(answer: PlanAnswer) -> Group:
@@ -291,8 +296,23 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
             f"saving: training waits about {_seconds(timing.copy_s)} for the copy to host memory; "
             f"writing it takes about {_seconds(timing.save_s)}"
         )
+    if answer.recipe.run.device == "cuda":
+        notes.append(_cost(answer, timing))
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
+
+
+def _cost(answer: PlanAnswer, timing: Timing) -> str:
+    """Return the GPU hours of a step and of all steps, with money where the recipe has a price."""
+    price, steps, step = answer.recipe.cluster.gpu_hour_price, answer.recipe.run.steps, _step_gpu_hours(answer, timing)
+    beginning = f"cost: {describe_cost(step, price)} a step"
+    if steps is None:
+        return beginning
+    return f"{beginning}; {steps} steps: {timing.step_s * steps / 86400:.1f} days, {describe_cost(step * steps, price)}"
+
+
+def _step_gpu_hours(answer: PlanAnswer, timing: Timing) -> float:
+    return timing.step_s * answer.plan.placement.num_gpus / HOUR_S
 
 
 def _why_so_many(answer: PlanAnswer) -> str:

@@ -129,6 +129,9 @@ class ClusterConfig(Section):
     gpu: GpuName | None = None
     """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
     what Ray reports, and h100 where there is no Ray to ask."""
+    gpu_hour_price: PositiveFloat | None = None
+    """The price of one GPU for an hour, in any currency: `plan`, `top`, the page and the metrics then show the cost of
+    a step, of the run so far, and of the whole run."""
     allows_no_token: bool = False
     """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
     node_timeout_s: PositiveFloat = 600

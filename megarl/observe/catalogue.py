@@ -121,6 +121,12 @@ STEP = _gauge("run", "step", "Steps finished", source="step.step")
 LAST_STEP = _gauge("run", "last_step_timestamp_seconds", "End of the last step, since the epoch")
 STEP_SECONDS = _gauge("run", "step_seconds", "Duration of the last step", source="step.seconds")
 REMAINING = _gauge("run", "remaining_seconds", "Time until the last step ends, at the mean pace so far")
+GPU_HOURS = _gauge("run", "gpu_hours", "GPU hours of the run so far, over all its starts; none on CPUs")
+GPU_HOURS_STEP = _gauge("run", "step_gpu_hours", "GPU hours of the last step")
+GPU_HOURS_PROJECTED = _gauge("run", "projected_gpu_hours", "GPU hours at the end of the run, at the mean pace so far")
+COST = _gauge("run", "cost", "gpu_hours at the recipe's cluster.gpu_hour_price; none without a price")
+COST_STEP = _gauge("run", "step_cost", "step_gpu_hours at that price")
+COST_PROJECTED = _gauge("run", "projected_cost", "projected_gpu_hours at that price")
 PHASE_SECONDS = _counter(
     "run",
     "phase_seconds",

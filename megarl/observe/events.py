@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from megarl.errors import DataError, writing
+from megarl.observe.cost import Usage
 from megarl.observe.summary import Phase, StepSummary
 from megarl.results import EvalResult, PublishResult
 from megarl.system.secret import masked
@@ -232,9 +233,24 @@ class Progress:
     evaluation: EvalResult | None = None
     eta_s: float | None = None
     """Seconds until the last step ends, at the mean pace so far, evaluations between steps included."""
+    usage: Usage = field(default_factory=Usage)
+    """GPU time of all starts so far."""
+
+    @property
+    def projected_gpu_hours(self) -> float | None:
+        """GPU hours at the end of the run, at the pace so far."""
+        return None if self.eta_s is None else self.usage.gpu_hours + self.usage.hours(self.eta_s)
 
 
 def advance(progress: Progress, record: Record) -> Progress:
+    usage = progress.usage.counted(record.time, is_over=isinstance(record.event, RunFinished))
+    if isinstance(record.event, RunStarted):
+        # The time since a driver that was killed is not counted.
+        usage = progress.usage.started(record.event.recipe, record.time)
+    return replace(_advance(progress, record), usage=usage)
+
+
+def _advance(progress: Progress, record: Record) -> Progress:
     match record.event:
         case RunStarted(steps=steps, resumed_step=resumed_step):
             return Progress(steps=steps, step=resumed_step, first_step=resumed_step)

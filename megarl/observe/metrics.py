@@ -273,10 +273,25 @@ class Metrics:
             names.REMAINING: self._progress.eta_s,
             names.EFFECTIVE_TIME: self._totals.effective_time_ratio(record.time),
             names.MISMATCH_BASELINE: self._totals.mismatch_baseline,
+            **self._costs(),
         }
         for metric, value in totals.items():
             if value is not None:
                 self._meter.set(metric, value)
+
+    def _costs(self) -> dict[names.Metric, float | None]:
+        progress, usage = self._progress, self._progress.usage
+        if not usage.num_gpus or progress.summary is None:
+            return {}
+        step, projected = usage.hours(progress.summary.seconds), progress.projected_gpu_hours
+        return {
+            names.GPU_HOURS: usage.gpu_hours,
+            names.GPU_HOURS_STEP: step,
+            names.GPU_HOURS_PROJECTED: projected,
+            names.COST: usage.money(usage.gpu_hours),
+            names.COST_STEP: usage.money(step),
+            names.COST_PROJECTED: None if projected is None else usage.money(projected),
+        }
 
     def _record_engine(self, changed: EngineChanged) -> None:
         meter, engine = self._meter, str(changed.index)

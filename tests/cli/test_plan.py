@@ -171,3 +171,22 @@ def test_a_run_is_replayed_its_error_first(tmp_path: Path, capsys: pytest.Captur
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--from", str(tmp_path)]) == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_cost_of_a_step_and_of_the_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "dapo_32b.yaml")
+    priced = ["--set", "cluster.gpu_hour_price=2.5", "--set", "run.steps=10"]
+    assert run(["plan", recipe, *priced]) == 0
+    shown = re.search(
+        r"cost: ([\d.,]+) GPU h \(([\d.,]+)\) a step; 10 steps: ([\d.]+) days, ([\d,]+) GPU h \(([\d.,]+)\)",
+        " ".join(capsys.readouterr().out.split()),
+    )
+    assert shown is not None
+    _, step, days, hours, money = (float(number.replace(",", "")) for number in shown.groups())
+    assert money == pytest.approx(10 * step, rel=1e-3)
+    assert hours == pytest.approx(money / 2.5, rel=1e-2)
+    assert hours == pytest.approx(days * 24 * 128, rel=0.1)
+    assert run(["plan", recipe, *priced, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_cost"] == pytest.approx(step, rel=1e-3)
+    assert run(["plan", recipe]) == 0
+    assert re.search(r"cost: [\d.,]+ GPU h a step;", capsys.readouterr().out)

@@ -217,7 +217,8 @@ def _places(job: KubernetesJob) -> dict[str, str]:
 
 
 def _pod(job: KubernetesJob, name: str, container: JsonValue, *, grace_s: int) -> dict[str, JsonValue]:
-    secrets = {"imagePullSecrets": [{"name": secret} for secret in job.pull_secrets]} if job.pull_secrets else {}
+    names: list[JsonValue] = [{"name": secret} for secret in job.pull_secrets]
+    secrets: dict[str, JsonValue] = {"imagePullSecrets": names} if names else {}
     return {
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         # The hook at the end has this time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
+from megarl.observe.cost import describe_cost
+from megarl.observe.events import EVENTS_FILE, EventTail, Progress, Record, RunFinished, RunStarted, Warned, advance
 from megarl.observe.history import ROLES, History, Series, fold_history
 from megarl.results import CriticStats, PreferenceStats, UpdateStats
 from megarl.tools.page.timeline import fold_spans
@@ -71,6 +73,7 @@ class RunFolder:
         event = started[-1].event
         assert isinstance(event, RunStarted)
         history = fold_history(records)
+        progress = reduce(advance, records, Progress())
         last = records[-1].event
         status, reason = (last.status.value, last.reason) if isinstance(last, RunFinished) else ("running", "")
         return {
@@ -83,6 +86,7 @@ class RunFolder:
             "step": history.summaries[-1].step if history.summaries else event.resumed_step,
             "steps": event.steps,
             "num_lives": len(started),
+            "cost": _cost(progress),
             "began": started[0].time.timestamp(),
             "updated": records[-1].time.timestamp(),
             "charts": [
@@ -321,6 +325,15 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
         ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
         ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
     ]
+
+
+def _cost(progress: Progress) -> str | None:
+    """Return GPU hours and money so far, and at the end; None on CPUs and before the first step."""
+    usage, projected = progress.usage, progress.projected_gpu_hours
+    if not usage.num_gpus or projected is None:
+        return None
+    spent, whole = describe_cost(usage.gpu_hours, usage.hour_price), describe_cost(projected, usage.hour_price)
+    return f"{spent} of {whole}"
 
 
 def _pair_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]:

@@ -51,6 +51,7 @@
       `step ${run.step} of ${run.steps}`,
       seconds(run.updated - run.began),
       `began ${new Date(run.began * 1000).toLocaleString()}`,
+      run.cost,
       run.num_lives > 1 ? `started ${run.num_lives} times` : null,
       `megarl ${run.version}`,
     ];

@@ -1,4 +1,4 @@
-"""What a run costs: the hours of its GPUs, and money where the recipe names a price.
+"""The cost of a run: the hours of its GPUs, and money where the recipe names a price.
 
 Counted from the events of all starts of a run, while one of its drivers runs: GPUs that are reserved between them are
 not in it. A run on CPUs has no cost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megarl.observe.report import RunReport
+
+
+_ProfiledSteps = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="STEP",
+        min=1,
+        help="Write torch's trace of this step, and a snapshot of memory. May be repeated.",
+        show_default=False,
+    ),
+]
+_ProfiledRanks = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="RANK", min=0, help="The actor's rank to profile, instead of 0. May be repeated.", show_default=False
+    ),
+]
 
 
 def train(
@@ -36,12 +54,17 @@ def train(
         bool,
         typer.Option("--override-fit", help="Start even if the run does not fit its GPUs by `megarl plan`."),
     ] = False,
+    profile: _ProfiledSteps = None,
+    profile_rank: _ProfiledRanks = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write when each role and each Ray task was busy, as a Perfetto trace."),
     ] = None,
 ) -> None:
     """Run a recipe to its end. A stopped run resumes from its newest checkpoint."""
+    if profile:
+        chosen = {"steps": profile, "ranks": profile_rank or [0]}
+        overrides = [*(overrides or []), f"observe.profile={json.dumps(chosen)}"]
     checked = load_checked(recipe, overrides, downloads=True)
     ignore_warnings()
 

@@ -317,6 +317,15 @@ class MlflowConfig(Section):
     """The experiment of MLflow; it is made if it does not exist."""
 
 
+class ProfileConfig(Section):
+    """Steps whose traces by torch are written to `<run>/profiles`, with snapshots of memory on GPUs."""
+
+    steps: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """One of the first is slower than the others: kernels are compiled then."""
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
+    """Ranks of the actor."""
+
+
 class ObserveConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Prometheus endpoint on loopback; 0 picks a free port, null turns it off."""
@@ -328,6 +337,8 @@ class ObserveConfig(Section):
     """A run of MLflow as well; needs the extra `megarl[mlflow]`."""
     rollouts: RolloutSamplesConfig = RolloutSamplesConfig()
     """Rollouts that are kept in `<run>/rollouts` for `megarl view`."""
+    profile: ProfileConfig | None = None
+    """`megarl train --profile STEP` sets it."""
 
 
 class NetworkConfig(Section):

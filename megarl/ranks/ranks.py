@@ -32,6 +32,7 @@ from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
 from megarl.tokens import ColumnName, SampleColumn
+from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch
 
@@ -69,6 +70,7 @@ class RankHost(ColumnHost):
         self._listener: socket.socket | None = None
         """Rank 0's: another process could take a port that is only known to be free."""
         self._has_failed = False
+        self._profile: RankProfile | None = None
         self._is_replaced = threading.Event()
         self._host = own_address(bind)
         # Gloo would listen on the interface the host's name resolves to.
@@ -98,6 +100,15 @@ class RankHost(ColumnHost):
             # The driver reports one rank's error; each is in the log of its rank.
             logger.exception("%s failed", method)
             raise
+
+    def begin_profile(self) -> None:
+        """Record what this rank computes from now on."""
+        self._profile = RankProfile()
+
+    def end_profile(self, path: Path) -> list[Path]:
+        """Write what was recorded; return the files, none where nothing was."""
+        profile, self._profile = self._profile, None
+        return [] if profile is None else profile.write(path)
 
     def adopt(self, fill: Callable[[ModelCalls], bool]) -> bool:
         """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""

@@ -20,6 +20,7 @@ from megarl.planner.hardware import gpu_named
 from megarl.ranks.calls import ActorCalls, CriticCalls
 from megarl.ranks.forward_passes import ForwardPasses, passes_of
 from megarl.ranks.packings import ModelPackings, packings_of
+from megarl.ranks.profiling import PROFILES_FOLDER, Profiling
 from megarl.ranks.remote_columns import RemoteColumn
 from megarl.ranks.start import Trainers
 from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
@@ -51,6 +52,7 @@ class ModelsTrainer:
     """First steps, in which the critic alone is updated."""
     refresh_every_steps: int | None
     """Steps after which the reference takes the actor's weights."""
+    profiling: Profiling | None = None
     _columns: Mapping[ColumnName, RemoteColumn] = field(default_factory=dict, init=False)
     """Columns of the step under way, which ranks have computed."""
 
@@ -79,9 +81,18 @@ class ModelsTrainer:
             skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
             warmup_steps=0 if critic is None else critic.warmup_steps,
             refresh_every_steps=recipe.algorithm.needs.self_play_steps,
+            profiling=None
+            if recipe.observe.profile is None
+            else Profiling(
+                config=recipe.observe.profile,
+                actor=trainers.actor,
+                folder=recipe.run_folder.absolute() / PROFILES_FOLDER,
+            ),
         )
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+        if self.profiling is not None:
+            await self.profiling.begin(self.num_steps + 1)
         if self.passes is None:
             return Estimates()
         estimates, self._columns = await self.passes.estimate(groups)
@@ -106,6 +117,8 @@ class ModelsTrainer:
             raise NumericsError(f"{error}; {await self._write_skipped(step, samples)}") from error
         finally:
             self._columns = {}
+        if self.profiling is not None:
+            await self.profiling.end()
         self.num_steps = step
         self.version = result.version
         if self.refresh_every_steps is not None and step % self.refresh_every_steps == 0:

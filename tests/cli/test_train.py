@@ -9,7 +9,9 @@ from rich.console import Console
 
 from megarl.cli.main import run
 from megarl.cli.train import print_report
+from megarl.config.recipe import ProfileConfig, Recipe
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
+from megarl.errors import FinishedError
 from megarl.observe.report import ReportRow, RunReport
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.system.test_run_lock import another_driver
@@ -81,3 +83,20 @@ def test_a_second_driver_of_a_run_is_refused_before_it_touches_anything(
     assert f"process {first.pid} on " in capsys.readouterr().err
     assert [each.name for each in (tmp_path / "runs").iterdir() if not each.name.startswith(".")] == ["mine"]
     assert (tmp_path / "runs" / "mine" / "of_the_first").exists()
+
+
+def test_steps_and_ranks_to_profile_are_part_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(tmp_path, {"name": "profiled", "device": "cpu"}, tokens_per_micro_batch=4096)
+    trained: list[Recipe] = []
+
+    def train(recipe: Recipe, **_: object) -> None:
+        trained.append(recipe)
+        raise FinishedError("done")
+
+    monkeypatch.setattr("megarl.run.launch.train", train)
+    monkeypatch.setattr("megarl.observe.report.make_report", lambda _: RunReport(rows=(), curves=tmp_path))
+    words = ["--profile", "3", "--profile", "5", "--profile-rank", "1"]
+    assert run(["train", str(path), *words]) == 0, capsys.readouterr().err
+    assert trained[0].observe.profile == ProfileConfig(steps=(3, 5), ranks=(1,))

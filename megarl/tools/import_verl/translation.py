@@ -98,6 +98,7 @@ class KeyRule:
     """Pattern of the recipe's keys that an unsupported one would become, `-` if none could: no key matches it."""
 
 
+@cache
 def rule_for(key: str) -> KeyRule | None:
     """Return None for a key that verl does not have. A key of the critic or the reference without a rule of its own
     has the actor's, where that one says that the key is not used."""

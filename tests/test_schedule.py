@@ -52,6 +52,7 @@ def test_by_itself():
 @pytest.fixture
 def scheduled(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # imports take most of the time
     pytester.makeini("[pytest]\nmarkers = heavy")
     return pytester
 
@@ -62,7 +63,7 @@ def test_a_test_that_joins_ray_may_lose_its_process_once(
 ) -> None:
     file = str(scheduled.path / "losses")
     scheduled.makepyfile(FIXTURES + LOST.format(file=file, fixture=fixture, losses=losses))
-    words = ("-p", "tests.schedule", "-p", "no:cacheprovider", "-n", "2")
+    words = ("-p", "xdist", "-p", "tests.schedule", "-p", "no:cacheprovider", "-n", "2")
     done = scheduled.runpytest_subprocess(*words)
     counted = done.parseoutcomes()
     assert (counted["passed"], counted.get("failed", 0)) == (3, failed)

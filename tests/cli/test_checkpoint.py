@@ -69,11 +69,6 @@ def test_verify_names_every_damaged_checkpoint_and_exits_with_4(
     assert "step_000004/model/config.json" in complaint
 
 
-def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["checkpoint", "verify", str(tmp_path)]) == 4
-    assert "there is no checkpoint here" in capsys.readouterr().err
-
-
 def test_verify_refuses_a_newer_format_and_a_foreign_pickle(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,12 +106,6 @@ def test_prune_says_what_would_go_and_then_removes_it(run_folder: Path, capsys: 
     assert run(arguments) == 0
     assert capsys.readouterr().out.splitlines() == [f"removed {older}", "kept step_000004"]
     assert not older.exists()
-
-
-def test_prune_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["checkpoint", "prune", str(tmp_path), "--keep-last", "1"]) == 4
-    assert "there is no checkpoint here" in capsys.readouterr().err
-    assert run(["checkpoint", "prune", str(tmp_path), "--keep-last", "0"]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +201,21 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
-    [("nowhere", "does not exist"), (".", "neither a run's folder, nor a checkpoint, nor a Hugging Face model")],
+    ("words", "code", "complaint"),
+    [
+        ("checkpoint verify FOLDER", 4, "there is no checkpoint here"),
+        ("checkpoint prune FOLDER --keep-last 1", 4, "there is no checkpoint here"),
+        ("checkpoint prune FOLDER --keep-last 0", 2, "Invalid value for '--keep-last'"),
+        ("export FOLDER/nowhere FOLDER/out", 4, "does not exist"),
+        ("export FOLDER FOLDER/out", 4, "neither a run's folder, nor a checkpoint, nor a Hugging Face model"),
+        ("export MODEL MODEL", 4, "exists and is not an empty folder; name another"),
+    ],
 )
-def test_a_path_to_no_model_is_one_line(
-    tmp_path: Path, source: str, complaint: str, capsys: pytest.CaptureFixture[str]
+def test_a_path_to_something_else_is_told(
+    words: str, code: int, complaint: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["export", str(tmp_path / source), str(tmp_path / "out")]) == 4
-    (line,) = capsys.readouterr().err.splitlines()
-    assert complaint in line
-
-
-def test_an_occupied_folder_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", str(model), str(model)]) == 4
-    assert "exists and is not an empty folder; name another" in capsys.readouterr().err
+    assert run([word.replace("FOLDER", str(tmp_path)).replace("MODEL", str(model)) for word in words.split()]) == code
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_critic_is_exported_like_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,8 +55,7 @@ def test_a_policy_that_equals_its_teacher_is_at_distance_zero_until_it_has_learn
     assert abs(second.teacher_kl) > 1e-6
 
 
-def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_path: Path) -> None:
-    """On an engine of the run, at another temperature as well, and on one that runs already."""
+def test_a_policy_that_equals_its_teacher_on_an_engine_that_runs_already_is_at_distance_zero(tmp_path: Path) -> None:
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     process = EngineProcess(engine_spec(files.model, tmp_path / "served"))
     process.start()
@@ -69,13 +68,7 @@ def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_pat
         (found,) = updates(run(tmp_path, "given", *without_pool, given, "run.steps=1"))
     finally:
         process.stop()
-    own = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
-    (first,) = updates(run(tmp_path, "own", *ON_ENGINES, own, "run.steps=1"))
-    warm = (*ON_ENGINES, own, "sampling.temperature=0.7", f"algorithm.distillation={KINDS[1]}")
-    (second,) = updates(run(tmp_path, "warm", *warm, "run.steps=1"))
     assert found.teacher_kl == pytest.approx(0.0, abs=1e-5)
-    assert first.teacher_kl == pytest.approx(0.0, abs=1e-5)
-    assert second.teacher_kl == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(KINDS[0], 0), (KINDS[1], 1)])

@@ -27,6 +27,7 @@ from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, Trai
 from tests.data.test_rollout_files import decode, sampled
 from tests.small_disk import filled, small_disk
 
+OF_TWO = RolloutSamplesConfig(groups_per_step=2)
 GROUPS = [sampled(str(number), position=number) for number in range(8)]
 
 
@@ -51,15 +52,7 @@ def keep(
     folder: Path, config: RolloutSamplesConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
-    sampler = RolloutSampler(
-        config=config,
-        run_folder=folder,
-        seed=1,
-        logprobs=trainer.logprobs,
-        complete=trainer.complete,
-        write=write,
-        warn=warnings.append,
-    )
+    sampler = sampler_of(trainer, folder, write, warnings.append, config)
     groups: list[ScoredGroup] = [rollout.group for rollout in GROUPS]
 
     async def keep_step(step: int) -> None:
@@ -156,9 +149,10 @@ def sampler_of(
     folder: Path,
     write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]],
     warn: Callable[[str], None],
+    config: RolloutSamplesConfig = OF_TWO,
 ) -> RolloutSampler:
     return RolloutSampler(
-        config=RolloutSamplesConfig(groups_per_step=2),
+        config=config,
         run_folder=folder,
         seed=1,
         logprobs=trainer.logprobs,

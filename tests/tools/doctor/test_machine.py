@@ -31,26 +31,14 @@ from megarl.tools.doctor.machine import (
     parse_gpus,
 )
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-
-RECIPE = """\
-run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
-model: {path: FOLDER/arithmetic/model}
-data: {train: [FOLDER/arithmetic/train.parquet], max_prompt_tokens: 16}
-pools: {train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}}
-roles: {actor: {pool: train, tensor: 2}, rollout: {pool: rollout}}
-algorithm: {kind: grpo}
-sampling: {max_response_tokens: 5}
-train: {prompts_per_step: 8, tokens_per_micro_batch: 256}
-"""
+from tests.run.runs import write_recipe
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("machine")
-    make_arithmetic(folder / "arithmetic", seed=1)
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.replace("FOLDER", str(folder)))
-    return load_recipe(path)
+    make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    return load_recipe(write_recipe(folder, "machine"))
 
 
 def test_this_machine_has_no_error() -> None:

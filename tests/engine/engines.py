@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -169,3 +170,38 @@ def scripted(handler: Handler | SlowHandler) -> Send:
 def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:
     clients = [scripted_client(handler, index=index) for index, handler in enumerate(handlers)]
     return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2)
+
+
+def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:
+    meta = {
+        "finish_reason": {"type": kind},
+        "weight_version": version,
+        "output_token_logprobs": [[-1.0, token_id, None] for token_id in token_ids],
+    }
+    return httpx.Response(200, json={"output_ids": list(token_ids), "meta_info": meta})
+
+
+class ScriptedEngine:
+    """Answers `/generate` with the next reply of its script, the last one over and over."""
+
+    def __init__(self, *replies: httpx.Response | httpx.HTTPError, is_healthy: bool = True) -> None:
+        self.requests: list[dict[str, object]] = []
+        self._replies = replies
+        self._is_healthy = is_healthy
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(200 if self._is_healthy else 503)
+        reply = self._replies[min(len(self.requests), len(self._replies) - 1)]
+        self.requests.append(json.loads(request.content))
+        if isinstance(reply, httpx.HTTPError):
+            raise reply
+        # A fresh one each time: a response can be read once.
+        return httpx.Response(reply.status_code, content=reply.content)
+
+
+async def fingerprints_from_disk(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
+    """What SGLang's own loading of a folder leaves in the parameters."""
+    client: EngineClient = fleet.engines[0].client
+    await admin.load_weights_from_disk(client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+    return await control.fingerprints()

@@ -143,8 +143,8 @@ def test_a_reply_that_trickles_is_late() -> None:
             await asyncio.sleep(0.01)
 
     began = time.monotonic()
-    with pytest.raises(EngineError, match="generate: no answer within 2 s"):
-        asyncio.run(ask(trickle, timeout_s=1.0))
+    with pytest.raises(EngineError, match="generate: no answer within 1 s"):
+        asyncio.run(ask(trickle, timeout_s=0.5))
     assert time.monotonic() - began < 30
 
 
@@ -319,16 +319,13 @@ def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> 
     assert asyncio.run(sample(is_probed=True)) == asyncio.run(sample(is_probed=False))
 
 
-def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:
-    async def knock() -> list[int]:
-        endpoint = qwen2_tp1.process.endpoint
-        async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as http:
-            body = {"input_ids": [EOS]}
-            attempts = [
-                await http.post("/generate", json=body),
-                await http.post("/generate", json=body, headers={"Authorization": f"Bearer {endpoint.keys.admin}"}),
-                await http.post("/pause_generation", json={}, headers={"Authorization": f"Bearer {endpoint.keys.api}"}),
-            ]
-        return [attempt.status_code for attempt in attempts]
-
-    assert asyncio.run(knock()) == [401, 401, 401]
+async def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:
+    endpoint = qwen2_tp1.process.endpoint
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as http:
+        body = {"input_ids": [EOS]}
+        attempts = [
+            await http.post("/generate", json=body),
+            await http.post("/generate", json=body, headers={"Authorization": f"Bearer {endpoint.keys.admin}"}),
+            await http.post("/pause_generation", json={}, headers={"Authorization": f"Bearer {endpoint.keys.api}"}),
+        ]
+    assert [attempt.status_code for attempt in attempts] == [401, 401, 401]

@@ -6,21 +6,25 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.engine import admin
-from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
-from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
-from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
+from tests.engine.engines import (
+    ServedModel,
+    control_of,
+    fingerprints_from_disk,
+    generator_of,
+    prompt_of,
+    serve,
+)
 from tests.engine.trainers import SPLIT, FlippingGroup, Trainers, rendezvous_at, transfer_to
 from tests.tiny_models import FAMILIES
 
@@ -34,21 +38,11 @@ async def greedy(fleet: Fleet) -> tuple[list[int], list[int]]:
     return rollout.token_ids.tolist(), rollout.versions.tolist()
 
 
-async def fingerprints_from_disk(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
-    """What SGLang's own loading of a folder leaves in the parameters."""
-    client: EngineClient = fleet.engines[0].client
-    await admin.load_weights_from_disk(client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
-    return await control.fingerprints()
-
-
-def test_an_engine_has_the_parameters_its_layout_says(served: ServedModel) -> None:
-    async def scenario() -> None:
-        async with served.fleet() as fleet:
-            control = control_of(fleet)
-            await control.check_layout(transfer_to(served))
-            assert len(await control.inspect()) == served.process.endpoint.tensor
-
-    asyncio.run(scenario())
+async def test_an_engine_has_the_parameters_its_layout_says(served: ServedModel) -> None:
+    async with served.fleet() as fleet:
+        control = control_of(fleet)
+        await control.check_layout(transfer_to(served))
+        assert len(await control.inspect()) == served.process.endpoint.tensor
 
 
 def test_an_engine_of_another_shape_is_refused_with_the_tensor_named(qwen2_tp1: ServedModel) -> None:
@@ -127,55 +121,46 @@ def test_a_mixture_can_be_published_from_every_split_of_its_experts(
         served.process.stop()
 
 
-def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> None:
-    async def scenario() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            control = control_of(fleet)
-            trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
-            await trainers.join()
-            for version in (1, 2, 3):
-                await trainers.publish(PolicyVersion(version))
-                _, versions = await greedy(fleet)
-                assert set(versions) == {version}
-            trainers.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
-    async def scenario() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            control = control_of(fleet)
-            trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
-            await trainers.join()
-            await fleet.sleep()
-            await trainers.publish(PolicyVersion(1))
-            await fleet.wake()
+async def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        control = control_of(fleet)
+        trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+        await trainers.join()
+        for version in (1, 2, 3):
+            await trainers.publish(PolicyVersion(version))
             _, versions = await greedy(fleet)
-            assert set(versions) == {1}
-            trainers.close()
+            assert set(versions) == {version}
+        trainers.close()
 
-    asyncio.run(scenario())
+
+async def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        control = control_of(fleet)
+        trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+        await trainers.join()
+        await fleet.sleep()
+        await trainers.publish(PolicyVersion(1))
+        await fleet.wake()
+        _, versions = await greedy(fleet)
+        assert set(versions) == {1}
+        trainers.close()
 
 
 @pytest.mark.fault("one flipped byte on the way", "not served; the next publish repairs it")
-def test_a_corrupted_publish_is_found_and_the_next_one_repairs_it(served: ServedModel) -> None:
-    async def scenario() -> None:
-        async with served.fleet() as fleet:
-            control = control_of(fleet)
-            trainers = Trainers(transfer_to(served), control, served.other_folder, group_type=FlippingGroup)
-            await trainers.join()
-            with pytest.raises(WeightSyncError, match=r"target rank \d: .* has digest .*, the senders' is"):
-                await trainers.publish(PolicyVersion(1))
-            assert fleet.committed_version == 0
-            # The wire is honest from now on.
-            await trainers.publish(PolicyVersion(2))
-            served_now = await control.fingerprints()
-            assert fleet.committed_version == 2
-            assert await fingerprints_from_disk(control, fleet, served.other_folder) == served_now
-            trainers.close()
-
-    asyncio.run(scenario())
+async def test_a_corrupted_publish_is_found_and_the_next_one_repairs_it(served: ServedModel) -> None:
+    async with served.fleet() as fleet:
+        control = control_of(fleet)
+        trainers = Trainers(transfer_to(served), control, served.other_folder, group_type=FlippingGroup)
+        await trainers.join()
+        with pytest.raises(WeightSyncError, match=r"target rank \d: .* has digest .*, the senders' is"):
+            await trainers.publish(PolicyVersion(1))
+        assert fleet.committed_version == 0
+        # The wire is honest from now on.
+        await trainers.publish(PolicyVersion(2))
+        served_now = await control.fingerprints()
+        assert fleet.committed_version == 2
+        assert await fingerprints_from_disk(control, fleet, served.other_folder) == served_now
+        trainers.close()
 
 
 @pytest.mark.fault("trainer and engine with different plans", "refused before a byte is sent")

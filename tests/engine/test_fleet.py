@@ -73,28 +73,25 @@ def test_no_publish_in_time_is_an_error_that_says_why() -> None:
         asyncio.run(scenario())
 
 
-def test_a_request_ends_with_the_engine_it_was_given_to_and_the_others_go_on() -> None:
-    async def scenario() -> list[str]:
-        fleet = scripted_fleet(silent, silent)
-        outcomes: list[str] = []
+async def test_a_request_ends_with_the_engine_it_was_given_to_and_the_others_go_on() -> None:
+    fleet = scripted_fleet(silent, silent)
+    outcomes: list[str] = []
 
-        async def request() -> None:
-            try:
-                async with fleet.lease() as engine:
-                    await asyncio.sleep(0.3)
-                    outcomes.append(f"answered by {engine.index}")
-            except EngineLostError as error:
-                outcomes.append(str(error))
+    async def request() -> None:
+        try:
+            async with fleet.lease() as engine:
+                await asyncio.sleep(0.3)
+                outcomes.append(f"answered by {engine.index}")
+        except EngineLostError as error:
+            outcomes.append(str(error))
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(2):
-                tasks.create_task(request())
-            await asyncio.sleep(0.05)
-            fleet.report(fleet.engines[0], Ended(reason="killed"))
-        assert [engine.num_outstanding for engine in fleet.engines] == [0, 0]
-        return outcomes
-
-    assert asyncio.run(scenario()) == ["engine 0 (127.0.0.1:30000): lost: killed", "answered by 1"]
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(2):
+            tasks.create_task(request())
+        await asyncio.sleep(0.05)
+        fleet.report(fleet.engines[0], Ended(reason="killed"))
+    assert [engine.num_outstanding for engine in fleet.engines] == [0, 0]
+    assert outcomes == ["engine 0 (127.0.0.1:30000): lost: killed", "answered by 1"]
 
 
 async def test_rollouts_of_one_prompt_share_an_engine_within_bounds() -> None:

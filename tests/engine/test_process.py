@@ -319,38 +319,31 @@ def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3_moe")],
 )
 @pytest.mark.usefixtures("real_engines")
-def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_given(
+async def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_given(
     family: str, tmp_path: Path
 ) -> None:
     """Random weights are in every tensor that is saved with a model; a publish brings parameters, not buffers."""
     write_tiny_model(tmp_path / "model", family, layers=2, seed=1)
     spec = replace(engine_spec(tmp_path / "model", tmp_path / "run"), loads_weights=False, has_float32_head=True)
     process = EngineProcess(spec)
-
-    async def answers() -> list[object]:
-        await process.wait_ready()
-        client = EngineClient(process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
-        request = GenerateRequest(rid="filled", input_ids=PROMPT, max_new_tokens=6, temperature=0.0)
-        try:
-            before = json.loads((await client.generate(request)).content)
-            await admin.load_weights_from_disk(
-                client, tmp_path / "model", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
-            )
-            await client.flush_cache()
-            after = json.loads((await client.generate(request)).content)
-        finally:
-            await client.close()
-        return [before["meta_info"]["weight_version"], before["output_ids"], after["output_ids"]]
-
+    client = EngineClient(process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    request = GenerateRequest(rid="filled", input_ids=PROMPT, max_new_tokens=6, temperature=0.0)
     process.start()
     try:
-        version, before, after = asyncio.run(answers())
+        await process.wait_ready()
+        before = json.loads((await client.generate(request)).content)
+        await admin.load_weights_from_disk(
+            client, tmp_path / "model", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+        )
+        await client.flush_cache()
+        after = json.loads((await client.generate(request)).content)
     finally:
+        await client.close()
         process.stop()
     expected = greedy_tokens(tmp_path / "model", PROMPT, 6)
-    assert after == expected
-    assert before != expected
-    assert version == "none"
+    assert after["output_ids"] == expected
+    assert before["output_ids"] != expected
+    assert before["meta_info"]["weight_version"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -368,21 +361,18 @@ def test_the_last_message_is_the_reason_not_the_last_line(log: list[str], expect
     assert last_message(log) == expected
 
 
-def test_a_kill_that_is_seen_at_a_worker_first_is_told_as_the_servers(tmp_path: Path) -> None:
+async def test_a_kill_that_is_seen_at_a_worker_first_is_told_as_the_servers(tmp_path: Path) -> None:
     """A real process in the place of the server: it ends a moment after its worker is missed."""
     engine = EngineProcess(engine_spec(tmp_path, tmp_path))
     engine._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE)
     engine._workers = frozenset({2**22 + 1})  # no process has this id
 
-    async def scenario() -> str:
-        waiting = asyncio.create_task(engine.wait_end())
-        await asyncio.sleep(0.05)
-        os.kill(engine.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
-        return await waiting
-
+    waiting = asyncio.create_task(engine.wait_end())
+    await asyncio.sleep(0.05)
+    os.kill(engine.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert "SIGKILL" in asyncio.run(scenario())
+        assert "SIGKILL" in (await waiting)
     finally:
         engine._process.kill()
         engine._process.communicate()

@@ -22,9 +22,8 @@ from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import abandon_group
 from megarl.weights.layouts.megatron import MegatronParallel
-from tests.engine.engines import ServedModel, control_of
+from tests.engine.engines import ServedModel, control_of, fingerprints_from_disk
 from tests.engine.faulty_ranks import Accident, Digests, rank_calls
-from tests.engine.test_control import fingerprints_from_disk
 from tests.engine.trainers import Trainers, rendezvous_at, transfer_to
 from tests.processes import Outcome, run_processes
 from tests.tiny_models import write_tiny_model
@@ -72,7 +71,7 @@ async def publish(
     "noticed, nothing is served, the next publish succeeds",
 )
 @pytest.mark.parametrize("accident", ACCIDENTS)
-def test_an_accident_of_a_sender_is_noticed_and_the_next_publish_succeeds(
+async def test_an_accident_of_a_sender_is_noticed_and_the_next_publish_succeeds(
     qwen2_tp1: ServedModel, accident: Accident, tmp_path: Path
 ) -> None:
     # Weights that the engine has never seen: memory that it received earlier ones in would complete a truncated bucket
@@ -81,25 +80,22 @@ def test_an_accident_of_a_sender_is_noticed_and_the_next_publish_succeeds(
     run_processes([(os.getpid, ())])
     timeout_s = SHORT_DEADLINE_S if accident in ENDED_BY_DEADLINE else DEADLINE_S
 
-    async def scenario() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            control = control_of(fleet)
-            expected = await fingerprints_from_disk(control, fleet, qwen2_tp1.other_folder)
-            await fingerprints_from_disk(control, fleet, qwen2_tp1.folder)
-            start = time.monotonic()
-            with pytest.raises(WeightSyncError, match=ACCIDENTS[accident]):
-                await publish(qwen2_tp1, control, tmp_path, accidents={1: accident}, timeout_s=timeout_s)
-            # What is not a matter of the deadline is noticed before it.
-            assert accident in ENDED_BY_DEADLINE or time.monotonic() - start < DEADLINE_S
-            assert fleet.committed_version == 0
+    async with qwen2_tp1.fleet() as fleet:
+        control = control_of(fleet)
+        expected = await fingerprints_from_disk(control, fleet, qwen2_tp1.other_folder)
+        await fingerprints_from_disk(control, fleet, qwen2_tp1.folder)
+        start = time.monotonic()
+        with pytest.raises(WeightSyncError, match=ACCIDENTS[accident]):
+            await publish(qwen2_tp1, control, tmp_path, accidents={1: accident}, timeout_s=timeout_s)
+        # What is not a matter of the deadline is noticed before it.
+        assert accident in ENDED_BY_DEADLINE or time.monotonic() - start < DEADLINE_S
+        assert fleet.committed_version == 0
 
-            with honest(qwen2_tp1, control) as trainers:
-                await trainers.join()
-                await trainers.publish(PolicyVersion(2))
-            assert await control.fingerprints() == expected
-            assert fleet.committed_version == 2
-
-    asyncio.run(scenario())
+        with honest(qwen2_tp1, control) as trainers:
+            await trainers.join()
+            await trainers.publish(PolicyVersion(2))
+        assert await control.fingerprints() == expected
+        assert fleet.committed_version == 2
 
 
 @contextmanager

@@ -72,12 +72,9 @@ def check_routes(served: ServedModel, prompt: tuple[int, ...], rollout: Rollout)
     np.testing.assert_array_equal(np.sort(routes), expected_routes(served.folder, tokens[:-1]))
 
 
-def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixture: ServedModel) -> None:
-    async def scenario() -> tuple[Rollout, ...]:
-        async with mixture.fleet() as fleet:
-            return (await generator_of(fleet, mixture).generate(prompt_of(*PROMPT))).rollouts
-
-    rollouts = asyncio.run(scenario())
+async def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixture: ServedModel) -> None:
+    async with mixture.fleet() as fleet:
+        rollouts = (await generator_of(fleet, mixture).generate(prompt_of(*PROMPT))).rollouts
     assert len({rollout.num_tokens for rollout in rollouts}) > 1
     for rollout in rollouts:
         check_routes(mixture, PROMPT, rollout)
@@ -87,10 +84,10 @@ def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixture: Ser
 @pytest.mark.usefixtures("real_engines")
 def test_an_engine_of_mixtral_says_which_experts_its_layers_choose(tmp_path: Path) -> None:
     with recording_engine(tmp_path, "mixtral") as served:
-        test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(served)
+        asyncio.run(test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(served))
 
 
-def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel) -> None:
+async def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel) -> None:
     asked: list[tuple[int, int]] = []
 
     class Turns:
@@ -106,22 +103,19 @@ def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel) -> N
             assert num_routed + len(sampled.routes) == len(history) + len(sampled.token_ids) - 1
             return sampled
 
-    async def scenario() -> Rollout:
-        async with mixture.fleet() as fleet:
-            prompt = prompt_of(*PROMPT)
-            session = Session(
-                Turns(generator_of(fleet, mixture), prompt), prompt.token_ids, max_tokens=99, max_turns=9, decode=spell
-            )
-            await session.sample()
-            session.append(np.array([30, 31, 32], np.int32))
-            await session.sample()
-            session.begin_row(np.array([60, 61, 62, 63], np.int32))
-            await session.sample()
-            session.append(np.array([33], np.int32))
-            await session.sample()
-            return session.finish(Ending.ANSWERED, None)
-
-    rollout = asyncio.run(scenario())
+    async with mixture.fleet() as fleet:
+        prompt = prompt_of(*PROMPT)
+        session = Session(
+            Turns(generator_of(fleet, mixture), prompt), prompt.token_ids, max_tokens=99, max_turns=9, decode=spell
+        )
+        await session.sample()
+        session.append(np.array([30, 31, 32], np.int32))
+        await session.sample()
+        session.begin_row(np.array([60, 61, 62, 63], np.int32))
+        await session.sample()
+        session.append(np.array([33], np.int32))
+        await session.sample()
+        rollout = session.finish(Ending.ANSWERED, None)
     assert [first == 0 for first, _ in asked] == [True, False, True, False]
     (row,) = rollout.episode.rows
     routes, tokens = rollout.content.load().routes, rollout.token_ids.tolist()
@@ -133,19 +127,16 @@ def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel) -> N
     np.testing.assert_array_equal(np.sort(second), expected_routes(mixture.folder, tokens[row:-1]))
 
 
-def test_an_interrupted_response_has_the_experts_of_all_its_parts(mixture: ServedModel) -> None:
-    async def scenario() -> Rollout:
-        async with mixture.fleet() as fleet:
-            (engine,) = fleet.engines
-            generator = generator_of(fleet, mixture, num_tokens=300)
-            generator.vocabulary = replace(generator.vocabulary, eos_ids=(98,))
-            task = asyncio.create_task(generator.generate(prompt_of(*PROMPT)))
-            for _ in range(3):
-                await asyncio.sleep(0.5)
-                engine.num_pauses += 1
-                await admin.pause(engine.client, admin.PauseMode.ABORT)
-                await admin.resume(engine.client)
-            return max((await task).rollouts, key=lambda rollout: rollout.num_tokens)
-
-    rollout = asyncio.run(scenario())
+async def test_an_interrupted_response_has_the_experts_of_all_its_parts(mixture: ServedModel) -> None:
+    async with mixture.fleet() as fleet:
+        (engine,) = fleet.engines
+        generator = generator_of(fleet, mixture, num_tokens=300)
+        generator.vocabulary = replace(generator.vocabulary, eos_ids=(98,))
+        task = asyncio.create_task(generator.generate(prompt_of(*PROMPT)))
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            engine.num_pauses += 1
+            await admin.pause(engine.client, admin.PauseMode.ABORT)
+            await admin.resume(engine.client)
+        rollout = max((await task).rollouts, key=lambda rollout: rollout.num_tokens)
     check_routes(mixture, PROMPT, rollout)

@@ -81,7 +81,7 @@ def test_a_release_without_plugins_runs_without_the_hook(monkeypatch: pytest.Mon
     register()
 
 
-def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_where_it_is_not(
+async def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_where_it_is_not(
     qwen2_tp1: ServedModel,
 ) -> None:
     request = GenerateRequest(rid="flat", input_ids=(5, 6), max_new_tokens=8, temperature=1.0, sampling_seed=3)
@@ -92,12 +92,9 @@ def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_wher
 
     plain = Plain(rid="plain", input_ids=(5, 6), max_new_tokens=8, temperature=1.0, sampling_seed=3)
 
-    async def scenario() -> list[dict[str, Any]]:
-        async with qwen2_tp1.fleet() as fleet:
-            client = fleet.engines[0].client
-            return [json.loads((await client.generate(each)).content) for each in (request, plain)]
-
-    flat, listed = asyncio.run(scenario())
+    async with qwen2_tp1.fleet() as fleet:
+        client = fleet.engines[0].client
+        flat, listed = [json.loads((await client.generate(each)).content) for each in (request, plain)]
     entries = listed["meta_info"]["output_token_logprobs"]
     fields = flat["meta_info"]["output_token_logprobs"]
     assert flat["output_ids"] == listed["output_ids"] == [entry[1] for entry in entries]

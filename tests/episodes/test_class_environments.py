@@ -138,13 +138,13 @@ class Mischief:
 
 
 def test_a_tool_that_misbehaves_is_an_observation(write_class: Callable[[str], Path], run: Run, tmp_path: Path) -> None:
-    config = _config(write_class(_MISCHIEF), call_deadline_s=6)
+    config = _config(write_class(_MISCHIEF), call_deadline_s=3)
     environments = run(open_environments(config, log_path=tmp_path / "environment.log"))
     environment = run(environments.open(_ROW))
     for name, told in [
         ("raises", "error: raises raised KeyError: 'missing'"),
         ("leaves", "error: leaves raised SystemExit: 3"),
-        ("hangs", "error: hangs gave no result within 6 s"),
+        ("hangs", "error: hangs gave no result within 3 s"),
         ("allocates", "error: allocates raised MemoryError: the limit is environment.memory_gib"),
         ("prints", "printed"),
         ("waits", '{"a": [1]}'),

@@ -27,7 +27,7 @@ from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, RolloutGroup, TurnKind
 from tests.engine.engines import CONTEXT, EOS, ServedModel, prompt_of
 from tests.episodes.templates import family_tokenizer
-from tests.serving.test_in_flight import DiskPublisher, pausing
+from tests.serving.pauses import DiskPublisher, pausing
 
 NUM_EPISODES = 16
 NUM_TURNS = 6

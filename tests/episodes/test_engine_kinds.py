@@ -43,7 +43,7 @@ from tests.episodes.chain_model import (
 )
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
-from tests.serving.test_in_flight import pausing
+from tests.serving.pauses import pausing
 
 pytestmark = pytest.mark.slow
 
@@ -275,7 +275,7 @@ class _Numbers:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2.5", "qwen3"])
-def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
+async def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
     family: str, engines: Engines, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     model = write_babble(tmp_path / "model", family, end=0.35)
@@ -287,33 +287,30 @@ def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
         num_rollouts=num_episodes // 2, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=3000
     )
 
-    async def scenario() -> tuple[list[Rollout], Counter[str]]:
-        async with engines.fleet(model) as fleet:
-            rollouts: list[Rollout] = []
-            for kind, text_field in ((_AnyCall, None), (Dialogue, "text")):
-                dialogue = kind(tokenizer, max_result_tokens=16, call_format="hermes", text_field=text_field)
-                decode = tokenizer.decode_response
-                tools = Tools(_Numbers(), dialogue, config)
-                player = Player(tools, config, max_open=24, decode=decode, retried=lambda _: None)
-                vocabulary = Vocabulary.of(model.shape, tokenizer)
-                generator = FleetGenerator(
-                    fleet, sampling=sampling, vocabulary=vocabulary, seed=5, max_attempts=3, player=player
-                )
-                prompt = Prompt(
-                    uid=f"{family}-{text_field}",
-                    position=0,
-                    epoch=0,
-                    token_ids=prompt_ids,
-                    data_source="",
-                    ground_truth="",
-                    extra_info={},
-                    messages=({"role": "user", "content": "3+4="},),
-                )
-                rollouts += (await generator.generate(prompt)).rollouts
-            assert isinstance(fleet.requests, RequestCounts)
-            return rollouts, fleet.requests.causes
-
-    rollouts, retries = asyncio.run(scenario())
+    async with engines.fleet(model) as fleet:
+        rollouts: list[Rollout] = []
+        for kind, text_field in ((_AnyCall, None), (Dialogue, "text")):
+            dialogue = kind(tokenizer, max_result_tokens=16, call_format="hermes", text_field=text_field)
+            decode = tokenizer.decode_response
+            tools = Tools(_Numbers(), dialogue, config)
+            player = Player(tools, config, max_open=24, decode=decode, retried=lambda _: None)
+            vocabulary = Vocabulary.of(model.shape, tokenizer)
+            generator = FleetGenerator(
+                fleet, sampling=sampling, vocabulary=vocabulary, seed=5, max_attempts=3, player=player
+            )
+            prompt = Prompt(
+                uid=f"{family}-{text_field}",
+                position=0,
+                epoch=0,
+                token_ids=prompt_ids,
+                data_source="",
+                ground_truth="",
+                extra_info={},
+                messages=({"role": "user", "content": "3+4="},),
+            )
+            rollouts += (await generator.generate(prompt)).rollouts
+        assert isinstance(fleet.requests, RequestCounts)
+        retries = fleet.requests.causes
     turns = [turn for rollout in rollouts for turn in rollout.episode.turns if turn.kind is TurnKind.SAMPLED]
     num_rows = sum(rollout.episode.num_rows for rollout in rollouts)
     record_property("seen", f"{family}: {len(turns)} turns in {num_rows} rows, {sum(retries.values())} mismatches")
@@ -387,7 +384,7 @@ async def _kill_workers(count: int) -> int:
     "kill -9 of environment workers and of an engine, and a publish, during episodes",
     "no episode is lost, and no token is trained that its version did not choose",
 )
-def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_change(
+async def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_change(
     engines: Engines, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     (tmp_path / "calculator.py").write_text(_SLOW_CALCULATOR)
@@ -398,27 +395,24 @@ def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_chang
     second = write_chain(tmp_path / "second", "qwen2.5", {CALL_ADD: 0.7, "7": 0.05, "eight": 0.25})
     prompts, calls = prompts_of(first, config, 24), tmp_path / "calls"
 
-    async def scenario() -> tuple[list[ScoredGroup], int, Counter[str]]:
-        async with engines.fleet(first, num_engines=2) as fleet:
-            playing = asyncio.create_task(play(fleet, first, config, prompts, tmp_path))
-            while not calls.exists() or calls.stat().st_size < 16:  # episodes are under way
-                await asyncio.sleep(0.05)
-            num_killed = await _kill_workers(4)
-            (tmp_path / "hold").touch()  # the publish falls into six episodes: four workers at most are killed after it
-            while len(list(tmp_path.glob("held-*"))) < 6:
-                await asyncio.sleep(0.05)
-            folders = {1: second.folder}
-            publisher = pausing(_FoldersPublisher(fleet, folders), fleet, "abort")
-            await publisher.publish(PolicyVersion(1))
-            (tmp_path / "hold").unlink()
-            os.killpg(engines.processes[1].pid, signal.SIGKILL)
-            num_killed += await _kill_workers(4)
-            groups = await playing
-            assert isinstance(fleet.requests, RequestCounts)
-            assert [engine.is_live for engine in fleet.engines] == [True, False]
-            return groups, num_killed, fleet.requests.causes
-
-    groups, num_killed, retries = asyncio.run(scenario())
+    async with engines.fleet(first, num_engines=2) as fleet:
+        playing = asyncio.create_task(play(fleet, first, config, prompts, tmp_path))
+        while not calls.exists() or calls.stat().st_size < 16:  # episodes are under way
+            await asyncio.sleep(0.05)
+        num_killed = await _kill_workers(4)
+        (tmp_path / "hold").touch()  # the publish falls into six episodes: four workers at most are killed after it
+        while len(list(tmp_path.glob("held-*"))) < 6:
+            await asyncio.sleep(0.05)
+        folders = {1: second.folder}
+        publisher = pausing(_FoldersPublisher(fleet, folders), fleet, "abort")
+        await publisher.publish(PolicyVersion(1))
+        (tmp_path / "hold").unlink()
+        os.killpg(engines.processes[1].pid, signal.SIGKILL)
+        num_killed += await _kill_workers(4)
+        groups = await playing
+        assert isinstance(fleet.requests, RequestCounts)
+        assert [engine.is_live for engine in fleet.engines] == [True, False]
+        retries = fleet.requests.causes
     pairs = pairs_of(groups)
     assert len(pairs) == 24 * 4
     num_tokens, num_wrong = 0, 0

@@ -293,42 +293,36 @@ def test_an_environment_in_which_every_episode_is_lost_ends_the_run(
     assert here.sums.num_closed == here.sums.num_opened == MAX_LOST_IN_A_ROW + 1
 
 
-def test_an_episode_that_is_played_forgets_the_losses_before_it(tmp_path: Path) -> None:
+async def test_an_episode_that_is_played_forgets_the_losses_before_it(tmp_path: Path) -> None:
     here = table(tmp_path, "7", score_faults=([ScoreLostError("gone")] * MAX_LOST_IN_A_ROW + [None]) * 2)
     player = here.player(CONFIG.model_copy(update={"on_error": "mask"}))
 
-    async def play() -> int:
-        rollouts = [await player.rollout(here.prompt, here.sampler, max_tokens=400) for _ in range(514)]
-        return sum(rollout.score is not None and rollout.score.is_masked for rollout in rollouts)
-
-    assert asyncio.run(play()) == 2 * MAX_LOST_IN_A_ROW
+    rollouts = [await player.rollout(here.prompt, here.sampler, max_tokens=400) for _ in range(514)]
+    assert sum(rollout.score is not None and rollout.score.is_masked for rollout in rollouts) == 2 * MAX_LOST_IN_A_ROW
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_open"),
-    [([None], 64), ([100_000], 64), ([4_000], 8), ([100], 1), ([4_000, None], 16), ([4_000, 100_000], 72)],
-)
-def test_episodes_are_admitted_by_what_the_caches_of_engines_hold(
-    tmp_path: Path, sizes: list[int | None], num_open: int
-) -> None:
+def test_episodes_are_admitted_by_what_the_caches_of_engines_hold(tmp_path: Path) -> None:
     path = tmp_path / "environment.py"
     path.write_text(CALCULATOR)
     config = ClassEnvironmentConfig(kind="class", path=path)
-    tools = tools_of(config)
-    tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=tools)
+    tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=tools_of(config))
     rollout = RolloutRoleConfig(pool="rollout", max_running_requests=64)
     setup = EpisodeSetup.of(config, tokenizer, rollout, max_context_tokens=1000)
 
-    async def free_places() -> int:
+    async def num_open(*sizes: int | None) -> int:
         async def cache_sizes() -> list[int | None]:
-            return sizes
+            return list(sizes)
 
         opener = setup.opener(tokenizer, cache_sizes=cache_sizes, retried=lambda _: None, log_path=tmp_path / "log")
         player = await opener()
         await player.close()
         return player.max_open
 
-    assert asyncio.run(free_places()) == num_open
+    async def all_open() -> list[int]:
+        held = [(None,), (100_000,), (4_000,), (100,), (4_000, None), (4_000, 100_000)]
+        return [await num_open(*sizes) for sizes in held]
+
+    assert asyncio.run(all_open()) == [64, 64, 8, 1, 16, 72]
 
 
 def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:
@@ -363,7 +357,7 @@ async def turns(row, session, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["chat", "function"])
-def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
+async def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "agents.py"
     path.write_text(_AGENTS)
     keys = {"path": str(path)} if kind == "chat" else {"code": f"{path}:turns"}
@@ -372,14 +366,11 @@ def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
     prompt = prompt_of(tokenizer)
     sampler = ScriptedSampler(tokenizer, "8", "7")
 
-    async def play() -> Rollout:
-        player = await open_player(config, tokenizer, max_open=2, retried=lambda _: None)
-        try:
-            return await player.rollout(prompt, sampler, max_tokens=400)
-        finally:
-            await player.close()
-
-    rollout = asyncio.run(play())
+    player = await open_player(config, tokenizer, max_open=2, retried=lambda _: None)
+    try:
+        rollout = await player.rollout(prompt, sampler, max_tokens=400)
+    finally:
+        await player.close()
     assert rollout.score is not None
     assert rollout.score.value == 1
     kinds = [turn.kind for turn in rollout.episode.turns]

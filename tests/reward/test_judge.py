@@ -3,11 +3,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.judge import HttpJudge
 from megarl.types import RolloutGroup, Score
 from tests.observe.samples import ListSink
+from tests.reward.judges import Judge, chat_judge, completion
 
 MakeGroup = Callable[..., RolloutGroup]
 # One frame of 2,048 blocks that each stand for 128 KiB of zeros: 8 KiB become 256 MiB.
@@ -30,59 +29,6 @@ _ZSTD_BOMB = bytes.fromhex("28b52ffd 00 58") + b"".join(
     (((128 << 10) << 3) | 0b010 | (number == 2047)).to_bytes(3, "little") + b"\0" for number in range(2048)
 )
 KEY = "sk-nobody-may-see-this"
-
-
-class Judge:
-    """A server on loopback that gives one reply after the other, the last again and again."""
-
-    def __init__(self) -> None:
-        self.replies: list[tuple[int, bytes]] = [(200, b"1")]
-        self.pause_s = 0.0
-        self.retry_after_s: int | None = None
-        self.encoding: str | None = None
-        self.requests: list[tuple[float, dict[str, str], dict[str, object]]] = []
-        self.most_at_once = 0
-        self._at_once = 0
-        self._lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, reply = outer.enter(dict(self.headers), body)
-                time.sleep(outer.pause_s)
-                outer.leave()
-                self.send_response(status)
-                if outer.retry_after_s is not None:
-                    self.send_header("Retry-After", str(outer.retry_after_s))
-                if status == 302:
-                    self.send_header("Location", outer.url + "/elsewhere")
-                if outer.encoding is not None:
-                    self.send_header("Content-Encoding", outer.encoding)
-                self.end_headers()
-                self.wfile.write(reply)
-
-            def log_message(self, format: str, *_arguments: object) -> None:
-                """Quiet."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/judge"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def enter(self, headers: dict[str, str], body: dict[str, object]) -> tuple[int, bytes]:
-        with self._lock:
-            self.requests.append((time.monotonic(), headers, body))
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
-            return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-
-    def leave(self) -> None:
-        with self._lock:
-            self._at_once -= 1
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
@@ -231,27 +177,6 @@ def test_a_compressed_reply_is_refused_whatever_it_holds(encoding: str, server: 
         scores(config_of(server, max_reply_bytes=1 << 30), make_group("a"))
     assert psutil.Process().memory_info().rss - before < 48 << 20
     assert server.requests[0][1]["Accept-Encoding"] == "identity"
-
-
-def completion(answer: str, *, model: str = "judge-1", tokens: int = 40, version: str | None = None) -> bytes:
-    reply = {
-        "model": model,
-        "system_fingerprint": version,
-        "choices": [{"message": {"role": "assistant", "content": answer}}],
-    }
-    return json.dumps({**reply, "usage": {"total_tokens": tokens}}).encode()
-
-
-def chat_judge(server: Judge, **keys: object) -> JudgeRewardConfig:
-    template = "Question: {prompt} Right: {ground_truth} Given: {response} Is it right? {unknown}"
-    whole = {
-        "kind": "judge",
-        "url": server.url,
-        "model": "judge",
-        "template": template,
-        "answers": {"yes": 1, "no": -1},
-    }
-    return JudgeRewardConfig.model_validate({**whole, **keys})
 
 
 def test_a_chat_judge_chooses_one_of_the_answers(server: Judge, make_group: MakeGroup) -> None:

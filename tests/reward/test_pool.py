@@ -86,16 +86,12 @@ async def read_pids(path: Path) -> list[int]:
 
 
 @pytest.mark.fault("a reward function that hangs", "killed at its deadline with its children, replaced")
-def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, open_pool: OpenPool) -> None:
+async def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, open_pool: OpenPool) -> None:
     pool = open_pool(HANGS_ON_REQUEST, deadline_s=3)
-
-    async def scenario() -> tuple[float, float]:
-        first = await score(pool, request("go"))
-        with pytest.raises(RewardError, match=r"gave no score within 3 s \(reward.deadline_s\)"):
-            await score(pool, request("hang", tmp_path / "pids"))
-        return first.value, (await score(pool, request("go"))).value
-
-    first, second = asyncio.run(scenario())
+    first = (await score(pool, request("go"))).value
+    with pytest.raises(RewardError, match=r"gave no score within 3 s \(reward.deadline_s\)"):
+        await score(pool, request("hang", tmp_path / "pids"))
+    second = (await score(pool, request("go"))).value
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert pids[0] == first
     assert second != first
@@ -118,13 +114,10 @@ def test_a_late_sample_gets_the_late_score_only_if_its_worker_has_computed(
             asyncio.run(score(pool, request("hang", tmp_path / "pids")))
 
 
-def test_workers_are_reused_and_no_more_than_asked_for(open_pool: OpenPool) -> None:
+async def test_workers_are_reused_and_no_more_than_asked_for(open_pool: OpenPool) -> None:
     pool = open_pool(HANGS_ON_REQUEST, workers=2)
-
-    async def scenario() -> list[float]:
-        return [score.value for score in await asyncio.gather(*(score(pool, request("go")) for _ in range(12)))]
-
-    pids = {int(pid) for pid in asyncio.run(scenario())}
+    scores = await asyncio.gather(*(score(pool, request("go")) for _ in range(12)))
+    pids = {int(each.value) for each in scores}
     assert 1 <= len(pids) <= 2
     assert all(is_running(pid) for pid in pids)
     pool.close()
@@ -132,18 +125,14 @@ def test_workers_are_reused_and_no_more_than_asked_for(open_pool: OpenPool) -> N
     wait_for_end(list(pids))
 
 
-def test_a_cancelled_request_frees_its_worker(tmp_path: Path, open_pool: OpenPool) -> None:
+async def test_a_cancelled_request_frees_its_worker(tmp_path: Path, open_pool: OpenPool) -> None:
     pool = open_pool(HANGS_ON_REQUEST)
-
-    async def scenario() -> tuple[list[int], float]:
-        task = asyncio.create_task(score(pool, request("hang", tmp_path / "pids")))
-        pids = await read_pids(tmp_path / "pids")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return pids, (await score(pool, request("go"))).value
-
-    pids, next_pid = asyncio.run(scenario())
+    task = asyncio.create_task(score(pool, request("hang", tmp_path / "pids")))
+    pids = await read_pids(tmp_path / "pids")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    next_pid = (await score(pool, request("go"))).value
     wait_for_end(pids)
     assert next_pid not in pids
 
@@ -216,7 +205,7 @@ def test_a_file_that_broke_after_the_check_is_an_error(open_pool: OpenPool) -> N
 
 
 @pytest.mark.fault("kill -9 of a reward worker", "replaced, its sample scored, others unharmed")
-def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, open_pool: OpenPool) -> None:
+async def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, open_pool: OpenPool) -> None:
     pool = open_pool(
         """
         import os, time
@@ -233,17 +222,14 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, open_
     )
     pids = tmp_path / "pids"
 
-    async def scenario() -> tuple[int, float, float]:
-        slow = asyncio.create_task(score(pool, request("slow", pids)))
-        async with asyncio.timeout(120):
-            while not (pids.exists() and pids.read_text().endswith("\n")):
-                await asyncio.sleep(0.02)
-        victim = int(pids.read_text())
-        other = (await score(pool, request("go"))).value
-        os.kill(victim, signal.SIGKILL)
-        return victim, other, (await slow).value
-
-    victim, other, second = asyncio.run(scenario())
+    slow = asyncio.create_task(score(pool, request("slow", pids)))
+    async with asyncio.timeout(120):
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            await asyncio.sleep(0.02)
+    victim = int(pids.read_text())
+    other = (await score(pool, request("go"))).value
+    os.kill(victim, signal.SIGKILL)
+    second = (await slow).value
     assert second != victim
     assert other != victim
     assert is_running(int(second))
@@ -260,20 +246,16 @@ def compute_score(samples):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_worker_makes_room_for_a_fresh_one_after_its_samples(size: int, open_pool: OpenPool) -> None:
+async def test_a_worker_makes_room_for_a_fresh_one_after_its_samples(size: int, open_pool: OpenPool) -> None:
     pool = open_pool(GIVES_PIDS, samples_per_worker=4, scores_groups=True)
-
-    async def scenario() -> list[int]:
-        groups = [await pool.answers([request("go")] * size) for _ in range(6 // size)]
-        return [int(score_of(answer).value) for group in groups for answer in group]
-
-    pids = asyncio.run(scenario())
+    groups = [await pool.answers([request("go")] * size) for _ in range(6 // size)]
+    pids = [int(score_of(answer).value) for group in groups for answer in group]
     assert [len(set(pids[:4])), len(set(pids[4:])), len(set(pids))] == [1, 1, 2]
     wait_for_end(pids[:4])
 
 
 @pytest.mark.fault("a reward function that eats memory or time", "ends at its limit")
-def test_memory_and_cpu_of_a_worker_are_limited(open_pool: OpenPool) -> None:
+async def test_memory_and_cpu_of_a_worker_are_limited(open_pool: OpenPool) -> None:
     pool = open_pool(
         """
         def compute_score(data_source, solution_str, ground_truth):
@@ -287,36 +269,27 @@ def test_memory_and_cpu_of_a_worker_are_limited(open_pool: OpenPool) -> None:
         cpu_s=1,
     )
 
-    async def scenario() -> float:
-        with pytest.raises(
-            ScoreError, match=r"raised MemoryError: the limit is reward.memory_gib \(.*my_reward.py:4\)"
-        ):
-            await score(pool, request("memory"))
-        with pytest.raises(ScoreError, match=r"used more than 1 s of CPU \(reward.cpu_s\)"):
-            await score(pool, request("cpu"))
-        return (await score(pool, request("go"))).value
-
-    assert asyncio.run(scenario()) == 1
+    with pytest.raises(ScoreError, match=r"raised MemoryError: the limit is reward.memory_gib \(.*my_reward.py:4\)"):
+        await score(pool, request("memory"))
+    with pytest.raises(ScoreError, match=r"used more than 1 s of CPU \(reward.cpu_s\)"):
+        await score(pool, request("cpu"))
+    assert (await score(pool, request("go"))).value == 1
 
 
 @pytest.mark.fault("a reward file that changes during the run", "an error, not another reward")
 @pytest.mark.parametrize("name", ["my_reward.py", "my_parsing.py"])
-def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, open_pool: OpenPool) -> None:
+async def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, open_pool: OpenPool) -> None:
     (tmp_path / "my_parsing.py").write_text("SCORE = 1")
     pool = open_pool("from my_parsing import SCORE\ndef compute_score(**sample): return SCORE")
-
-    async def scenario() -> None:
+    await score(pool, request("go"))
+    path = tmp_path / name
+    # The same content written again is no change.
+    path.write_text(path.read_text())
+    await score(pool, request("go"))
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(RewardError, match=f"{name} changed during the run") as caught:
         await score(pool, request("go"))
-        path = tmp_path / name
-        # The same content written again is no change.
-        path.write_text(path.read_text())
-        await score(pool, request("go"))
-        path.write_text(path.read_text() + "\n")
-        with pytest.raises(RewardError, match=f"{name} changed during the run") as caught:
-            await score(pool, request("go"))
-        assert not isinstance(caught.value, ScoreError)
-
-    asyncio.run(scenario())
+    assert not isinstance(caught.value, ScoreError)
 
 
 FORKS = """
@@ -330,13 +303,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.fault("a reward function that forks", "the child's answer is no sample's score")
-def test_a_function_that_forks_moves_no_score_to_another_sample(open_pool: OpenPool) -> None:
+async def test_a_function_that_forks_moves_no_score_to_another_sample(open_pool: OpenPool) -> None:
     pool = open_pool(FORKS)
-
-    async def scenario() -> list[float]:
-        return [(await score(pool, request(text))).value for text in "123456"]
-
-    assert asyncio.run(scenario()) == [1, 2, 3, 4, 5, 6]
+    assert [(await score(pool, request(text))).value for text in "123456"] == [1, 2, 3, 4, 5, 6]
 
 
 WRITES_TO_THE_CHANNEL = """
@@ -398,19 +367,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.fault("children of a reward function in sessions of their own", "end with their worker, however it ends")
 @pytest.mark.parametrize("ending", ["hang", "exit", "close"])
-def test_children_that_left_the_session_end_with_their_worker(ending: str, tmp_path: Path, open_pool: OpenPool) -> None:
+async def test_children_that_left_the_session_end_with_their_worker(
+    ending: str, tmp_path: Path, open_pool: OpenPool
+) -> None:
     pool = open_pool(LEAVES_CHILDREN, deadline_s=3 if ending == "hang" else 60)
-
-    async def scenario() -> None:
-        if ending == "close":
-            assert (await score(pool, request(ending, tmp_path / "pids"))).value == 1
-            assert all(map(is_running, await read_pids(tmp_path / "pids")))
-        else:
-            with pytest.raises(RewardError):
-                await score(pool, request(ending, tmp_path / "pids"))
-        pool.close()
-
-    asyncio.run(scenario())
+    if ending == "close":
+        assert (await score(pool, request(ending, tmp_path / "pids"))).value == 1
+        assert all(map(is_running, await read_pids(tmp_path / "pids")))
+    else:
+        with pytest.raises(RewardError):
+            await score(pool, request(ending, tmp_path / "pids"))
+    pool.close()
     wait_for_end([int(word) for word in (tmp_path / "pids").read_text().split()])
 
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
@@ -18,11 +20,11 @@ from megarl.config.reward import (
     FunctionRewardConfig,
     RewardConfig,
 )
-from megarl.errors import RewardError
+from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
-from megarl.reward.pool import WorkerPool
-from megarl.reward.protocol import Answer, Request
+from megarl.reward.pool import WorkerPool, score_of
+from megarl.reward.protocol import Answer, Request, check_result
 from megarl.reward.remote_scorer import RemoteScorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
@@ -144,55 +146,67 @@ def test_a_group_needs_one_score_per_rollout(result: str, complaint: str, error:
 
 
 @pytest.mark.parametrize(
-    ("result", "keys", "expected"),
+    ("result", "weights", "expected"),
     [
         (
-            "{'score': np.float32(0.5), 'format': 1, 'is_right': True, 'answer': 'text is left out', 'none': None}",
-            {},
+            {"score": np.float32(0.5), "format": 1, "is_right": True, "answer": "text is left out", "none": None},
+            None,
             Score(value=0.5, components={"format": 1.0, "is_right": 1.0}),
         ),
-        ("{'score': 1, 'tokens': [0.5, 1]}", {}, Score(value=1.0, components={}, tokens=(0.5, 1.0))),
-        ("{'score': 1, 'prediction': ' 42 '}", {}, Score(value=1.0, components={}, prediction="42")),
-        ("{'score': 1, 'prediction': 42}", {}, Score(value=1.0, components={}, prediction="42")),
-        ("{'score': 1, 'prediction': np.float32(0.5)}", {}, Score(value=1.0, components={}, prediction="0.5")),
-        ("{'score': 1, 'prediction': None}", {}, Score(value=1.0, components={})),
+        ({"score": 1, "tokens": [0.5, 1]}, None, Score(value=1.0, components={}, tokens=(0.5, 1.0))),
+        ({"score": 1, "prediction": " 42 "}, None, Score(value=1.0, components={}, prediction="42")),
+        ({"score": 1, "prediction": 42}, None, Score(value=1.0, components={}, prediction="42")),
+        ({"score": 1, "prediction": np.float32(0.5)}, None, Score(value=1.0, components={}, prediction="0.5")),
+        ({"score": 1, "prediction": None}, None, Score(value=1.0, components={})),
         (
-            "{'right': 1, 'form': 0.5, 'tokens': 7}",
-            {"weights": {"right": 1.0, "form": 0.2}},
+            {"right": 1, "form": 0.5, "tokens": 7},
+            {"right": 1.0, "form": 0.2},
             Score(value=1.1, components={"right": 1.0, "form": 0.5, "tokens": 7.0}),
         ),
     ],
 )
 def test_a_result_becomes_score_components_and_prediction(
-    result: str, keys: dict[str, object], expected: Score, score: ScoreTexts
+    result: object, weights: dict[str, float] | None, expected: Score
 ) -> None:
-    assert score(f"import numpy as np\ndef compute_score(**sample): return {result}", **keys) == [expected]
+    assert score_of(check_result(result, weights)) == expected
 
 
-@pytest.mark.fault("None, NaN, infinite or wrong rewards", "an error that names file and sample")
 @pytest.mark.parametrize(
-    ("result", "keys", "complaint"),
+    ("result", "weights", "complaint"),
     [
-        ("None", {}, "returned a NoneType for score"),
-        ("float('nan')", {}, "returned nan for score; it must be finite"),
-        ("{'score': 1, 'style': float('-inf')}", {}, "returned -inf for style"),
-        ("'1.0'", {}, "returned a str for score"),
-        ("{'acc': 1}", {}, "returned a dict without score; it has acc"),
-        ("{'score': None}", {}, "returned a NoneType for score"),
-        ("[1.0]", {}, "returned a list for score"),
-        ("{'score': 1, 'tokens': 'all'}", {}, "returned a str for tokens; it must be a list of finite numbers"),
-        ("{'score': 1, 'tokens': [0.5, float('nan')]}", {}, "returned a list for tokens; it must be a list of finite"),
-        ("{'score': 1, 'prediction': [1]}", {}, "returned a list for prediction; it must be text, or None"),
-        ("{'right': 1}", {"weights": {"right": 1, "style": 1}}, "returned a dict without style; it has right"),
-        ("1", {"weights": {"right": 1.0}}, "returned a int; reward.weights needs a dict with right"),
+        (None, None, "returned a NoneType for score"),
+        (math.nan, None, "returned nan for score; it must be finite"),
+        ({"score": 1, "style": -math.inf}, None, "returned -inf for style"),
+        ("1.0", None, "returned a str for score"),
+        ({"acc": 1}, None, "returned a dict without score; it has acc"),
+        ({"score": None}, None, "returned a NoneType for score"),
+        ([1.0], None, "returned a list for score"),
+        ({"score": 1, "tokens": "all"}, None, "returned a str for tokens; it must be a list of finite numbers"),
+        ({"score": 1, "tokens": [0.5, math.nan]}, None, "returned a list for tokens; it must be a list of finite"),
+        ({"score": 1, "prediction": [1]}, None, "returned a list for prediction; it must be text, or None"),
+        ({"right": 1}, {"right": 1.0, "style": 1.0}, "returned a dict without style; it has right"),
+        (1, {"right": 1.0}, "returned a int; reward.weights needs a dict with right"),
     ],
 )
 def test_a_result_that_is_no_finite_number_is_an_error(
-    result: str, keys: dict[str, object], complaint: str, error: Callable[..., str]
+    result: object, weights: dict[str, float] | None, complaint: str
 ) -> None:
-    message = error(f"def compute_score(data_source, solution_str, ground_truth): return {result}", **keys)
-    assert complaint in message
+    with pytest.raises(ScoreError, match=complaint):
+        score_of(check_result(result, weights))
+
+
+@pytest.mark.fault("None, NaN, infinite or wrong rewards", "an error that names file and sample")
+def test_an_error_in_a_result_comes_with_the_functions_file_and_line(error: Callable[..., str]) -> None:
+    source = "def compute_score(data_source, solution_str, ground_truth): return {'right': float('nan')}"
+    message = error(source, weights={"right": 1.0})
+    assert "returned nan for right; it must be finite" in message
     assert "my_reward.py:1)" in message
+
+
+def test_weights_make_the_score(score: ScoreTexts) -> None:
+    source = "def compute_score(**sample): return {'right': 1, 'form': 0.5, 'prediction': 7, 'tokens': [1, 2]}"
+    (found,) = score(source, weights={"right": 1.0, "form": 0.2})
+    assert found == Score(value=1.1, components={"right": 1.0, "form": 0.5}, prediction="7", tokens=(1.0, 2.0))
 
 
 def test_an_exception_comes_with_the_users_file_and_line(error: Callable[..., str]) -> None:

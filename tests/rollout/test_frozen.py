@@ -24,13 +24,10 @@ from megarl.reward.build import build_scorer
 from megarl.reward.judge import WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.frozen import FrozenEngines, classify, label_logprobs
-from megarl.tokens import Content
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
 from tests.engine.engines import ServedModel, engine_spec, scripted_client, scripted_fleet
+from tests.rollout.judged import CHAT, group_of, written_question
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
-
-CHAT = ({"role": "user", "content": "12+30="},)
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +41,6 @@ def model_of(fleet: Fleet, folder: Path, *, shape: ModelShape | None = None) -> 
     shape = shape or read_model_shape(folder)
     tokenizer = load_tokenizer(folder, vocab=shape.vocab)
     return FrozenEngines(fleet, tokenizer, shape, role="reward_model.tiny", max_attempts=2)
-
-
-def group_of(*texts: str) -> RolloutGroup:
-    nothing = np.zeros(1, np.int32)
-    rollouts = [
-        Rollout(
-            versions=nothing,
-            loss_mask=nothing.astype(bool),
-            finish_reason=FinishReason.STOP,
-            content=Content(token_ids=nothing, logprobs=nothing.astype(np.float32), text=text),
-        )
-        for text in texts
-    ]
-    prompt = Prompt(
-        uid="row-0",
-        position=0,
-        epoch=0,
-        token_ids=nothing,
-        data_source="test",
-        ground_truth="42",
-        extra_info={},
-        messages=CHAT,
-    )
-    return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +90,6 @@ def test_a_judge_answers_with_the_probabilities_of_transformers(qwen2_tp1: Serve
 
     expected = next_logprobs(qwen2_tp1.folder, token_ids)[labels]
     assert np.abs(np.array(asyncio.run(ask())) - expected.numpy()).max() < 1e-5
-
-
-def written_question(**keys: object) -> EngineJudgeRewardConfig:
-    return EngineJudgeRewardConfig.model_validate(
-        {"kind": "engine_judge", "template": "Is {response} right?", "answers": {"yes": 1.0, "no": 0.0}, **keys}
-    )
 
 
 class _Writer:

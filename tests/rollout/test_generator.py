@@ -5,7 +5,6 @@ import gzip
 import json
 import pickle
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -30,41 +29,15 @@ from megarl.tokens import SampledTokens
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.engine.engines import (
     EOS,
+    ScriptedEngine,
     ServedModel,
     generator_of,
     prompt_of,
+    reply_of,
     scripted,
     scripted_client,
     scripted_fleet,
 )
-
-
-def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:
-    meta = {
-        "finish_reason": {"type": kind},
-        "weight_version": version,
-        "output_token_logprobs": [[-1.0, token_id, None] for token_id in token_ids],
-    }
-    return httpx.Response(200, json={"output_ids": list(token_ids), "meta_info": meta})
-
-
-class ScriptedEngine:
-    """Answers `/generate` with the next reply of its script, the last one over and over."""
-
-    def __init__(self, *replies: httpx.Response | httpx.HTTPError, is_healthy: bool = True) -> None:
-        self.requests: list[dict[str, object]] = []
-        self._replies = replies
-        self._is_healthy = is_healthy
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/health":
-            return httpx.Response(200 if self._is_healthy else 503)
-        reply = self._replies[min(len(self.requests), len(self._replies) - 1)]
-        self.requests.append(json.loads(request.content))
-        if isinstance(reply, httpx.HTTPError):
-            raise reply
-        # A fresh one each time: a response can be read once.
-        return httpx.Response(reply.status_code, content=reply.content)
 
 
 def generate(fleet: Fleet, prompt: Prompt | None = None, *, num_rollouts: int = 1) -> RolloutGroup:
@@ -230,32 +203,29 @@ async def _zstd_bomb(request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize(
     "answer", [_trickle, _never_answer, _gzip_bomb, _zstd_bomb], ids=lambda answer: answer.__name__
 )
-def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
+async def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> None:
     async def good(_: web.Request) -> web.Response:
         return web.Response(body=reply_of(9, EOS).content, content_type="application/json")
 
-    async def scenario() -> tuple[RolloutGroup, Counter[str]]:
-        async with AsyncExitStack() as stack:
-            clients = []
-            for index, handler in enumerate((answer, good)):
-                app = web.Application()
-                app.router.add_post("/generate", handler)
-                app.router.add_get("/health", good)
-                server = await stack.enter_async_context(TestServer(app, shutdown_timeout=0))
-                endpoint = replace(
-                    scripted_client(ScriptedEngine(reply_of(EOS)), index=index).endpoint, port=server.port or 0
-                )
-                clients.append(EngineClient(endpoint, request_timeout_s=1))
-            fleet = Fleet(clients, max_outstanding=8, publish_timeout_s=0.2)
-            stack.push_async_callback(fleet.close)
-            fleet.requests = retries = RequestCounts()
-            return await generator_of(fleet).generate(prompt_of(5, 6)), retries.causes
-
-    group, causes = asyncio.run(scenario())
+    async with AsyncExitStack() as stack:
+        clients = []
+        for index, handler in enumerate((answer, good)):
+            app = web.Application()
+            app.router.add_post("/generate", handler)
+            app.router.add_get("/health", good)
+            server = await stack.enter_async_context(TestServer(app, shutdown_timeout=0))
+            endpoint = replace(
+                scripted_client(ScriptedEngine(reply_of(EOS)), index=index).endpoint, port=server.port or 0
+            )
+            clients.append(EngineClient(endpoint, request_timeout_s=0.5))
+        fleet = Fleet(clients, max_outstanding=8, publish_timeout_s=0.2)
+        stack.push_async_callback(fleet.close)
+        fleet.requests = retries = RequestCounts()
+        group = await generator_of(fleet).generate(prompt_of(5, 6))
     assert group.rollouts[0].token_ids.tolist() == [9, EOS]
-    assert causes == {"EngineError": 1}
+    assert retries.causes == {"EngineError": 1}
 
 
 def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:
@@ -319,33 +289,27 @@ def rollouts_of(groups: Sequence[RolloutGroup]) -> dict[str, tuple[list[int], li
     }
 
 
-def test_a_rollout_is_the_same_alone_reordered_and_among_many(served: ServedModel) -> None:
-    async def scenario() -> None:
-        prompts = many_prompts(32)
-        async with served.fleet() as fleet:
-            generator = generator_of(fleet, max_response_tokens=16)
+async def test_a_rollout_is_the_same_alone_reordered_and_among_many(served: ServedModel) -> None:
+    prompts = many_prompts(32)
+    async with served.fleet() as fleet:
+        generator = generator_of(fleet, max_response_tokens=16)
 
-            async def together(chosen: Sequence[Prompt]) -> dict[str, tuple[list[int], list[float]]]:
-                return rollouts_of(await asyncio.gather(*(generator.generate(prompt) for prompt in chosen)))
+        async def together(chosen: Sequence[Prompt]) -> dict[str, tuple[list[int], list[float]]]:
+            return rollouts_of(await asyncio.gather(*(generator.generate(prompt) for prompt in chosen)))
 
-            among = await together(prompts)
-            assert await together(prompts[::-1]) == among
-            for prompt in prompts[:4]:
-                assert (await together([prompt]))[prompt.uid] == among[prompt.uid]
-        assert len({tuple(token_ids) for token_ids, _ in among.values()}) > 16
-
-    asyncio.run(scenario())
+        among = await together(prompts)
+        assert await together(prompts[::-1]) == among
+        for prompt in prompts[:4]:
+            assert (await together([prompt]))[prompt.uid] == among[prompt.uid]
+    assert len({tuple(token_ids) for token_ids, _ in among.values()}) > 16
 
 
-def test_log_probabilities_are_those_of_transformers(served: ServedModel) -> None:
+async def test_log_probabilities_are_those_of_transformers(served: ServedModel) -> None:
     temperature = 0.7
 
-    async def scenario() -> RolloutGroup:
-        async with served.fleet() as fleet:
-            generator = generator_of(fleet, num_rollouts=4, temperature=temperature, max_response_tokens=24)
-            return await generator.generate(prompt_of(5, 17, 33, 90, 8))
-
-    group = asyncio.run(scenario())
+    async with served.fleet() as fleet:
+        generator = generator_of(fleet, num_rollouts=4, temperature=temperature, max_response_tokens=24)
+        group = await generator.generate(prompt_of(5, 17, 33, 90, 8))
     model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()
     for rollout in group.rollouts:
         ids = torch.tensor([[5, 17, 33, 90, 8, *rollout.token_ids.tolist()]])
@@ -367,12 +331,9 @@ def test_greedy_rollouts_are_the_likeliest_tokens(qwen2_tp1: ServedModel) -> Non
     assert rollout.token_ids.tolist() == logits.argmax(-1).tolist()
 
 
-def test_responses_end_with_their_end_token_or_at_the_limit(qwen2_tp1: ServedModel) -> None:
-    async def scenario() -> RolloutGroup:
-        async with qwen2_tp1.fleet() as fleet:
-            return await generator_of(fleet, num_rollouts=48, max_response_tokens=100).generate(prompt_of(5, 6))
-
-    group = asyncio.run(scenario())
+async def test_responses_end_with_their_end_token_or_at_the_limit(qwen2_tp1: ServedModel) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        group = await generator_of(fleet, num_rollouts=48, max_response_tokens=100).generate(prompt_of(5, 6))
     reasons = {rollout.finish_reason for rollout in group.rollouts}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
     for rollout in group.rollouts:
@@ -474,29 +435,26 @@ def test_a_response_that_does_not_get_on_is_a_failure() -> None:
         generate(late_fleet(engine, request_timeout_s=0.2))
 
 
-def test_a_late_response_of_a_real_engine_is_that_of_a_patient_one(qwen2_tp1: ServedModel) -> None:
+async def test_a_late_response_of_a_real_engine_is_that_of_a_patient_one(qwen2_tp1: ServedModel) -> None:
     """The tokens of every position follow from the seed, so that a cut changes nothing."""
 
-    async def scenario() -> tuple[RolloutGroup, RolloutGroup, Counter[str]]:
-        async with qwen2_tp1.fleet() as fleet:
-            patient = await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
-            began = time.monotonic()
-            await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
-            seconds = time.monotonic() - began
-            hasty = Fleet(
-                [EngineClient(qwen2_tp1.process.endpoint, request_timeout_s=seconds / 3)],
-                max_outstanding=8,
-                publish_timeout_s=60,
-            )
-            hasty.requests = retries = RequestCounts()
-            try:
-                generator = generator_of(hasty, num_rollouts=4, max_response_tokens=400, max_attempts=50)
-                return patient, await generator.generate(prompt_of(5, 6)), retries.causes
-            finally:
-                await hasty.close()
-
-    patient, hasty, causes = asyncio.run(scenario())
-    assert "late" in causes
+    async with qwen2_tp1.fleet() as fleet:
+        patient = await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
+        began = time.monotonic()
+        await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
+        seconds = time.monotonic() - began
+        impatient = Fleet(
+            [EngineClient(qwen2_tp1.process.endpoint, request_timeout_s=seconds / 3)],
+            max_outstanding=8,
+            publish_timeout_s=60,
+        )
+        impatient.requests = retries = RequestCounts()
+        try:
+            generator = generator_of(impatient, num_rollouts=4, max_response_tokens=400, max_attempts=50)
+            hasty = await generator.generate(prompt_of(5, 6))
+        finally:
+            await impatient.close()
+    assert "late" in retries.causes
     for before, after in zip(patient.rollouts, hasty.rollouts, strict=True):
         assert after.token_ids.tolist() == before.token_ids.tolist()
         np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -87,147 +87,115 @@ class Asking:
             await loop
 
 
-def run(scenario: Callable[[Asking], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario(Asking())
-
-    asyncio.run(main())
+@pytest.fixture
+def asking() -> Asking:
+    return Asking()
 
 
-def test_a_step_that_is_taken_again_asks_only_for_what_is_missing() -> None:
-    async def scenario(asking: Asking) -> None:
-        await asking.lose(7, 8)
-        asking.engines.may_answer.set()
-        assert await asking.retained.finish() == 2
-        groups = await asking.ask(7, 8, 9)
-        assert [group.group.prompt.position for group in groups if isinstance(group, ScoredGroup)] == [7, 8, 9]
-        assert asking.engines.asked == [7, 8, 9]
-
-    run(scenario)
+async def test_a_step_that_is_taken_again_asks_only_for_what_is_missing(asking: Asking) -> None:
+    await asking.lose(7, 8)
+    asking.engines.may_answer.set()
+    assert await asking.retained.finish() == 2
+    groups = await asking.ask(7, 8, 9)
+    assert [group.group.prompt.position for group in groups if isinstance(group, ScoredGroup)] == [7, 8, 9]
+    assert asking.engines.asked == [7, 8, 9]
 
 
-def test_answers_of_another_version_are_not_used() -> None:
-    async def scenario(asking: Asking) -> None:
-        asking.engines.may_answer.set()
-        await asking.ask(7)
-        asking.engines.version = PolicyVersion(2)
-        await asking.ask(7)
-        asking.engines.version = PolicyVersion(3)
-        await asking.ask(7)
-        assert asking.engines.asked == [7, 7, 7]
-
-    run(scenario)
+async def test_answers_of_another_version_are_not_used(asking: Asking) -> None:
+    asking.engines.may_answer.set()
+    await asking.ask(7)
+    asking.engines.version = PolicyVersion(2)
+    await asking.ask(7)
+    asking.engines.version = PolicyVersion(3)
+    await asking.ask(7)
+    assert asking.engines.asked == [7, 7, 7]
 
 
-def test_an_answer_of_two_versions_is_asked_for_again() -> None:
-    async def scenario(asking: Asking) -> None:
-        await asking.lose(7)
-        asking.engines.version = PolicyVersion(4)  # an engine that took the next one already
-        asking.engines.may_answer.set()
-        assert await asking.retained.finish() == 0
-
-    run(scenario)
+async def test_an_answer_of_two_versions_is_asked_for_again(asking: Asking) -> None:
+    await asking.lose(7)
+    asking.engines.version = PolicyVersion(4)  # an engine that took the next one already
+    asking.engines.may_answer.set()
+    assert await asking.retained.finish() == 0
 
 
-def test_what_failed_is_asked_for_again_and_what_is_quarantined_is_not() -> None:
-    async def scenario(asking: Asking) -> None:
-        asking.engines.failures = {7: FleetError("no engine is left"), 8: QuarantineError("lost two engines")}
-        asking.engines.may_answer.set()
-        first = await asking.ask(7, 8)
-        assert [type(each) for each in first] == [FleetError, type(None)]
-        assert await asking.retained.finish() == 1
-        asking.engines.failures.clear()
-        answered, quarantined = await asking.ask(7, 8)
-        assert isinstance(answered, ScoredGroup)
-        assert quarantined is None
-        assert asking.engines.asked == [7, 8, 7]
-
-    run(scenario)
+async def test_what_failed_is_asked_for_again_and_what_is_quarantined_is_not(asking: Asking) -> None:
+    asking.engines.failures = {7: FleetError("no engine is left"), 8: QuarantineError("lost two engines")}
+    asking.engines.may_answer.set()
+    first = await asking.ask(7, 8)
+    assert [type(each) for each in first] == [FleetError, type(None)]
+    assert await asking.retained.finish() == 1
+    asking.engines.failures.clear()
+    answered, quarantined = await asking.ask(7, 8)
+    assert isinstance(answered, ScoredGroup)
+    assert quarantined is None
+    assert asking.engines.asked == [7, 8, 7]
 
 
-def test_cancelled_answers_are_asked_for_again() -> None:
-    async def scenario(asking: Asking) -> None:
-        await asking.lose(7)
-        await asking.retained.cancel()
-        assert await asking.retained.finish() == 0
-        asking.engines.may_answer.set()
-        (group,) = await asking.ask(7)
-        assert isinstance(group, ScoredGroup)
-
-    run(scenario)
+async def test_cancelled_answers_are_asked_for_again(asking: Asking) -> None:
+    await asking.lose(7)
+    await asking.retained.cancel()
+    assert await asking.retained.finish() == 0
+    asking.engines.may_answer.set()
+    (group,) = await asking.ask(7)
+    assert isinstance(group, ScoredGroup)
 
 
-def test_between_two_loops_nothing_waits_for_engines_that_wait_for_ranks() -> None:
-    async def scenario(asking: Asking) -> None:
-        async with asking.retained.watched(lambda: False):
-            with asking.retained.used():
-                await asking.lose(7)
-                await asyncio.sleep(0.7)
-                asking.engines.may_answer.set()
-                assert await asking.retained.finish() == 1
-                asking.engines.may_answer.clear()
-                await asking.lose(7, 8)
-            assert await asking.retained.finish() == 1
-            assert asking.engines.asked == [7, 8]
-
-    run(scenario)
-
-
-def test_nothing_is_under_way_at_the_end() -> None:
-    async def scenario(asking: Asking) -> None:
-        async with asking.retained.watched(lambda: True):
+async def test_between_two_loops_nothing_waits_for_engines_that_wait_for_ranks(asking: Asking) -> None:
+    async with asking.retained.watched(lambda: False):
+        with asking.retained.used():
             await asking.lose(7)
-        assert await asking.retained.finish() == 0
-
-    run(scenario)
-
-
-def test_a_step_that_is_trained_is_forgotten() -> None:
-    async def scenario(asking: Asking) -> None:
-        asking.engines.may_answer.set()
-        await asking.ask(7, 8)
-        asking.retained.forget()
-        assert asking.retained.finished(PolicyVersion(3)) == ()
-        await asking.ask(7)
-        assert asking.engines.asked == [7, 8, 7]
-
-    run(scenario)
+            await asyncio.sleep(0.7)
+            asking.engines.may_answer.set()
+            assert await asking.retained.finish() == 1
+            asking.engines.may_answer.clear()
+            await asking.lose(7, 8)
+        assert await asking.retained.finish() == 1
+        assert asking.engines.asked == [7, 8]
 
 
-def test_what_was_answered_is_left_to_another_driver(tmp_path: Path) -> None:
-    async def scenario(asking: Asking) -> None:
-        asking.engines.may_answer.set()
-        await asking.ask(8, 7)
-        asking.engines.may_answer.clear()
-        under_way = asyncio.create_task(asking.ask(9))
-        while 9 not in asking.engines.asked:
-            await asyncio.sleep(0)
-        under_way.cancel()
-        assert asking.retained.finished(PolicyVersion(4)) == ()
-        left = asking.retained.finished(PolicyVersion(3))
-        assert [scored.group.prompt.position for scored in left] == [7, 8]
-        await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
-        await asking.retained.cancel()
-
-        later = Asking()
-        assert later.take_left(tmp_path) == 2
-        assert later.take_left(tmp_path) == 0
-        later.engines.may_answer.set()
-        assert await later.retained.finish() == 2
-        await later.ask(7, 8, 9)
-        assert later.engines.asked == [9]
-
-    run(scenario)
+async def test_nothing_is_under_way_at_the_end(asking: Asking) -> None:
+    async with asking.retained.watched(lambda: True):
+        await asking.lose(7)
+    assert await asking.retained.finish() == 0
 
 
-def test_what_another_driver_left_is_not_taken_once_something_was_asked(tmp_path: Path) -> None:
-    async def scenario(asking: Asking) -> None:
-        asking.engines.may_answer.set()
-        await asking.ask(7)
-        await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
-        assert asking.take_left(tmp_path) == 0
+async def test_a_step_that_is_trained_is_forgotten(asking: Asking) -> None:
+    asking.engines.may_answer.set()
+    await asking.ask(7, 8)
+    asking.retained.forget()
+    assert asking.retained.finished(PolicyVersion(3)) == ()
+    await asking.ask(7)
+    assert asking.engines.asked == [7, 8, 7]
 
-    run(scenario)
+
+async def test_what_was_answered_is_left_to_another_driver(asking: Asking, tmp_path: Path) -> None:
+    asking.engines.may_answer.set()
+    await asking.ask(8, 7)
+    asking.engines.may_answer.clear()
+    under_way = asyncio.create_task(asking.ask(9))
+    while 9 not in asking.engines.asked:
+        await asyncio.sleep(0)
+    under_way.cancel()
+    assert asking.retained.finished(PolicyVersion(4)) == ()
+    left = asking.retained.finished(PolicyVersion(3))
+    assert [scored.group.prompt.position for scored in left] == [7, 8]
+    await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
+    await asking.retained.cancel()
+
+    later = Asking()
+    assert later.take_left(tmp_path) == 2
+    assert later.take_left(tmp_path) == 0
+    later.engines.may_answer.set()
+    assert await later.retained.finish() == 2
+    await later.ask(7, 8, 9)
+    assert later.engines.asked == [9]
+
+
+async def test_what_another_driver_left_is_not_taken_once_something_was_asked(asking: Asking, tmp_path: Path) -> None:
+    asking.engines.may_answer.set()
+    await asking.ask(7)
+    await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
+    assert asking.take_left(tmp_path) == 0
 
 
 def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
@@ -255,7 +223,7 @@ def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
     assert values["rollout/group_tail_ratio"] > 2
 
 
-def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
+async def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
     groups = [scored_group([0.0, 1.0], lengths=[2, 4]) for _ in range(3)]
     again = scored_group([0.0, 1.0], lengths=[2, 4])
     asked = []
@@ -272,17 +240,14 @@ def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
 
     task = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
 
-    async def run() -> list[ScoredGroup]:
-        buffer = Buffer(
-            prompts_per_step=3,
-            max_staleness=0,
-            versions=(PolicyVersion(3),),
-            replace_lost=SampledGroups(Lossy(), task, Observer(())).replace_lost,
-        )
-        for scored in groups:
-            await buffer.put(await buffer.reserve(), scored)
-        return await buffer.take_step()
-
-    taken = asyncio.run(run())
+    buffer = Buffer(
+        prompts_per_step=3,
+        max_staleness=0,
+        versions=(PolicyVersion(3),),
+        replace_lost=SampledGroups(Lossy(), task, Observer(())).replace_lost,
+    )
+    for scored in groups:
+        await buffer.put(await buffer.reserve(), scored)
+    taken = await buffer.take_step()
     assert [id(scored) for scored in taken] == [id(groups[0]), id(again), id(groups[2])]
     assert asked == [groups[1].group.prompt]

@@ -41,16 +41,13 @@ def all_logprobs(model: Path, token_ids: TokenArray, *, temperature: float = 1.0
 
 
 @pytest.mark.parametrize(("num_top", "vocab"), [(0, 99), (5, 99), (5, 30)])
-def test_a_teacher_answers_as_transformers_does(num_top: int, vocab: int, qwen2_tp1: ServedModel) -> None:
+async def test_a_teacher_answers_as_transformers_does(num_top: int, vocab: int, qwen2_tp1: ServedModel) -> None:
     """With a policy of 30 tokens, the likeliest are those below 30, of whatever rank."""
 
-    async def ask() -> FloatArray:
-        async with qwen2_tp1.fleet() as fleet:
-            spare = qwen2_tp1.shape.vocab - vocab
-            client = fleet.engines[0].client
-            return await token_scores(client, TOKENS, first=FIRST, num_top=num_top, num_spare=spare, vocab=vocab)
-
-    numbers = asyncio.run(ask())
+    async with qwen2_tp1.fleet() as fleet:
+        spare = qwen2_tp1.shape.vocab - vocab
+        client = fleet.engines[0].client
+        numbers = await token_scores(client, TOKENS, first=FIRST, num_top=num_top, num_spare=spare, vocab=vocab)
     check_scores(numbers, all_logprobs(qwen2_tp1.folder, TOKENS)[FIRST - 1 :], num_top=num_top, vocab=vocab)
 
 

@@ -19,12 +19,7 @@ from megarl.rollout.worker import WithGreedyRollout, WithGreedyScore
 from megarl.types import PolicyVersion, Prompt, RolloutGroup, Score, ScoredGroup
 from tests.algo.groups import scored_group
 from tests.engine.engines import scripted_client
-
-ENDPOINTS = [scripted_client(lambda _: httpx.Response(200), index=index).endpoint for index in range(3)]
-
-
-def connect(endpoint: EngineEndpoint) -> EngineClient:
-    return scripted_client(lambda _: httpx.Response(200), index=endpoint.index)
+from tests.rollout.endpoints import ENDPOINTS, connect
 
 
 def following(lent: frozenset[int] = frozenset()) -> FollowingFleet:

@@ -22,7 +22,7 @@ from megarl.rollout.generator import Sampling
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
-from tests.rollout.test_worker import ENDPOINTS, connect
+from tests.rollout.endpoints import ENDPOINTS, connect
 
 with private_ray():
     from megarl.rollout.host import (

@@ -32,7 +32,7 @@ from megarl.results import UpdateResult
 from megarl.run.evaluate import HeldOutAnswers
 from megarl.types import PolicyVersion, Prompt, ScoredGroup, TrainSample
 from tests.observe.samples import ListSink
-from tests.reward.test_judge import Judge, chat_judge, completion
+from tests.reward.judges import Judge, chat_judge, completion
 from tests.rollout.planes import (
     NUM_PROMPTS,
     NUM_ROLLOUTS,

@@ -150,33 +150,29 @@ def adapted_engine(folder: Path, family: str, *, tensor: int, expert: int = 1) -
         process.stop()
 
 
-def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -> None:
-    async def run() -> tuple[list[Rollout], list[Rollout]]:
-        async with adapted.published() as (fleet, publisher):
-            (engine,) = fleet.engines
-            long = generator_of(fleet, num_rollouts=12, max_response_tokens=250)
-            early = asyncio.create_task(long.generate(prompt_of(*PROMPT)))
-            while engine.adapters["policy@0"] < 12:
-                await asyncio.sleep(0.01)
-            for version in (1, 2):
-                await publisher.publish(PolicyVersion(version))
-                assert not early.done(), "nothing ran during the publish"
-            # Nobody asked for version 1, and version 0 is still held.
-            assert set(engine.adapters) == {"policy@0", "policy@2"}
-            late = await generator_of(fleet, num_rollouts=4).generate(prompt_of(*PROMPT, uid="row-1"))
-            rollouts = list((await early).rollouts), list(late.rollouts)
-            await publisher.publish(PolicyVersion(3))
-            assert dict(engine.adapters) == {"policy@3": 0}
-            # SGLang would load an adapter of an earlier name again from its folder.
-            await adapted.host.stop()
-            for name in ("policy@0", "policy@2"):
-                with pytest.raises(EngineError, match="400"):
-                    await engine.client.generate(ask(name))
-            return rollouts
-
-    early, late = asyncio.run(run())
-    for version, rollouts in ((0, early), (2, late)):
-        for rollout in rollouts:
+async def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -> None:
+    async with adapted.published() as (fleet, publisher):
+        (engine,) = fleet.engines
+        long = generator_of(fleet, num_rollouts=12, max_response_tokens=250)
+        early = asyncio.create_task(long.generate(prompt_of(*PROMPT)))
+        while engine.adapters["policy@0"] < 12:
+            await asyncio.sleep(0.01)
+        for version in (1, 2):
+            await publisher.publish(PolicyVersion(version))
+            assert not early.done(), "nothing ran during the publish"
+        # Nobody asked for version 1, and version 0 is still held.
+        assert set(engine.adapters) == {"policy@0", "policy@2"}
+        late = await generator_of(fleet, num_rollouts=4).generate(prompt_of(*PROMPT, uid="row-1"))
+        before = await early
+        await publisher.publish(PolicyVersion(3))
+        assert dict(engine.adapters) == {"policy@3": 0}
+        # SGLang would load an adapter of an earlier name again from its folder.
+        await adapted.host.stop()
+        for name in ("policy@0", "policy@2"):
+            with pytest.raises(EngineError, match="400"):
+                await engine.client.generate(ask(name))
+    for version, group in ((0, before), (2, late)):
+        for rollout in group.rollouts:
             assert set(rollout.versions.tolist()) == {version}
             difference = np.abs(rollout.logprobs - adapted.logprobs(rollout, version)).max()
             assert difference < 1e-4, f"version {version}: off by {difference:.2e}"
@@ -203,28 +199,29 @@ def ask(adapter: str | None) -> GenerateRequest:
     return GenerateRequest(rid=f"ask-{adapter}", input_ids=PROMPT, max_new_tokens=4, temperature=1.0, adapter=adapter)
 
 
-def test_a_broken_folder_is_refused_and_the_version_before_serves_on(adapted: AdaptedEngine, tmp_path: Path) -> None:
+async def test_a_broken_folder_is_refused_and_the_version_before_serves_on(
+    adapted: AdaptedEngine, tmp_path: Path
+) -> None:
     broken, empty = tmp_path / "broken", tmp_path / "empty"
     shutil.copytree(adapted.adapter(1), broken)
     (broken / ADAPTER_FILE).write_bytes(b"\x00" * 64)
     empty.mkdir()
 
-    async def run() -> None:
-        async with adapted.published() as (fleet, publisher):
-            (engine,) = fleet.engines
-            for folder in (broken, empty):
-                with pytest.raises(EngineError, match="load adapter: status"):
-                    await admin.load_adapter(engine.client, folder.name, folder, timeout_s=300)
-            group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid="row-2"))
-            assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
-            await publisher.publish(PolicyVersion(1))
-            assert engine.adapter == "policy@1"
-
-    asyncio.run(run())
+    async with adapted.published() as (fleet, publisher):
+        (engine,) = fleet.engines
+        for folder in (broken, empty):
+            with pytest.raises(EngineError, match="load adapter: status"):
+                await admin.load_adapter(engine.client, folder.name, folder, timeout_s=300)
+        group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid="row-2"))
+        assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
+        await publisher.publish(PolicyVersion(1))
+        assert engine.adapter == "policy@1"
 
 
 @pytest.mark.parametrize("kind", ["half", "misshapen", "damaged"])
-def test_a_wrong_adapter_reaches_no_engine_and_the_version_before_serves_on(adapted: AdaptedEngine, kind: str) -> None:
+async def test_a_wrong_adapter_reaches_no_engine_and_the_version_before_serves_on(
+    adapted: AdaptedEngine, kind: str
+) -> None:
     class WrongRanks:
         async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
             stored = await adapted.store_adapter(version, source_folder)
@@ -237,39 +234,33 @@ def test_a_wrong_adapter_reaches_no_engine_and_the_version_before_serves_on(adap
                 case _:
                     return replace(stored, digests={**stored.digests, name: "0"})
 
-    async def run() -> None:
-        async with adapted.published() as (fleet, _):
-            (engine,) = fleet.engines
-            wrong = adapted.publisher(fleet, ranks=WrongRanks())
-            with pytest.raises(WeightSyncError, match="damaged on its way" if kind == "damaged" else "is not sent"):
-                await wrong.publish(PolicyVersion(1))
-            assert (engine.adapter, engine.is_live) == ("policy@0", True)
-            group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid=f"row-{kind}"))
-            assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
-
-    asyncio.run(run())
+    async with adapted.published() as (fleet, _):
+        (engine,) = fleet.engines
+        wrong = adapted.publisher(fleet, ranks=WrongRanks())
+        with pytest.raises(WeightSyncError, match="damaged on its way" if kind == "damaged" else "is not sent"):
+            await wrong.publish(PolicyVersion(1))
+        assert (engine.adapter, engine.is_live) == ("policy@0", True)
+        group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid=f"row-{kind}"))
+        assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
 
 
 @pytest.mark.slow
-def test_two_hundred_publishes_under_load_leave_nothing_behind(adapted: AdaptedEngine) -> None:
+async def test_two_hundred_publishes_under_load_leave_nothing_behind(adapted: AdaptedEngine) -> None:
     """A leak of every adapter would be 180 of them after the first twenty publishes."""
 
-    async def run() -> tuple[int, int]:
-        async with adapted.published() as (fleet, publisher):
-            (engine,) = fleet.engines
-            generator = generator_of(fleet, num_rollouts=2, max_response_tokens=8)
-            settled = 0
-            for version in range(1, 201):
-                asking = asyncio.create_task(generator.generate(prompt_of(*PROMPT, uid=f"row-{version}")))
-                await publisher.publish(PolicyVersion(version))
-                assert len(engine.adapters) <= 3
-                await asking
-                if version == 20:
-                    settled = adapted.resident_bytes
-            await publisher.publish(PolicyVersion(201))
-            assert dict(engine.adapters) == {"policy@201": 0}
-            return settled, adapted.resident_bytes
-
-    settled, last = asyncio.run(run())
+    async with adapted.published() as (fleet, publisher):
+        (engine,) = fleet.engines
+        generator = generator_of(fleet, num_rollouts=2, max_response_tokens=8)
+        settled = 0
+        for version in range(1, 201):
+            asking = asyncio.create_task(generator.generate(prompt_of(*PROMPT, uid=f"row-{version}")))
+            await publisher.publish(PolicyVersion(version))
+            assert len(engine.adapters) <= 3
+            await asking
+            if version == 20:
+                settled = adapted.resident_bytes
+        await publisher.publish(PolicyVersion(201))
+        assert dict(engine.adapters) == {"policy@201": 0}
+        last = adapted.resident_bytes
     size = sum(spec.num_bytes for spec in adapted.tensors.values())
     assert last - settled < 90 * size, f"{(last - settled) / 1e6:.1f} MB more after 180 adapters of {size / 1e6:.2f} MB"

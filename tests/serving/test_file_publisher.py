@@ -22,8 +22,15 @@ from megarl.errors import CheckpointError, MachineError, WeightSyncError
 from megarl.serving.file_publisher import FilePublisher
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
-from tests.engine.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
-from tests.engine.test_control import fingerprints_from_disk
+from tests.engine.engines import (
+    REQUEST_TIMEOUT_S,
+    Handler,
+    ServedModel,
+    control_of,
+    engine_spec,
+    fingerprints_from_disk,
+    scripted_fleet,
+)
 from tests.ranks.local_ranks import LocalRanks
 from tests.run.runs import run
 from tests.tiny_models import write_tiny_model
@@ -55,37 +62,31 @@ def publisher_to(fleet: Fleet, ranks: FolderRanks, folder: Path, source_folder: 
     )
 
 
-def test_an_engine_loads_each_version_and_old_folders_are_removed(qwen2_tp1: ServedModel, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            publisher = publisher_to(fleet, FolderRanks("qwen2"), tmp_path / "published", qwen2_tp1.folder)
-            await publisher.connect()
-            control = control_of(fleet)
-            for version in (1, 2):
-                result = await publisher.publish(PolicyVersion(version))
-                assert (result.num_engines, result.num_bytes) == (1, 1000)
-                served = await control.fingerprints()
-                write_tiny_model(tmp_path / "same", "qwen2", layers=2, seed=100 + version)
-                assert served == await fingerprints_from_disk(control, fleet, tmp_path / "same")
-                assert fleet.committed_version == version
-                assert [path.name for path in (tmp_path / "published").iterdir()] == [f"version_0000000{version}"]
-
-    asyncio.run(scenario())
+async def test_an_engine_loads_each_version_and_old_folders_are_removed(qwen2_tp1: ServedModel, tmp_path: Path) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        publisher = publisher_to(fleet, FolderRanks("qwen2"), tmp_path / "published", qwen2_tp1.folder)
+        await publisher.connect()
+        control = control_of(fleet)
+        for version in (1, 2):
+            result = await publisher.publish(PolicyVersion(version))
+            assert (result.num_engines, result.num_bytes) == (1, 1000)
+            served = await control.fingerprints()
+            write_tiny_model(tmp_path / "same", "qwen2", layers=2, seed=100 + version)
+            assert served == await fingerprints_from_disk(control, fleet, tmp_path / "same")
+            assert fleet.committed_version == version
+            assert [path.name for path in (tmp_path / "published").iterdir()] == [f"version_0000000{version}"]
 
 
-def test_a_version_that_cannot_be_written_changes_nothing(qwen2_tp1: ServedModel, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with qwen2_tp1.fleet() as fleet:
-            ranks = FolderRanks("qwen2")
-            publisher = publisher_to(fleet, ranks, tmp_path / "published", qwen2_tp1.folder)
-            before = await control_of(fleet).fingerprints()
-            ranks.fails = True
-            with pytest.raises(WeightSyncError, match="was not written; engines keep what they have: the disk is full"):
-                await publisher.publish(PolicyVersion(1))
-            assert await control_of(fleet).fingerprints() == before
-            assert fleet.engines[0].is_live
-
-    asyncio.run(scenario())
+async def test_a_version_that_cannot_be_written_changes_nothing(qwen2_tp1: ServedModel, tmp_path: Path) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        ranks = FolderRanks("qwen2")
+        publisher = publisher_to(fleet, ranks, tmp_path / "published", qwen2_tp1.folder)
+        before = await control_of(fleet).fingerprints()
+        ranks.fails = True
+        with pytest.raises(WeightSyncError, match="was not written; engines keep what they have: the disk is full"):
+            await publisher.publish(PolicyVersion(1))
+        assert await control_of(fleet).fingerprints() == before
+        assert fleet.engines[0].is_live
 
 
 def serving(architecture: str, *, version: int = 1, fails: bool = False) -> Handler:

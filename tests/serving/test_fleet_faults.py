@@ -16,13 +16,14 @@ from megarl.config.recipe import StragglerConfig
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState
 from megarl.errors import FleetError
+from megarl.observe.events import Straggled
 from megarl.observe.observer import Observer
 from megarl.serving.stragglers import EngineWatch
 from megarl.system.proc import all_processes
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 from tests.engine.engines import generator_of, prompt_of
+from tests.observe.samples import ListSink
 from tests.serving.fleet_scene import SILENCE_TIMEOUT_S, Duo, Scene, open_duo
-from tests.serving.test_stragglers import Straggles
 
 Content: TypeAlias = tuple[list[int], list[float], list[int]]
 DETECTED_S = 2.0
@@ -82,63 +83,57 @@ def scheduler_of(group: int) -> int:
 @pytest.mark.fault(
     "kill -9 of an idle engine", "noticed within 2 s; started again, serves only after a publish with right digests"
 )
-def test_an_engine_killed_while_idle_is_noticed_and_comes_back_with_the_right_weights(
+async def test_an_engine_killed_while_idle_is_noticed_and_comes_back_with_the_right_weights(
     duo: Duo, record_property: Callable[[str, object], None]
 ) -> None:
-    async def scenario() -> None:
-        async with duo.scene() as scene:
-            await scene.publish(1)
-            expected = contents(await generate(scene, PROMPTS))
-            lost = scene.fleet.engines[1]
-            killed = time.monotonic()
-            # Not the server, which would close its connections: the process that has the weights.
-            os.kill(scheduler_of(scene.processes.running[1].pid), signal.SIGKILL)
-            seconds = await until_dead(lost) - killed
-            record_property("seen", f"noticed after {seconds:.1f} s")
-            assert seconds < DETECTED_S
-            assert not lost.is_live
-            while not lost.is_live:
-                # It joins while the other one generates, now and then: a start wants the cores, too.
-                assert contents(await generate(scene, PROMPTS[:2])) == expected[:8]
-                await asyncio.sleep(1)
-            await check_joined(scene, lost, 1)
-
-    asyncio.run(scenario())
+    async with duo.scene() as scene:
+        await scene.publish(1)
+        expected = contents(await generate(scene, PROMPTS))
+        lost = scene.fleet.engines[1]
+        killed = time.monotonic()
+        # Not the server, which would close its connections: the process that has the weights.
+        os.kill(scheduler_of(scene.processes.running[1].pid), signal.SIGKILL)
+        seconds = await until_dead(lost) - killed
+        record_property("seen", f"noticed after {seconds:.1f} s")
+        assert seconds < DETECTED_S
+        assert not lost.is_live
+        while not lost.is_live:
+            # It joins while the other one generates, now and then: a start wants the cores, too.
+            assert contents(await generate(scene, PROMPTS[:2])) == expected[:8]
+            await asyncio.sleep(1)
+        await check_joined(scene, lost, 1)
 
 
 @pytest.mark.fault(
     "kill -9 of an engine while it generates",
     "noticed within 2 s; the other engine answers its requests at once, with the same tokens",
 )
-def test_requests_of_an_engine_killed_in_the_middle_are_answered_by_the_other_as_if_nothing_had_been(
+async def test_requests_of_an_engine_killed_in_the_middle_are_answered_by_the_other_as_if_nothing_had_been(
     duo: Duo, record_property: Callable[[str, object], None]
 ) -> None:
-    async def scenario() -> None:
-        async with duo.scene() as scene:
-            # Lower than what the engines serve: as after a restart of the trainer ranks.
-            await scene.publish(0)
-            expected = contents(await generate(scene, PROMPTS, num_tokens=96))
-            lost = scene.fleet.engines[0]
-            generating = asyncio.create_task(generate(scene, PROMPTS, num_tokens=96))
-            while not (lost.num_outstanding and scene.fleet.engines[1].num_outstanding):
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            assert lost.num_outstanding
-            killed = time.monotonic()
-            scene.processes.signal(0, signal.SIGKILL)
-            seconds = await until_dead(lost) - killed
-            record_property("seen", f"noticed after {seconds:.1f} s")
-            assert seconds < DETECTED_S
-            assert contents(await generating) == expected
-            assert not lost.is_live, "the others did not wait for it"
-            assert "SIGKILL" in lost.reason
-            # What was published meanwhile is what it joins with.
-            await scene.publish(2)
-            assert not lost.is_live
-            await scene.until_live(0)
-            await check_joined(scene, lost, 2)
-
-    asyncio.run(scenario())
+    async with duo.scene() as scene:
+        # Lower than what the engines serve: as after a restart of the trainer ranks.
+        await scene.publish(0)
+        expected = contents(await generate(scene, PROMPTS, num_tokens=96))
+        lost = scene.fleet.engines[0]
+        generating = asyncio.create_task(generate(scene, PROMPTS, num_tokens=96))
+        while not (lost.num_outstanding and scene.fleet.engines[1].num_outstanding):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert lost.num_outstanding
+        killed = time.monotonic()
+        scene.processes.signal(0, signal.SIGKILL)
+        seconds = await until_dead(lost) - killed
+        record_property("seen", f"noticed after {seconds:.1f} s")
+        assert seconds < DETECTED_S
+        assert contents(await generating) == expected
+        assert not lost.is_live, "the others did not wait for it"
+        assert "SIGKILL" in lost.reason
+        # What was published meanwhile is what it joins with.
+        await scene.publish(2)
+        assert not lost.is_live
+        await scene.until_live(0)
+        await check_joined(scene, lost, 2)
 
 
 @pytest.mark.fault(
@@ -146,36 +141,33 @@ def test_requests_of_an_engine_killed_in_the_middle_are_answered_by_the_other_as
     "named, drained and restarted; its requests keep their tokens and go on elsewhere, with the same tokens",
 )
 @pytest.mark.slow
-def test_a_slow_engine_is_drained_and_comes_back_and_no_token_changes(
+async def test_a_slow_engine_is_drained_and_comes_back_and_no_token_changes(
     duo: Duo, record_property: Callable[[str, object], None]
 ) -> None:
-    async def scenario() -> None:
-        async with duo.scene() as scene:
-            await scene.publish(1)
-            expected = contents(await generate(scene, PROMPTS))
-            slow, sink = scene.fleet.engines[1], Straggles()
-            config = StragglerConfig(windows=2, window_s=4)
-            watch = EngineWatch(scene.fleet, config, Observer([sink]), drain=scene.supervisor.drain)
-            states: list[EngineState] = []
-            scene.fleet.listen(lambda engine, _: states.append(engine.state) if engine is slow else None)
-            scheduler = scheduler_of(scene.processes.running[1].pid)
-            hindering = asyncio.create_task(hinder(scheduler))
-            began = time.monotonic()
-            async with watch.running():
-                while slow.state is not EngineState.DRAINING and time.monotonic() < began + 300:
-                    check_alike(contents(await generate(scene, PROMPTS)), expected)
-                record_property("seen", f"drained after {time.monotonic() - began:.0f} s, two windows of 4 s")
+    async with duo.scene() as scene:
+        await scene.publish(1)
+        expected = contents(await generate(scene, PROMPTS))
+        slow, sink = scene.fleet.engines[1], ListSink()
+        config = StragglerConfig(windows=2, window_s=4)
+        watch = EngineWatch(scene.fleet, config, Observer([sink]), drain=scene.supervisor.drain)
+        states: list[EngineState] = []
+        scene.fleet.listen(lambda engine, _: states.append(engine.state) if engine is slow else None)
+        scheduler = scheduler_of(scene.processes.running[1].pid)
+        hindering = asyncio.create_task(hinder(scheduler))
+        began = time.monotonic()
+        async with watch.running():
+            while slow.state is not EngineState.DRAINING and time.monotonic() < began + 300:
                 check_alike(contents(await generate(scene, PROMPTS)), expected)
-            await hindering
-            assert [event.index for event in sink.events] == [1]
-            await scene.until_live(1)
-            assert [state for state in states if state is not EngineState.SUSPECT][-5:] == [
-                *(EngineState.DRAINING, EngineState.DEAD, EngineState.RESTARTING, EngineState.STALE),
-                EngineState.HEALTHY,
-            ]
-            await check_joined(scene, slow, 1)
-
-    asyncio.run(scenario())
+            record_property("seen", f"drained after {time.monotonic() - began:.0f} s, two windows of 4 s")
+            check_alike(contents(await generate(scene, PROMPTS)), expected)
+        await hindering
+        assert [event.index for event in sink.events if isinstance(event, Straggled)] == [1]
+        await scene.until_live(1)
+        assert [state for state in states if state is not EngineState.SUSPECT][-5:] == [
+            *(EngineState.DRAINING, EngineState.DEAD, EngineState.RESTARTING, EngineState.STALE),
+            EngineState.HEALTHY,
+        ]
+        await check_joined(scene, slow, 1)
 
 
 def check_alike(found: Sequence[Content], expected: Sequence[Content]) -> None:
@@ -199,55 +191,47 @@ async def hinder(pid: int) -> None:
     "kill -9 of one engine in a publish, SIGSTOP of the last",
     "the rest get the version in the same step; a frozen one is given up after `silence_timeout_s` + 2 s",
 )
-def test_a_publish_goes_on_without_an_engine_killed_in_it_and_the_last_one_frozen_ends_the_wait(duo: Duo) -> None:
-    async def scenario() -> None:
-        async with duo.scene(max_restarts=0) as scene:
-            await scene.publish(1)
-            expected = contents(await generate(scene, PROMPTS[:2]))
-            await scene.publish(2)
+async def test_a_publish_goes_on_without_an_engine_killed_in_it_and_the_last_one_frozen_ends_the_wait(duo: Duo) -> None:
+    async with duo.scene(max_restarts=0) as scene:
+        await scene.publish(1)
+        expected = contents(await generate(scene, PROMPTS[:2]))
+        await scene.publish(2)
 
-            async def kill() -> None:
-                scene.ranks.before_send = None
-                await asyncio.sleep(0.5)
-                scene.processes.signal(1, signal.SIGKILL)
+        async def kill() -> None:
+            scene.ranks.before_send = None
+            await asyncio.sleep(0.5)
+            scene.processes.signal(1, signal.SIGKILL)
 
-            scene.ranks.before_send = kill
-            started = time.monotonic()
-            await scene.publish(1)
-            assert time.monotonic() - started < 20
-            assert [engine.state for engine in scene.fleet.engines] == [EngineState.HEALTHY, EngineState.DEAD]
-            assert contents(await generate(scene, PROMPTS[:2])) == expected
+        scene.ranks.before_send = kill
+        started = time.monotonic()
+        await scene.publish(1)
+        assert time.monotonic() - started < 20
+        assert [engine.state for engine in scene.fleet.engines] == [EngineState.HEALTHY, EngineState.DEAD]
+        assert contents(await generate(scene, PROMPTS[:2])) == expected
 
-            scene.processes.signal(0, signal.SIGSTOP)
-            stopped = time.monotonic()
-            with pytest.raises(FleetError, match=r"no engine is left: engine 0 .* has not answered for 6 s"):
-                await generate(scene, PROMPTS[:1])
-            assert time.monotonic() - stopped < SILENCE_TIMEOUT_S + 2
-            await asyncio.sleep(1)
-            assert scene.processes.running[0].exit_code is not None
-
-    asyncio.run(scenario())
+        scene.processes.signal(0, signal.SIGSTOP)
+        stopped = time.monotonic()
+        with pytest.raises(FleetError, match=r"no engine is left: engine 0 .* has not answered for 6 s"):
+            await generate(scene, PROMPTS[:1])
+        assert time.monotonic() - stopped < SILENCE_TIMEOUT_S + 2
+        await asyncio.sleep(1)
+        assert scene.processes.running[0].exit_code is not None
 
 
 @pytest.mark.fault("SIGSTOP of an engine in a publish", "given up at the deadline, the rest get the version")
 @pytest.mark.slow
-def test_a_publish_does_not_wait_for_an_engine_that_is_frozen_in_it(duo: Duo) -> None:
-    async def scenario() -> None:
-        async with duo.scene(max_restarts=0) as scene:
-            await scene.publish(1)
+async def test_a_publish_does_not_wait_for_an_engine_that_is_frozen_in_it(duo: Duo) -> None:
+    async with duo.scene(max_restarts=0) as scene:
+        await scene.publish(1)
 
-            async def freeze() -> None:
-                scene.ranks.before_send = None
-                await asyncio.sleep(0.5)
-                scene.processes.signal(1, signal.SIGSTOP)
+        async def freeze() -> None:
+            scene.ranks.before_send = None
+            await asyncio.sleep(0.5)
+            scene.processes.signal(1, signal.SIGSTOP)
 
-            scene.ranks.before_send = freeze
-            started = time.monotonic()
-            await scene.publish(2)
-            assert time.monotonic() - started < SILENCE_TIMEOUT_S + 5
-            assert [engine.state for engine in scene.fleet.engines] == [EngineState.HEALTHY, EngineState.DEAD]
-            assert {
-                number for _, _, versions in contents(await generate(scene, PROMPTS[:1])) for number in versions
-            } == {2}
-
-    asyncio.run(scenario())
+        scene.ranks.before_send = freeze
+        started = time.monotonic()
+        await scene.publish(2)
+        assert time.monotonic() - started < SILENCE_TIMEOUT_S + 5
+        assert [engine.state for engine in scene.fleet.engines] == [EngineState.HEALTHY, EngineState.DEAD]
+        assert {number for _, _, versions in contents(await generate(scene, PROMPTS[:1])) for number in versions} == {2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.engine.engines import engine_spec, prompt_of, scripted
 from tests.observe.samples import ListSink
-from tests.rollout.test_frozen import CHAT, group_of, written_question
+from tests.rollout.judged import CHAT, group_of, written_question
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
 
 TEXTS = ("4", "12", "the rest")
@@ -116,7 +116,7 @@ def test_a_judge_reasons_before_its_answer_and_one_that_is_cut_has_no_score(judg
         scored("judge.tiny", judge, written_question(max_tokens=9), "4")
 
 
-def test_the_chat_route_of_a_server_gives_the_same_answers(judge: FrozenRoleConfig) -> None:
+async def test_the_chat_route_of_a_server_gives_the_same_answers(judge: FrozenRoleConfig) -> None:
     (endpoint,) = judge.endpoints
     config = JudgeRewardConfig(
         kind="judge",
@@ -127,10 +127,8 @@ def test_the_chat_route_of_a_server_gives_the_same_answers(judge: FrozenRoleConf
         answers={"yes": 1.0, "no": 0.0},
     )
 
-    async def score() -> list[Score]:
-        return list((await build_scorer(config).score(group_of(*TEXTS))).scores)
-
-    for text, score_ in zip(TEXTS, asyncio.run(score()), strict=True):
+    scored_ = await build_scorer(config).score(group_of(*TEXTS))
+    for text, score_ in zip(TEXTS, scored_.scores, strict=True):
         answer, num_begun = likeliest(judge.model, text)
         assert score_.prediction == answer
         assert score_.components == {"judge_tokens": float(num_begun + len(answer) + 3)}
@@ -240,103 +238,87 @@ def rollout(text: str) -> Rollout:
     return Rollout(versions=one, loss_mask=mask, finish_reason=FinishReason.STOP, content=content)
 
 
-def play(scenario: Callable[[Scene], object]) -> list[str]:
-    async def run() -> list[str]:
-        scene = Scene()
-        await scene.models.sleep()
-        scene.calls.clear()
-        await scenario(scene)  # type: ignore[misc]
-        return scene.calls
-
-    return asyncio.run(run())
+async def sleeping_judge() -> Scene:
+    scene = Scene()
+    await scene.models.sleep()
+    scene.calls.clear()
+    return scene
 
 
 TURN = ["rollout releases kv_cache", "judge takes weights", "judge takes kv_cache"]
 END = ["judge releases kv_cache and weights", "rollout takes kv_cache"]
 
 
-def test_a_step_is_scored_when_its_last_group_is_generated() -> None:
-    async def scenario(scene: Scene) -> None:
-        asking = asyncio.create_task(scene.ask("a", "last", "bb"))
-        await asyncio.sleep(0.05)
-        assert scene.calls == ["generate a", "generate last", "generate bb"], "scored while another is generated"
-        scene.may_end.set()
-        found = await asking
-        assert [each.scores[0].value for each in found if isinstance(each, ScoredGroup)] == [1.0, 4.0, 2.0]
-
-    calls = play(scenario)
-    assert calls[3:6] == TURN
-    assert sorted(calls[6:9]) == ["score a", "score bb", "score last"]
-    assert calls[9:] == END
+async def test_a_step_is_scored_when_its_last_group_is_generated() -> None:
+    scene = await sleeping_judge()
+    asking = asyncio.create_task(scene.ask("a", "last", "bb"))
+    await asyncio.sleep(0.05)
+    assert scene.calls == ["generate a", "generate last", "generate bb"], "scored while another is generated"
+    scene.may_end.set()
+    found = await asking
+    assert [each.scores[0].value for each in found if isinstance(each, ScoredGroup)] == [1.0, 4.0, 2.0]
+    assert scene.calls[3:6] == TURN
+    assert sorted(scene.calls[6:9]) == ["score a", "score bb", "score last"]
+    assert scene.calls[9:] == END
 
 
-def test_a_prompt_that_comes_in_a_turn_is_generated_after_it() -> None:
-    async def scenario(scene: Scene) -> None:
-        first = asyncio.create_task(scene.ask("a"))
-        while TURN[0] not in scene.calls:
-            await asyncio.sleep(0)
-        await scene.ask("bb")
-        await first
-
-    calls = play(scenario)
-    assert calls == ["generate a", *TURN, "score a", *END, "generate bb", *TURN, "score bb", *END]
+async def test_a_prompt_that_comes_in_a_turn_is_generated_after_it() -> None:
+    scene = await sleeping_judge()
+    first = asyncio.create_task(scene.ask("a"))
+    while TURN[0] not in scene.calls:
+        await asyncio.sleep(0)
+    await scene.ask("bb")
+    await first
+    assert scene.calls == ["generate a", *TURN, "score a", *END, "generate bb", *TURN, "score bb", *END]
 
 
-def test_a_lost_prompt_and_one_without_a_score_cost_no_other() -> None:
-    async def scenario(scene: Scene) -> None:
-        lost, bad, good = await scene.ask("lost", "bad", "good")
-        assert isinstance(lost, FleetError)
-        assert isinstance(bad, ScoreError)
-        assert isinstance(good, ScoredGroup)
-
-    assert play(scenario)[-2:] == END
-
-
-def test_the_greedy_rollout_of_a_group_is_scored_as_well() -> None:
-    async def scenario(scene: Scene) -> None:
-        (found,) = await scene.ask("a", task=replace(TASK, baseline=SAMPLING))
-        assert isinstance(found, ScoredGroup)
-        assert found.baseline is not None
-        assert found.baseline.value == len("greedy a")
-
-    play(scenario)
+async def test_a_lost_prompt_and_one_without_a_score_cost_no_other() -> None:
+    scene = await sleeping_judge()
+    lost, bad, good = await scene.ask("lost", "bad", "good")
+    assert isinstance(lost, FleetError)
+    assert isinstance(bad, ScoreError)
+    assert isinstance(good, ScoredGroup)
+    assert scene.calls[-2:] == END
 
 
-def test_a_run_that_has_ended_takes_no_turn() -> None:
-    async def scenario(scene: Scene) -> None:
-        asking = asyncio.create_task(scene.ask("a"))
-        while "generate a" not in scene.calls:
-            await asyncio.sleep(0)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await asyncio.sleep(0.05)
-
-    assert play(scenario) == ["generate a"]
+async def test_the_greedy_rollout_of_a_group_is_scored_as_well() -> None:
+    scene = await sleeping_judge()
+    (found,) = await scene.ask("a", task=replace(TASK, baseline=SAMPLING))
+    assert isinstance(found, ScoredGroup)
+    assert found.baseline is not None
+    assert found.baseline.value == len("greedy a")
 
 
-def test_new_trainers_wait_until_a_turn_has_ended() -> None:
-    async def scenario(scene: Scene) -> None:
-        asking = asyncio.create_task(scene.ask("a"))
-        while TURN[0] not in scene.calls:
-            await asyncio.sleep(0)
-        await scene.phases.make_room()
-        scene.calls.append("trainers start")
+async def test_a_run_that_has_ended_takes_no_turn() -> None:
+    scene = await sleeping_judge()
+    asking = asyncio.create_task(scene.ask("a"))
+    while "generate a" not in scene.calls:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await asking
+    await asyncio.sleep(0.05)
+    assert scene.calls == ["generate a"]
 
-    calls = play(scenario)
-    assert calls == ["generate a", *TURN, "score a", *END, "rollout releases kv_cache", "trainers start"]
+
+async def test_new_trainers_wait_until_a_turn_has_ended() -> None:
+    scene = await sleeping_judge()
+    asking = asyncio.create_task(scene.ask("a"))
+    while TURN[0] not in scene.calls:
+        await asyncio.sleep(0)
+    await scene.phases.make_room()
+    scene.calls.append("trainers start")
+    await asking
+    assert scene.calls == ["generate a", *TURN, "score a", *END, "rollout releases kv_cache", "trainers start"]
 
 
-def test_a_judge_that_died_in_its_sleep_ends_the_wait_with_the_reason() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.judge.report(scene.judge.engines[0], Ended(reason="it was killed"))
-        (found,) = await scene.ask("a")
-        assert isinstance(found, FleetError)
-        assert "it was killed" in str(found)
-        assert scene.rollout.is_awake
-
-    play(scenario)
+async def test_a_judge_that_died_in_its_sleep_ends_the_wait_with_the_reason() -> None:
+    scene = await sleeping_judge()
+    scene.judge.report(scene.judge.engines[0], Ended(reason="it was killed"))
+    (found,) = await scene.ask("a")
+    assert isinstance(found, FleetError)
+    assert "it was killed" in str(found)
+    assert scene.rollout.is_awake
 
 
 with private_ray():

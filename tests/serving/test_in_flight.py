@@ -13,50 +13,25 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from megarl import stages
 from megarl.config.roles import InFlight
-from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
-from megarl.serving.publisher import EnginePublisher
-from megarl.stages import SeparatePhases
 from megarl.types import FinishReason, PolicyVersion, Rollout, RolloutGroup
 from tests.engine.engines import (
     EOS,
-    REQUEST_TIMEOUT_S,
+    ScriptedEngine,
     ServedModel,
     generator_of,
     prompt_of,
+    reply_of,
     scripted_fleet,
 )
-from tests.rollout.test_generator import ScriptedEngine, reply_of
+from tests.serving.pauses import DiskPublisher, pausing
 
 PROMPT = (5, 17, 33, 90, 8)
 MAX_TOKENS = 400
 MIN_MIXED = 4
-
-
-class DiskPublisher:
-    """Serves the other model at odd versions and the first one at even ones."""
-
-    def __init__(self, served: ServedModel, fleet: Fleet, mode: InFlight) -> None:
-        self._folders = (served.folder, served.other_folder)
-        self._fleet = fleet
-        self._mode = mode
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        (engine,) = self._fleet.engines
-        folder = self._folders[version % 2]
-        await admin.load_weights_from_disk(engine.client, folder, version=version, timeout_s=REQUEST_TIMEOUT_S)
-        if self._mode != "in_place":
-            await engine.client.flush_cache()
-        await self._fleet.committed(version, [engine])
-        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
-
-
-def pausing(transport: stages.Publisher, fleet: Fleet, mode: InFlight) -> EnginePublisher:
-    return EnginePublisher(transport=transport, fleet=fleet, phases=SeparatePhases(), in_flight=mode)
 
 
 def generate_through_publishes(served: ServedModel, mode: InFlight) -> RolloutGroup:

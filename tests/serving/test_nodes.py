@@ -13,7 +13,7 @@ from megarl.observe.observer import Observer
 from megarl.serving.nodes import EngineNodes
 from megarl.serving.supervisor import Supervisor
 from tests.observe.samples import ListSink
-from tests.serving.test_supervisor import Scripted, supervised, until
+from tests.serving.supervised import Scripted, supervised, until
 
 
 @dataclass

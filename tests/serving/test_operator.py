@@ -13,7 +13,7 @@ from megarl.observe.observer import Observer
 from megarl.serving.nodes import EngineNodes
 from megarl.serving.operator import SOCKET_FILE, EngineReport, OperatorRequest, ask, open_to_operator
 from megarl.serving.supervisor import Supervisor
-from tests.serving.test_supervisor import supervised, until
+from tests.serving.supervised import supervised, until
 
 
 async def no_room(address: str, count: int | None) -> None:

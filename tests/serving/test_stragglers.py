@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from megarl.config.recipe import StragglerConfig
 from megarl.engine.dispatch import Throughput
 from megarl.engine.lifecycle import EngineState
-from megarl.observe.events import Record, Straggled
+from megarl.observe.events import Straggled
 from megarl.observe.observer import Observer
 from megarl.serving.stragglers import EngineWatch, SlowStreaks
-from tests.serving.test_supervisor import supervised, until
+from tests.observe.samples import ListSink
+from tests.serving.supervised import supervised, until
 
 CONFIG = StragglerConfig(windows=2, window_s=0.5)
-
-
-class Straggles:
-    """A sink that keeps the events about slow members."""
-
-    def __init__(self) -> None:
-        self.events: list[Straggled] = []
-
-    def record(self, record: Record) -> None:
-        if isinstance(record.event, Straggled):
-            self.events.append(record.event)
-
-    def close(self) -> None: ...
 
 
 def judged(*windows: Mapping[int, float]) -> list[list[tuple[int, int]]]:
@@ -53,7 +40,7 @@ async def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_nev
     async with supervised() as (scripted, fleet, supervisor):
         seen: list[EngineState] = []
         fleet.listen(lambda engine, _before: seen.append(engine.state))
-        sink = Straggles()
+        sink = ListSink()
         watch = EngineWatch(fleet, CONFIG, Observer([sink]), drain=supervisor.drain)
 
         def window() -> None:
@@ -65,6 +52,7 @@ async def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_nev
         assert not sink.events
         window()
         (event,) = sink.events
+        assert isinstance(event, Straggled)
         assert (event.role, event.index, event.ratio) == ("rollout", 1, 5.0)
         assert "a token takes 50.0 ms, 5.0 times the median, for 2 windows" in event.text
         assert event.text.endswith("it is drained and restarted")
@@ -76,18 +64,15 @@ async def test_a_slow_engine_is_named_drained_and_restarted_and_the_last_one_nev
         assert "is slow: a token" in scripted.reasons[0]
 
 
-def test_an_engine_with_few_answers_is_compared_when_it_has_more() -> None:
-    async def scenario() -> list[str]:
-        async with supervised() as (_, fleet, supervisor):
-            sink = Straggles()
-            watch = EngineWatch(fleet, StragglerConfig(windows=1), Observer([sink]), drain=supervisor.drain)
-            for _ in range(2):
-                fleet.answered(fleet.engines[0], Throughput(num_requests=8, num_tokens=100, seconds=1.0))
-                fleet.answered(fleet.engines[1], Throughput(num_requests=4, num_tokens=50, seconds=5.0))
-                watch.end_window()
-            return [event.text for event in sink.events]
-
-    (text,) = asyncio.run(scenario())
+async def test_an_engine_with_few_answers_is_compared_when_it_has_more() -> None:
+    async with supervised() as (_, fleet, supervisor):
+        sink = ListSink()
+        watch = EngineWatch(fleet, StragglerConfig(windows=1), Observer([sink]), drain=supervisor.drain)
+        for _ in range(2):
+            fleet.answered(fleet.engines[0], Throughput(num_requests=8, num_tokens=100, seconds=1.0))
+            fleet.answered(fleet.engines[1], Throughput(num_requests=4, num_tokens=50, seconds=5.0))
+            watch.end_window()
+        (text,) = [event.text for event in sink.events if isinstance(event, Straggled)]
     assert "a token takes 100.0 ms, 10.0 times the median" in text
 
 

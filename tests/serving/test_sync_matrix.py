@@ -124,7 +124,7 @@ async def fingerprints_of(control: ToolControl, fleet: Fleet, folder: Path) -> l
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_published_parameters_are_those_sglang_loads_itself(target: Target, name: str, cluster: Cluster) -> None:
+async def test_published_parameters_are_those_sglang_loads_itself(target: Target, name: str, cluster: Cluster) -> None:
     split = TRAINERS[name]
     if split.has_experts and target.family != "qwen3_moe":
         pytest.skip("a dense model has no experts to split")
@@ -140,30 +140,27 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
         expert=target.kind.expert,
     )
 
-    async def scenario() -> None:
-        async with target.fleet() as fleet:
-            control = control_of(fleet)
-            expected = await fingerprints_of(control, fleet, target.folder / "published")
-            before = await fingerprints_of(control, fleet, target.folder / "served")
-            assert all(old[key] != new[key] for old, new in zip(before, expected, strict=True) for key in old)
-            rendezvous = replace(rendezvous_at(control), timeout_s=60.0, bucket_bytes=4 * BUCKET_BYTES)
-            ranks = asyncio.create_task(
-                asyncio.to_thread(
-                    cluster.run,
-                    split.world,
-                    load_and_send,
-                    split.model,
-                    shape,
-                    target.folder / "published",
-                    transfer,
-                    rendezvous,
-                    1,
-                )
+    async with target.fleet() as fleet:
+        control = control_of(fleet)
+        expected = await fingerprints_of(control, fleet, target.folder / "published")
+        before = await fingerprints_of(control, fleet, target.folder / "served")
+        assert all(old[key] != new[key] for old, new in zip(before, expected, strict=True) for key in old)
+        rendezvous = replace(rendezvous_at(control), timeout_s=60.0, bucket_bytes=4 * BUCKET_BYTES)
+        ranks = asyncio.create_task(
+            asyncio.to_thread(
+                cluster.run,
+                split.world,
+                load_and_send,
+                split.model,
+                shape,
+                target.folder / "published",
+                transfer,
+                rendezvous,
+                1,
             )
-            await control.join(transfer, plan_hash=transfer.plan().hash, rendezvous=rendezvous)
-            arrived = await control.receive(PolicyVersion(1))
-            check_digests(await ranks, arrived)
-            assert await control.confirm(PolicyVersion(1)) == target.kind.num_engines
-            assert await control.fingerprints() == expected
-
-    asyncio.run(scenario())
+        )
+        await control.join(transfer, plan_hash=transfer.plan().hash, rendezvous=rendezvous)
+        arrived = await control.receive(PolicyVersion(1))
+        check_digests(await ranks, arrived)
+        assert await control.confirm(PolicyVersion(1)) == target.kind.num_engines
+        assert await control.fingerprints() == expected

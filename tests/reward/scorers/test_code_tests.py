@@ -30,13 +30,20 @@ def block(program: str) -> str:
     return f"Here it is:\n```python\n{program}\n```\nDone."
 
 
-def score(program: str, tests: str = SUMS, *, partial: bool = False, sandbox: str = "bubblewrap") -> float:
+def score(
+    program: str,
+    tests: str = SUMS,
+    *,
+    partial: bool = False,
+    sandbox: str = "bubblewrap",
+    deadline_s: float = DEADLINE_S,
+) -> float:
     result = compute_score(
         "",
         block(program),
         tests,
         sandbox=sandbox,  # type: ignore[arg-type]
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
         gives_partial_credit=partial,
         **asdict(LIMITS),
     )
@@ -174,6 +181,8 @@ for pid in (os.getppid(), 1, NEIGHBOUR, -1):
 print('in')
 """,
 }
+ENDLESS_S = dict.fromkeys(("fork_bomb", "endless", "sigterm", "symlinks"), 1.0)
+"""Deadlines of those that do not end by themselves."""
 
 
 def attempt(escape: str, *, target: Path, port: int, neighbour: int, sandbox: str) -> float:
@@ -181,7 +190,8 @@ def attempt(escape: str, *, target: Path, port: int, neighbour: int, sandbox: st
     program = ESCAPES[escape]
     for name, place in places.items():
         program = program.replace(name, place)
-    return score(program, json.dumps({"inputs": [""], "outputs": ["out"]}), sandbox=sandbox)
+    tests = json.dumps({"inputs": [""], "outputs": ["out"]})
+    return score(program, tests, sandbox=sandbox, deadline_s=ENDLESS_S.get(escape, DEADLINE_S))
 
 
 @pytest.mark.parametrize("escape", ["environments", "loopback", "write_outside"])

@@ -17,9 +17,17 @@ from megarl.config.section import dtype_on
 from megarl.planner.deployment import Deployment, GpuPlace, Placement, PublishWay
 from megarl.planner.hardware import GLOO_GB_PER_S, LINK_EFFICIENCY, ROUND_S, GpuModel
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES
-from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
+from megarl.weights.algebra.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    PeerNumbers,
+    buckets_forwarded_by,
+    buckets_from,
+    buckets_to,
+    rounds,
+    staging_bound,
+)
 from megarl.weights.algebra.plan import Plan, giver_location, plan
-from megarl.weights.algebra.routing import nearest_order
+from megarl.weights.algebra.routing import forwarder, nearest_order
 from megarl.weights.algebra.slices import Gpu as GpuNumber
 from megarl.weights.algebra.slices import Layout, Link, on_gpus
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -186,19 +194,44 @@ class _Load:
     def _count_buckets(self, direct: Link) -> None:
         """Count what travels in buckets: all that a target does not read from the memory of a source."""
         locations = self._plan.locations
-        copied, sent, received = Counter[str](), Counter[int](), Counter[int]()
+        copied, from_source, at_target = Counter[str](), Counter[int](), Counter[int]()
+        num_filled = 0
         for (sender, target), num_bytes in self._plan.traffic.between.items():
             location = giver_location(sender, locations)
             if sender >= 0 and location.link(locations.targets[target]) <= direct:
                 continue
             num_buckets = -(-num_bytes // DEFAULT_BUCKET_BYTES)
-            sent[sender] += num_buckets
-            received[target] += num_buckets
+            num_filled += num_buckets
+            at_target[target] += num_buckets
+            if sender >= 0:
+                from_source[sender] += num_buckets
+            else:
+                at_target[forwarder(sender)] += num_buckets
             copied[location.device] += num_bytes
             copied[locations.targets[target].device] += num_bytes
-        self.num_messages = sum(sent.values())
-        self.num_rounds = max((*sent.values(), *received.values()), default=0)
         self.copied_bytes = max(copied.values(), default=0)
+        if not num_filled:
+            return
+        # Boxes do not fill buckets to the brim. Those of all ranks take long to pack; those of the busiest tell.
+        ((target, filled),) = at_target.most_common(1)
+        self.num_rounds, packed = self._rounds_of_target(target, direct)
+        for source, _ in from_source.most_common(1):
+            self.num_rounds = max(self.num_rounds, self._num_sent_by(source, direct))
+        self.num_messages = round(num_filled * packed / filled)
+
+    def _rounds_of_target(self, target: int, direct: Link) -> tuple[int, int]:
+        """Return the rounds of an engine rank, and the buckets that it receives and forwards."""
+        whole, bucket_bytes = self._plan, DEFAULT_BUCKET_BYTES
+        arriving = buckets_to(whole, target, bucket_bytes=bucket_bytes)
+        received = [bucket for bucket in arriving if bucket.is_forwarded or bucket.link(whole) > direct]
+        sent = buckets_forwarded_by(whole, target, bucket_bytes=bucket_bytes)
+        num_sources = len(whole.source.holdings)
+        peers = PeerNumbers(first_target=num_sources, num_peers=num_sources + len(whole.target.holdings))
+        return len(rounds(sent, received, peers)), len(sent) + len(received)
+
+    def _num_sent_by(self, source: int, direct: Link) -> int:
+        leaving = buckets_from(self._plan, source, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        return sum(bucket.link(self._plan) > direct for bucket in leaving)
 
 
 def _node_numbers(placement: Placement) -> dict[str, int]:

@@ -143,7 +143,7 @@ def test_publishing_is_shown_with_its_links_its_floor_and_its_hash(capsys: pytes
     links = ("over same node", "over network", "buckets in each engine rank", "communicator in each")
     for words in (*links, "estimate from", "lower bound of any plan"):
         assert any(line.startswith(words) for line in lines), words
-    assert any(line.endswith("286 rounds; hops: 2") for line in lines)
+    assert any(line.endswith("349 rounds; hops: 2") for line in lines)
     assert "between nodes: rounds on one NCCL communicator; within a node: CUDA IPC" in lines
     assert any(line.startswith("plan ") and len(line) == len("plan ") + 32 for line in lines)
 

@@ -134,7 +134,7 @@ def test_between_the_nodes_of_a_shared_pool_host_memory_sets_the_time() -> None:
     assert found.seconds > found.busiest_bytes[LinkClass.NETWORK] / (GLOO_GB_PER_S * 1e9)
 
 
-@pytest.mark.parametrize(("recipe", "floor_s", "goal_s"), [(SEPARATE, 0.353, 1.0)])
+@pytest.mark.parametrize(("recipe", "floor_s", "goal_s"), [(SEPARATE, 0.353, 1.05)])
 def test_a_70b_model_is_published_within_the_goal_of_the_model(recipe: Recipe, floor_s: float, goal_s: float) -> None:
     found = resharded(recipe, LARGE)
     assert found.floor_s == pytest.approx(floor_s, abs=0.002)

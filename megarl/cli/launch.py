@@ -14,7 +14,8 @@ from megarl.cli.recipe import Overrides, RecipePath, ShapeName, load_checked
 from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem, writing
-from megarl.planner.fit import PlanQuestion, answer
+from megarl.planner.fit import PlanQuestion, Sizes, answer
+from megarl.planner.limits import with_limits
 
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 
@@ -73,7 +74,10 @@ def slurm(
     gpu_request: _GpuRequest = None,
     partition: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
     account: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
-    time: Annotated[str | None, typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00. By default from the plan, a day at most."),
+    ] = None,
     container: _Container = None,
     venv: Annotated[Path | None, typer.Option(metavar="DIR", help="That of this command if not given.")] = None,
     mount: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Mount it too. May be repeated.")] = None,
@@ -96,9 +100,9 @@ def slurm(
     if container is not None and venv is not None:
         problem = Problem(key="", message="name a --container or a --venv, not both")
         raise ConfigError("megarl launch slurm", (problem,))
-    checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
+    checked, sizes = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
-    from megarl.tools.launch.slurm import SlurmJob, render
+    from megarl.tools.launch.slurm import SlurmJob, render, time_limit
 
     job = SlurmJob(
         recipe_path=recipe.absolute(),
@@ -110,7 +114,8 @@ def slurm(
         gpu_request=gpu_request,
         partition=partition,
         account=account,
-        time_limit=time,
+        time_limit=time or (None if sizes is None else time_limit(sizes)),
+        first_save_s=0.0 if sizes is None or sizes.limits is None else sizes.limits.first_save_s,
         container=container,
         venv=None if venv is None else venv.absolute(),
         mounts=tuple(path.absolute() for path in mount or ()),
@@ -156,7 +161,7 @@ def kubernetes(
 
     The run has to fit its GPUs by `megarl plan`. Model and data may be on the cluster only; the job checks them there.
     """
-    checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
+    checked, _ = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
     from megarl.tools.launch.kubernetes import KubernetesJob, render
 
@@ -185,8 +190,11 @@ def kubernetes(
         print(f"wrote {out}; start it with: kubectl apply -f {out}")
 
 
-def _checked(path: Path, overrides: list[str], *, shape: str | None, overrides_fit: bool) -> Recipe:
-    """Return the recipe after the checks that are possible here; raise a ConfigError if it does not fit its GPUs."""
+def _checked(
+    path: Path, overrides: list[str], *, shape: str | None, overrides_fit: bool
+) -> tuple[Recipe, Sizes | None]:
+    """Return the recipe with the limits of its plan, after the checks that are possible here, and its sizes, None where
+    nothing is planned; raise a ConfigError if it does not fit its GPUs."""
     recipe = read_recipe(path, overrides).recipe
     missing = [str(each) for each in (recipe.model.path, *recipe.data.train, *recipe.data.eval) if not each.exists()]
     if not missing:
@@ -194,14 +202,14 @@ def _checked(path: Path, overrides: list[str], *, shape: str | None, overrides_f
     else:
         print(f"warning: not on this machine, checked when the job starts: {', '.join(missing)}", file=sys.stderr)
     if recipe.run.device == "cpu" or overrides_fit:
-        return recipe
+        return recipe, None
     planned = answer(path, overrides, PlanQuestion(shape_name=shape))
     if not planned.plan.sizes.fits:
         ways = [" ".join(f"--set {each}" for each in proposal.assignments) for proposal in planned.proposals]
         remedy = f"fits with {' or with '.join(ways)}" if ways else "it needs more GPUs or a smaller model"
         message = f"{planned.plan.sizes.excess}; {remedy}; --override-fit writes the job anyway"
         raise ConfigError(str(path), (Problem(key=f"does not fit {planned.plan.gpu.name}", message=message),))
-    return recipe
+    return with_limits(recipe, planned.plan.sizes.limits), planned.plan.sizes
 
 
 def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:

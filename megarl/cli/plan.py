@@ -33,6 +33,8 @@ _WAYS = {
     PublishWay.HOST: "between nodes: gloo through host memory; within a node: in place",
 }
 WIDTH = 100
+_WORTHWHILE = 0.98
+"""A change that saves less than two percent of a step is not named."""
 
 
 def plan(
@@ -87,11 +89,12 @@ def _exit_code(answer: PlanAnswer) -> int:
 
 def as_json(answer: PlanAnswer) -> dict[str, object]:
     fits = {"fits": answer.plan.sizes.fits, "proposals": [asdict(proposal) for proposal in answer.proposals]}
+    faster = None if answer.faster is None else asdict(answer.faster)
     timing, cost = answer.plan.sizes.timing, {}
     if timing is not None and answer.recipe.run.device == "cuda":
         hours, price = _step_gpu_hours(answer, timing), answer.recipe.cluster.gpu_hour_price
         cost = {"step_gpu_hours": hours, "step_cost": None if price is None else hours * price}
-    return {"run": answer.recipe.run.name, **fits, **cost, **asdict(answer.plan)}
+    return {"run": answer.recipe.run.name, **fits, "faster": faster, **cost, **asdict(answer.plan)}
 
 
 def tables(answer: PlanAnswer) -> Group:
@@ -211,13 +214,23 @@ def fit_lines(answer: PlanAnswer) -> list[str]:
     if worst is None or worst.margin_bytes is None:
         return ["this is the host memory of one process; a CPU run has no limit to compare it with"]
     if sizes.fits:
-        return [f"fits: at least {_gib(worst.margin_bytes)} GiB are left ({worst.where}, {worst.phase})"]
+        fits = f"fits: at least {_gib(worst.margin_bytes)} GiB are left ({worst.where}, {worst.phase})"
+        return [fits, *_faster_lines(answer)]
     lines = [f"does not fit: {sizes.excess}"]
     for proposal in answer.proposals:
         lines += _proposal_lines(proposal)
     if not answer.proposals:
         lines.append("  no change of one or two keys makes it fit; it needs more GPUs or a smaller model")
     return lines
+
+
+def _faster_lines(answer: PlanAnswer) -> list[str]:
+    """Return a proposal to recompute less, which changes no number."""
+    faster, timing = answer.faster, answer.plan.sizes.timing
+    if faster is None or timing is None or faster.step_s > _WORTHWHILE * timing.step_s:
+        return []
+    outcome = f"step about {_seconds(faster.step_s)}, {_gib(faster.training_margin_bytes)} GiB left in training"
+    return [f"memory is left to recompute less: {outcome}", *(f"  --set {each}" for each in faster.assignments)]
 
 
 def _proposal_lines(proposal: Proposal) -> list[str]:
@@ -298,6 +311,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         )
     if answer.recipe.run.device == "cuda":
         notes.append(_cost(answer, timing))
+    notes += _run_notes(answer)
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
 
@@ -313,6 +327,33 @@ def _cost(answer: PlanAnswer, timing: Timing) -> str:
 
 def _step_gpu_hours(answer: PlanAnswer, timing: Timing) -> float:
     return timing.step_s * answer.plan.placement.num_gpus / HOUR_S
+
+
+def _run_notes(answer: PlanAnswer) -> list[str]:
+    """Return the time outside of steps, and the limits that follow from the plan."""
+    outside, limits, recipe = answer.plan.sizes.run_time, answer.plan.sizes.limits, answer.recipe
+    if outside is None or limits is None:
+        return []
+    rate = f"{recipe.cluster.file_system_gb_per_s:g} GB/s of the file system"
+    notes = [
+        f"starting: about {_seconds(outside.start_s)}, and {_seconds(outside.load_s)} to read the models, "
+        f"{_seconds(outside.resume_s)} for a checkpoint, at {rate}"
+    ]
+    if outside.evaluation_s:
+        meanwhile = ", beside training" if outside.is_evaluated_beside else ""
+        what = f"an evaluation of {outside.evaluated_prompts} prompts"
+        notes.append(f"{what} takes about {_seconds(outside.evaluation_s)}{meanwhile}")
+    if outside.total_s is not None:
+        notes.append(f"with its start and evaluations the run takes about {outside.total_s / HOUR_S:,.1f} h")
+    every = recipe.checkpoint.save_every_steps
+    if saves(recipe.checkpoint) and every is not None:
+        steps = f"hourly, about every {limits.steps_per_hour} step(s)" if every == "hourly" else f"every {every} steps"
+        notes.append(f"saves {steps}; {limits.grace_s:g} s to save after a signal")
+    notes.append(
+        f"a call to ranks may take {limits.operation_timeout_s:g} s; the longest takes about "
+        f"{_seconds(limits.longest_call_s)} once responses are long"
+    )
+    return notes
 
 
 def _why_so_many(answer: PlanAnswer) -> str:

@@ -19,6 +19,9 @@ from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
 from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
 
+LEAST_GRACE_S = 120.0
+LEAST_DEADLINE_S = 1800.0
+
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -134,6 +137,9 @@ class ClusterConfig(Section):
     a step, of the run so far, and of the whole run."""
     allows_no_token: bool = False
     """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
+    file_system_gb_per_s: PositiveFloat = 5
+    """Rate at which all nodes together write to the file system of the run's folder and read models from theirs;
+    `megarl plan` takes the time of starts and saves from it."""
     node_timeout_s: PositiveFloat = 600
     """How long a run that lost a node waits for another one before it ends."""
     lease_s: NonNegativeFloat = 90
@@ -177,14 +183,20 @@ class TrainConfig(Section):
     """The experts of a mixture that the actor sends a token to: those that the engine chose (`replay`), or its own
     choice (`live`), which differs by rounding. null is `replay` where megarl starts the engines of a mixture."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    operation_timeout_s: PositiveFloat = 1800
+    operation_timeout_s: PositiveFloat | None = None
     """Deadline of every call to a trainer rank: past it the ranks count as hanging, and their stacks are written to
-    `<run>/hang_*.txt`."""
+    `<run>/hang_*.txt`. null is three times what the longest call takes by the plan if responses are 90 % of the longest
+    in the mean, and at least 1800 s. Less than three times is refused."""
     max_restarts: NonNegativeInt = 3
     """How often all ranks are restarted from the newest checkpoint after one died or hung; every checkpoint resets the
     count. 0 ends the run at once."""
     restart_pause_s: NonNegativeFloat = 1.0
     """Pause before the first restart; it doubles with each further one, up to a minute."""
+
+    @property
+    def deadline_s(self) -> float:
+        """The deadline of a recipe whose plan is known, or needs none: on a CPU."""
+        return LEAST_DEADLINE_S if self.operation_timeout_s is None else self.operation_timeout_s
 
     @property
     def updates_per_step(self) -> int:
@@ -264,9 +276,10 @@ class CheckpointConfig(Section):
     """Checkpoints are in `<run>/checkpoints/step_N`; `model` in one is a Hugging Face folder. A stopped run resumes
     from the newest."""
 
-    save_every_steps: PositiveInt | None = 50
-    """Steps between two saves, which run in the background; null saves only at the end, at a new best, and when the run
-    is asked to stop (SIGTERM)."""
+    save_every_steps: PositiveInt | Literal["hourly"] | None = "hourly"
+    """Steps between two saves, which run in the background; `hourly` are as many as take an hour, at least one. null
+    saves only at the end, at a new best, and when the run is asked to stop (SIGTERM). More than an hour by the plan is
+    refused."""
     save_at_end: bool = True
     """Save the last step; a run whose last step cannot be saved ends with exit code 4."""
     keep_last: PositiveInt = 2
@@ -275,10 +288,17 @@ class CheckpointConfig(Section):
     """Save every step whose evaluation beats all before it, and keep that one in addition to the last ones."""
     contents: Literal["everything", "weights"] = "everything"
     """A run can resume only from `everything`: weights, optimizer and the state of the run."""
-    grace_s: PositiveFloat = 120
-    """Time to save after SIGTERM or SIGUSR1; past it, or after a second SIGTERM, the run ends at once."""
+    grace_s: PositiveFloat | None = None
+    """Time to save after SIGTERM or SIGUSR1; past it, or after a second SIGTERM, the run ends at once. null is twice
+    the time of a save by the plan, and at least 120 s. An update that takes more than half of it is given up at the
+    signal, and the step before it is saved."""
     mirror: MirrorConfig | None = None
     """A second place for the checkpoints; null has none."""
+
+    @property
+    def time_to_save_s(self) -> float:
+        """The grace of a recipe whose plan is known, or needs none: on a CPU."""
+        return LEAST_GRACE_S if self.grace_s is None else self.grace_s
 
 
 class RolloutSamplesConfig(Section):

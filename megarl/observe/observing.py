@@ -140,7 +140,7 @@ def set_constants(meter: Meter, recipe: Recipe) -> None:
     meter.set(names.RUN_STEPS, recipe.run.total_steps)
     meter.set(names.RUN_GPUS, sum(pool.gpus for pool in recipe.pools.values()))
     meter.set(names.STALENESS_LIMIT, recipe.train.max_staleness)
-    if recipe.checkpoint.save_every_steps is not None:
+    if isinstance(recipe.checkpoint.save_every_steps, int):
         meter.set(names.CHECKPOINT_INTERVAL, recipe.checkpoint.save_every_steps)
     folder = recipe.run_folder.absolute()
     meter.watch(names.CHECKPOINT_FREE, lambda: _free_bytes(folder))

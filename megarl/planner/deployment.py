@@ -38,7 +38,7 @@ from megarl.weights.layouts.megatron import MegatronParallel
 _NUM_SAMPLES = 256
 _MOST_REQUESTS = 4096
 """More than SGLang chooses by itself, whatever the memory."""
-_EVALUATED_AT_ONCE = 256
+EVALUATED_AT_ONCE = 256
 """Prompts of an evaluation, which are not counted before they are read."""
 
 
@@ -351,7 +351,7 @@ def _requests_at_once(recipe: Recipe) -> int:
     filtering, train = recipe.algorithm.filter, recipe.train
     oversampling = 1.0 if filtering is None else filtering.oversampling
     prompts = train.prompts_per_step * max(1, train.max_staleness) * oversampling
-    evaluated = _EVALUATED_AT_ONCE if recipe.evaluation is not None else 0
+    evaluated = EVALUATED_AT_ONCE if recipe.evaluation is not None else 0
     if not recipe.algorithm.needs.has_engines:
         return evaluated
     return max(math.ceil(prompts) * recipe.sampling.rollouts_per_prompt, evaluated)

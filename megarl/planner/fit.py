@@ -5,6 +5,7 @@ The cheapest change of one or two settings needs the fewest GPUs, and among equa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +20,23 @@ from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConf
 from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
+from megarl.planner.activations import Recomputation
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
 from megarl.planner.hardware import GpuModel, gpu_of
-from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers, snapshot_bytes
+from megarl.planner.ledger import HostLedger, MemoryLedger, MemoryPhase, host_ledgers, ledgers, snapshot_bytes
+from megarl.planner.limits import RunLimits, check_limits, limits_of
 from megarl.planner.memory import EngineMemory, StageMemory
 from megarl.planner.replay import RecordedRun, Replay, replay
 from megarl.planner.reshard import Reshard, reshard
+from megarl.planner.run_time import RunTime, run_time
 from megarl.planner.timing import Timing, estimate
+from megarl.weights.layouts.megatron import MegatronParallel
 
 NUM_PROPOSALS = 3
 _FACTORS = (2, 4)
 _RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+_RESERVE = 0.1
+"""Share of the memory of a GPU that a proposal to recompute less leaves."""
 _FRACTIONS = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2)
 
 _Change: TypeAlias = tuple[str, ...]
@@ -44,7 +51,9 @@ class Sizes:
     hosts: tuple[HostLedger, ...]
     engine: EngineMemory | None
     timing: Timing | None
-    """None on a CPU run, for which no rates are stated."""
+    """None on a CPU run, for which no rates are stated; so are the next two."""
+    run_time: RunTime | None
+    limits: RunLimits | None
 
     @property
     def worst(self) -> MemoryLedger | None:
@@ -69,11 +78,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Changes that make the recipe fit."""
+    """Changes that make the recipe fit, or faster."""
 
     assignments: _Change
     num_gpus: int
     margin_bytes: int
+    """Memory that the fullest GPU has left in any phase."""
+    training_margin_bytes: int
     step_s: float
 
 
@@ -84,7 +95,7 @@ def size(
 
     A CPU run is timed with the rates of the deployment's GPU, for comparisons, if `times_cpu`.
     """
-    timing = None
+    timing = outside = limits = None
     if deployment.device != "cpu" or times_cpu:
         timing = estimate(
             deployment,
@@ -98,12 +109,18 @@ def size(
                 if model.is_trained
             },
             publish_s=publish_s,
+            file_system_gb_per_s=recipe.cluster.file_system_gb_per_s,
         )
+    if timing is not None and deployment.device != "cpu":
+        outside = run_time(recipe, deployment, workload, timing)
+        limits = limits_of(recipe, deployment, workload, timing, outside)
     return Sizes(
         ledgers=ledgers(deployment, recipe.algorithm),
         hosts=host_ledgers(deployment, recipe.checkpoint),
         engine=deployment.engine,
         timing=timing,
+        run_time=outside,
+        limits=limits,
     )
 
 
@@ -124,6 +141,30 @@ def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepW
     return _best_per_keys(fitting)[:NUM_PROPOSALS]
 
 
+def less_recomputation(
+    recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, *, publish_s: float
+) -> Proposal | None:
+    """Return the fewest layers that have to be recomputed where the actor recomputes all and memory is left, with a
+    reserve: activations are estimated. None where all are needed."""
+    recomputation = Recomputation.of(recipe.roles.actor)
+    if recomputation is None or not recomputation.is_full or recomputation.method != "uniform":
+        return None
+    document = Document(tree=recipe.model_dump(mode="json", exclude_unset=True), origins={})
+
+    def proposed(num_layers: int) -> Proposal | None:
+        changes = ("recompute_method=block", f"recompute_num_layers={num_layers}")
+        assignments = tuple(f"roles.actor.megatron.{change}" for change in changes)
+        found = next(_fitting(document, shapes, gpu, workload, [assignments], publish_s=publish_s), None)
+        return found if found is not None and found.training_margin_bytes >= _RESERVE * gpu.memory_bytes else None
+
+    parallel = MegatronParallel.of(recipe.roles.actor, data=1)
+    layers = max(
+        len(parallel.chunk_layers(shapes.policy.num_layers, stage=stage, chunk=0)) for stage in range(parallel.pipeline)
+    )
+    fewest = bisect_left(range(1, layers), 1, key=lambda number: int(proposed(number) is not None)) + 1
+    return proposed(fewest) if fewest < layers else None
+
+
 def _best_per_keys(fitting: list[Proposal]) -> list[Proposal]:
     """Return the cheapest proposal of each set of keys."""
     best: dict[tuple[str, ...], Proposal] = {}
@@ -134,22 +175,32 @@ def _best_per_keys(fitting: list[Proposal]) -> list[Proposal]:
 
 
 def _fitting(
-    document: Document, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, candidates: Sequence[_Change]
+    document: Document,
+    shapes: RoleShapes,
+    gpu: GpuModel,
+    workload: StepWorkload,
+    candidates: Sequence[_Change],
+    *,
+    publish_s: float = 0.0,
 ) -> Iterator[Proposal]:
     for assignments in candidates:
         changed = _changed(document, assignments)
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
         deployment = deploy(changed, shapes, gpu)
-        worst = min(ledgers(deployment, changed.algorithm), key=lambda ledger: ledger.margin_bytes or 0)
+        of_gpus = ledgers(deployment, changed.algorithm)
+        worst = min(of_gpus, key=lambda ledger: ledger.margin_bytes or 0)
         if worst.margin_bytes is None or worst.margin_bytes < 0:
             continue  # estimating the time takes longest
-        sizes = size(changed, deployment, workload, publish_s=0.0)
+        sizes = size(changed, deployment, workload, publish_s=publish_s)
         if sizes.fits and sizes.timing is not None:
             yield Proposal(
                 assignments=assignments,
                 num_gpus=deployment.placement.num_gpus,
                 margin_bytes=worst.margin_bytes,
+                training_margin_bytes=min(
+                    each.margin_bytes or 0 for each in of_gpus if each.phase is MemoryPhase.TRAINING
+                ),
                 step_s=sizes.timing.step_s,
             )
 
@@ -251,6 +302,8 @@ class PlanAnswer:
     plan: RunPlan
     proposals: tuple[Proposal, ...]
     """Empty if the recipe fits, or if no proposal helps."""
+    faster: Proposal | None = None
+    """Less recomputation, where memory is left for it."""
 
 
 def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> PlanAnswer:
@@ -275,6 +328,8 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         publish_s=published.seconds if published else 0.0,
         times_cpu=question.recorded is not None,
     )
+    if contradictions := tuple(check_limits(recipe, sizes.limits)):
+        raise ConfigError(source, contradictions)
     plan = RunPlan(
         shapes=shapes,
         gpu=gpu,
@@ -285,7 +340,11 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         reshard=published,
     )
     fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)
-    return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting))
+    faster = None
+    if sizes.fits and sizes.limits is not None:
+        publish_s = published.seconds if published else 0.0
+        faster = less_recomputation(recipe, shapes, gpu, workload, publish_s=publish_s)
+    return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting), faster=faster)
 
 
 def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
@@ -301,8 +360,19 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     return replay(run, [timing for timing in timings if timing is not None])
 
 
+def planned_limits(recipe: Recipe, gpu: GpuModel) -> RunLimits | None:
+    """Return the limits of a run on these GPUs; None on a CPU."""
+    if recipe.run.device == "cpu":
+        return None
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    recipe = _without_running_engines(recipe)
+    workload = StepWorkload.half(recipe.data, recipe.sampling)
+    return size(recipe, deploy(recipe, shapes, gpu), workload, publish_s=0.0).limits
+
+
 def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
-    """Raise a ConfigError if the run needs more memory than its GPUs have; it names what is too much and a way out.
+    """Raise a ConfigError if the run needs more memory than its GPUs have, or more time than its own limits; it names
+    what is too much and a way out.
 
     Return a warning where the GPU is not known.
     """
@@ -312,6 +382,8 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
     recipe = _without_running_engines(recipe)
     deployment, workload = deploy(recipe, shapes, gpu), StepWorkload.half(recipe.data, recipe.sampling)
     sizes = size(recipe, deployment, workload, publish_s=0.0)
+    if contradictions := tuple(check_limits(recipe, sizes.limits)):
+        raise ConfigError(recipe.run.name, contradictions)
     if sizes.fits:
         return None
     found = proposals(recipe, shapes, gpu, workload)

@@ -31,7 +31,6 @@ from megarl.planner.hardware import (
     DECODE_STEP_S,
     DENSE_EFFICIENCY,
     DETERMINISTIC_SLOWDOWN,
-    DISK_GB_PER_S_PER_NODE,
     EXPERT_EFFICIENCY,
     FLOAT32_SLOWDOWN,
     FP8_SPEEDUP,
@@ -115,21 +114,12 @@ def estimate(
     sampling: SamplingConfig,
     snapshots: Mapping[str, Sequence[int]],
     publish_s: float,
+    file_system_gb_per_s: float,
 ) -> Timing:
     """Return the time of a step: generating and training alternate, or with `max_staleness` above 0 run concurrently
     except for the publish. `snapshots` are the bytes per rank of each stage that a checkpoint copies, by role."""
     sequences = train.prompts_per_step * algorithm.needs.samples_per_prompt(sampling.rollouts_per_prompt)
-    models = {
-        role: TrainingTime(
-            model,
-            deployment.gpu,
-            workload,
-            num_sequences=sequences,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
-            num_mini_batches=_mini_batches(train, deployment.roles.critic if role == "critic" else None),
-        )
-        for role, model in deployment.models.items()
-    }
+    models = _training_times(deployment, workload, train=train, num_sequences=sequences)
     running, rollout = 0, list[PhaseTime]()
     if deployment.engine is not None and algorithm.needs.has_engines:
         num_rounds, num_prompts = generated_prompts(algorithm, train, workload)
@@ -150,12 +140,45 @@ def estimate(
     return Timing(
         phases=(*rollout, *training, *publish, *_switch(deployment)),
         copy_s=max(max(sizes) for sizes in snapshots.values()) / (HOST_GB_PER_S * 1e9),
-        save_s=_save_s(deployment.placement, snapshots),
+        save_s=_save_bytes(deployment.placement, snapshots) / (file_system_gb_per_s * 1e9),
         bubble=actor.bubble / (1 + actor.bubble),
         num_micro_batches=actor.num_micro_batches,
         running_requests=running,
         trained_tokens=sequences * workload.sequence_tokens,
     )
+
+
+def longest_call_s(
+    deployment: Deployment,
+    workload: StepWorkload,
+    *,
+    algorithm: AlgorithmConfig,
+    train: TrainConfig,
+    sampling: SamplingConfig,
+) -> float:
+    """Return the time of the longest call to the ranks of a model in a step; each has one deadline."""
+    sequences = train.prompts_per_step * algorithm.needs.samples_per_prompt(sampling.rollouts_per_prompt)
+    models = _training_times(deployment, workload, train=train, num_sequences=sequences)
+    scoring, learning = _work(deployment, models, train, algorithm.kl)
+    # Old log-probabilities that only an update needs are computed in its call.
+    update_s = sum(seconds for role, seconds in learning.values() if role == "actor")
+    return max(update_s, *(seconds for _, seconds in (*scoring.values(), *learning.values())))
+
+
+def _training_times(
+    deployment: Deployment, workload: StepWorkload, *, train: TrainConfig, num_sequences: int
+) -> dict[str, TrainingTime]:
+    return {
+        role: TrainingTime(
+            model,
+            deployment.gpu,
+            workload,
+            num_sequences=num_sequences,
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            num_mini_batches=_mini_batches(train, deployment.roles.critic if role == "critic" else None),
+        )
+        for role, model in deployment.models.items()
+    }
 
 
 def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig, workload: StepWorkload) -> tuple[float, int]:
@@ -236,12 +259,9 @@ def _overlapped(rollout: Sequence[PhaseTime], training: Sequence[PhaseTime]) -> 
     return (list(rollout), meanwhile) if shorter is training else (meanwhile, list(training))
 
 
-def _save_s(placement: Placement, snapshots: Mapping[str, Sequence[int]]) -> float:
-    """Return the time of writing all snapshots, each node to its own disk."""
-    ranks = [(role, rank) for role in snapshots for rank in placement.models[role].ranks]
-    num_bytes = sum(snapshots[role][rank.pipeline] for role, rank in ranks)
-    nodes = {rank.place.node for _, rank in ranks}
-    return num_bytes / (DISK_GB_PER_S_PER_NODE * 1e9 * len(nodes))
+def _save_bytes(placement: Placement, snapshots: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of all snapshots, which go to one file system however many nodes write."""
+    return sum(snapshots[role][rank.pipeline] for role in snapshots for rank in placement.models[role].ranks)
 
 
 def _mini_batches(train: TrainConfig, critic: CriticConfig | None) -> int:

@@ -228,7 +228,7 @@ class _Starter:
             RankGroup[Rank],
             role,
             split=split,
-            timeout_s=recipe.train.operation_timeout_s,
+            timeout_s=recipe.train.deadline_s,
             report_folder=recipe.run_folder.absolute(),
             device_lock=places.device_lock,
         )
@@ -251,7 +251,7 @@ class _Starter:
             seed=recipe.run.seed,
             lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
             has_float32_head=recipe.model.has_float32_head,
-            timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
+            timeout_s=recipe.train.deadline_s + _HANG_REPORT_S,
         )
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
         named = type(f"{role.capitalize().replace('.', '_')}Rank", (RankHost,), {})

@@ -83,6 +83,14 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A step whose tensors the ranks have copied to host memory."""
+
+    step: int
+    trainers: Mapping[str, TrainerState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
     """A save under way."""
 
@@ -128,11 +136,23 @@ class CheckpointWriter:
         self._observer = observer
         self._saved = saved
         self.pending: asyncio.Task[None] | None = None
+        self._pending_step = 0
+        self._held: _Held | None = None
         self.saved_steps: set[int] = set()
         self.failure = ""
         """The reason why the last save failed."""
         self.best = None if resumed is None else _still_best(resumed.best, self._config.keep_best, self._parent)
         """The best evaluation that a checkpoint has."""
+
+    def has(self, step: int) -> bool:
+        """Whether a step is saved, or will be without the ranks' main thread."""
+        is_writing = self.pending is not None and not self.pending.done() and self._pending_step == step
+        return step in self.saved_steps or is_writing or self._is_held(step)
+
+    async def hold(self, mark: Mark) -> None:
+        """Have the ranks copy a step to host memory, unless a save is under way: there is room for one copy."""
+        if self.pending is None or self.pending.done():
+            self._held = await self._copy(mark)
 
     async def begin(self, mark: Mark, candidate: Best | None) -> None:
         """Do the part of a save that training has to wait for; `candidate` is the best evaluation since the last."""
@@ -148,26 +168,36 @@ class CheckpointWriter:
         best_before = self.best
         try:
             partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
-            trainers = await asyncio.gather(
-                *(model.ranks.compute(TrainedCalls.snapshot, self._config.contents) for model in self._models.values())
-            )
+            held = self._held if self._is_held(mark.step) else None
+            copied, self._held = held or await self._copy(mark), None
         except (CheckpointError, OSError) as error:
             await self._fail(mark.step, folder, error)
             return
         if candidate is not None and candidate.step == mark.step:
             self.best = candidate
-        states = dict(zip(self._models, trainers, strict=True))
         save = _Save(
             step=mark.step,
             partial=partial,
             folder=folder,
-            state=self._state(mark, states),
+            state=self._state(mark, copied.trainers),
             carried=mark.counts.carried,
             best_before=best_before,
             began=began,
             blocking_seconds=time.monotonic() - began,
         )
+        self._pending_step = mark.step
         self.pending = asyncio.create_task(self._finish(save))
+
+    def _is_held(self, step: int) -> bool:
+        return self._held is not None and self._held.step == step
+
+    async def _copy(self, mark: Mark) -> _Held:
+        """Have the ranks copy their part to host memory, in place of an earlier copy."""
+        self._held = None
+        trainers = await asyncio.gather(
+            *(model.ranks.compute(TrainedCalls.snapshot, self._config.contents) for model in self._models.values())
+        )
+        return _Held(step=mark.step, trainers=dict(zip(self._models, trainers, strict=True)))
 
     def _state(self, mark: Mark, trainers: Mapping[str, TrainerState]) -> RunState:
         # While a critic warms up, its actor has taken fewer steps.

@@ -72,9 +72,7 @@ class Evaluation:
         if not self.evaluator.is_due(step, is_last=is_last):
             return
         await self._finish_pending(step)
-        if is_last:
-            await self._evaluate_alone(step, version)
-        elif self.is_synchronous:
+        if is_last or self.is_synchronous:
             await self.saver.unless_leaving(self._evaluate_alone(step, version))
         else:
             self._pending = tasks.create_task(self._evaluate(step, version))

@@ -6,16 +6,18 @@ The step consumes scored groups, waits for a step's worth of them, and produces 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from megarl.cluster.tasks import task_group
 from megarl.observe.events import Published
 from megarl.observe.observer import Observer
+from megarl.results import UpdateResult
 from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation
 from megarl.run.saver import Saver
 from megarl.stages import Stages
-from megarl.types import PolicyVersion
+from megarl.types import PolicyVersion, ScoredGroup, TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,7 @@ class Loop:
             with observer.phase("generate"):
                 groups = await self.saver.unless_leaving(self.buffer.take_step())
         async with stages.phases.training():
-            with observer.phase("assign"):
-                estimates = await stages.trainer.estimate(groups)
-                samples = stages.algorithm.assign(groups, estimates)
-            with observer.phase("update"):
-                update = await stages.trainer.update(samples)
+            samples, update = await self.saver.unless_held(self._train(groups))
         if update.version != self._published:
             await self._publish(update.version)
         observer.step_finished(
@@ -95,6 +93,13 @@ class Loop:
             flow=self.buffer.flow,
         )
         return update.version
+
+    async def _train(self, groups: Sequence[ScoredGroup]) -> tuple[Sequence[TrainSample], UpdateResult]:
+        with self.observer.phase("assign"):
+            estimates = await self.stages.trainer.estimate(groups)
+            samples = self.stages.algorithm.assign(groups, estimates)
+        with self.observer.phase("update"):
+            return samples, await self.stages.trainer.update(samples)
 
     async def _publish(self, version: PolicyVersion) -> None:
         with self.observer.phase("publish"):

@@ -21,8 +21,9 @@ class Preemption:
         self.signal_name = ""
         """The first signal that was received."""
         self.requested = asyncio.Event()
+        self.grace_s = grace_s
+        """Time to save after the first signal."""
         self._task = task
-        self._grace_s = grace_s
         self._has_steps = False
         self._num_orders = 0
         self._is_cancelled = False
@@ -35,7 +36,7 @@ class Preemption:
         self._num_orders += number is not signal.SIGUSR1
         if not self.requested.is_set():
             self.signal_name = number.name
-            asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
+            asyncio.get_running_loop().call_later(self.grace_s, self._cancel)
         self.requested.set()
         if self._num_orders > 1 or not self._has_steps:
             self._cancel()

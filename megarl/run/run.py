@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.checkpoint.resume import ResumePoint
@@ -18,8 +19,9 @@ from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.observe.observer import Observer
 from megarl.planner.deployment import deploy, find_shapes
-from megarl.planner.fit import check_fit
+from megarl.planner.fit import check_fit, planned_limits
 from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
+from megarl.planner.limits import with_limits
 from megarl.rollout.frozen import FrozenRole
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import preemptible
@@ -64,13 +66,16 @@ async def _take_steps(
     asks_ray_for_gpu: bool,
 ) -> None:
     recipe, inputs, observer = rank_sets.recipe, rank_sets.inputs, rank_sets.observer
-    with opening as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as preemption:
+    with opening as cluster, preemptible(grace_s=recipe.checkpoint.time_to_save_s) as preemption:
         kinds = accelerators()
         warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
         if warning is not None:
             observer.warned(warning)
+        gpu = gpu_of(recipe.cluster, kinds)
+        recipe = _limited(recipe, gpu, observer)
+        rank_sets, preemption.grace_s = replace(rank_sets, recipe=recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
-        served = _planned(recipe, gpu_of(recipe.cluster, kinds))
+        served = _planned(recipe, gpu)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         async with rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
             frozen = tasks.create_task(
@@ -96,6 +101,18 @@ async def _take_steps(
                 outlive_driver=cluster.outlive_driver,
             )
             await rank_sets.take_steps(resume, started)
+
+
+def _limited(recipe: Recipe, gpu: GpuModel, observer: Observer) -> Recipe:
+    """Return the recipe with the limits that its plan on these GPUs has where it sets none, and say them."""
+    limits = planned_limits(recipe, gpu)
+    if limits is not None:
+        observer.noted(
+            f"by the plan a save takes {limits.save_s:.0f} s and the longest call to ranks {limits.longest_call_s:.0f} "
+            f"s: {limits.grace_s:g} s to save after a signal (checkpoint.grace_s), {limits.operation_timeout_s:g} s "
+            "for a call (train.operation_timeout_s)"
+        )
+    return with_limits(recipe, limits)
 
 
 def _planned(recipe: Recipe, gpu: GpuModel) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
@@ -23,6 +24,8 @@ Result = TypeVar("Result")
 
 _LOST_GRACE_S = 10.0
 """For a save under way when a rank is lost: only the driver's part may be left."""
+_HOUR_S = 3600.0
+"""The most between two saves, unless a step takes longer."""
 
 
 class Saver(Protocol):
@@ -38,6 +41,11 @@ class Saver(Protocol):
         """Await work that can be repeated; on preemption cancel it, save, and raise PreemptedError."""
         ...
 
+    async def unless_held(self, work: Coroutine[object, object, Result]) -> Result:
+        """Await what ranks compute in a step. On preemption give it up if the step before it is saved or held in host
+        memory: write that and raise PreemptedError. Else finish it: the step is saved after it."""
+        ...
+
     def mark(self, step: int) -> None:
         """Note the state after a trained step, before its release: the run resumes from there."""
         ...
@@ -45,12 +53,16 @@ class Saver(Protocol):
     def evaluated(self, step: int, result: EvalResult) -> None: ...
 
     async def after_step(self, step: int, *, is_last: bool) -> None:
-        """Save if a save is due; on preemption save and raise PreemptedError."""
+        """Save if a save is due, or hold the step in host memory; on preemption save and raise PreemptedError."""
         ...
 
 
 class RunSaver:
-    """A failed save is reported and training goes on; only the save after the last step must succeed."""
+    """A failed save is reported and training goes on; only the save after the last step must succeed.
+
+    Where ranks compute for more than half of the grace in a step, the other half might be too short for a save behind
+    them. Every step is then copied to host memory: a preemption gives up what the ranks compute and writes the copy.
+    """
 
     def __init__(
         self,
@@ -68,6 +80,7 @@ class RunSaver:
         is_lost: Callable[[], bool] = lambda: False,
         saved: Callable[[int], None] = lambda _step: None,
         marked: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`models` are given by their folder within a checkpoint; the actor's is the checkpoint itself.
 
@@ -91,6 +104,12 @@ class RunSaver:
         self._observer = observer
         self._is_lost = is_lost
         self._marked = marked
+        self._clock = clock
+        self._last_save = self._last_mark = clock()
+        self._longest_step_s = 0.0
+        """Since the last save began."""
+        self._computing_s = 0.0
+        """Time in which the ranks compute in a step, the longest so far."""
         self._mark: Mark | None = None
         self._candidate: Best | None = None
 
@@ -103,7 +122,7 @@ class RunSaver:
         if (pending := self._writer.pending) is None:
             return
         # A cancelled run leaves at once. After another error the ranks of the save may be gone.
-        patience_s = self._config.grace_s
+        patience_s = self._preemption.grace_s
         if self._is_lost() or isinstance(error, WorkerError):
             patience_s = min(patience_s, _LOST_GRACE_S)
         elif isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
@@ -125,6 +144,9 @@ class RunSaver:
             versions=self._buffer.versions,
             kl_coef=self._algorithm.kl_coef,
         )
+        now = self._clock()
+        self._longest_step_s = max(self._longest_step_s, now - self._last_mark)
+        self._last_mark = now
         self._marked()
 
     def evaluated(self, step: int, result: EvalResult) -> None:
@@ -140,6 +162,16 @@ class RunSaver:
             self._candidate = Best(metric=keep_best.metric, value=value, step=step)
 
     async def unless_leaving(self, work: Coroutine[object, object, Result]) -> Result:
+        return await self._unless_asked(work, can_copy=True)
+
+    async def unless_held(self, work: Coroutine[object, object, Result]) -> Result:
+        began = self._clock()
+        can_leave = self._computes_long and self._mark is not None and self._writer.has(self._mark.step)
+        result = await (self._unless_asked(work, can_copy=False) if can_leave else work)
+        self._computing_s = max(self._computing_s, self._clock() - began)
+        return result
+
+    async def _unless_asked(self, work: Coroutine[object, object, Result], *, can_copy: bool) -> Result:
         doing = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._preemption.requested.wait())
         try:
@@ -150,7 +182,7 @@ class RunSaver:
             for task in (doing, asked):
                 task.cancel()
             await asyncio.wait((doing, asked))
-        return await self._leave()
+        return await self._leave(can_copy=can_copy)
 
     async def after_step(self, step: int, *, is_last: bool) -> None:
         assert self._mark is not None, "mark comes first"
@@ -159,8 +191,12 @@ class RunSaver:
             await self._leave()
         is_best = self._candidate is not None and self._candidate.step == step
         if is_best or self._is_due(step, is_last=is_last):
+            self._last_save, self._longest_step_s = self._clock(), 0.0
             with self._observer.phase("save"):
                 await self._writer.begin(self._mark, self._candidate)
+        elif self._computes_long and not is_last:
+            with self._observer.phase("save"):
+                await self._writer.hold(self._mark)
         if is_last:
             with self._observer.phase("save"):
                 await self._writer.wait()
@@ -169,17 +205,26 @@ class RunSaver:
 
     def _is_due(self, step: int, *, is_last: bool) -> bool:
         every_steps = self._config.save_every_steps
-        return self._config.save_at_end if is_last else every_steps is not None and step % every_steps == 0
+        if is_last:
+            return self._config.save_at_end
+        if every_steps == "hourly":
+            return self._clock() - self._last_save + self._longest_step_s > _HOUR_S
+        return every_steps is not None and step % every_steps == 0
 
-    async def _leave(self) -> NoReturn:
-        """Save the last trained step, unless it is saved, and end the run."""
+    @property
+    def _computes_long(self) -> bool:
+        return self._computing_s > self._preemption.grace_s / 2
+
+    async def _leave(self, *, can_copy: bool = True) -> NoReturn:
+        """Save the last trained step, unless it is saved, and end the run. Ranks that compute can copy nothing."""
         mark = self._mark
         if mark is None:
             raise self._preemption.error("before a step was trained")
-        self._observer.noted(f"{self._preemption.signal_name}: saving step {mark.step}")
+        given_up = "" if can_copy else f"; step {mark.step + 1} is given up"
+        self._observer.noted(f"{self._preemption.signal_name}: saving step {mark.step}{given_up}")
         with self._observer.phase("save"):
             await self._writer.wait()
-            if mark.step not in self._writer.saved_steps:
+            if mark.step not in self._writer.saved_steps and (can_copy or self._writer.has(mark.step)):
                 await self._writer.begin(mark, self._candidate)
                 await self._writer.wait()
         outcome = "saved" if mark.step in self._writer.saved_steps else f"not saved: {self._writer.failure}"

@@ -105,7 +105,7 @@ async def start_serving(
     deadlines = deadlines_of(
         config, shape, device=recipe.run.device, max_response_tokens=recipe.longest_response_tokens
     )
-    publish_timeout_s = config.publish_timeout_s + recipe.train.operation_timeout_s
+    publish_timeout_s = config.publish_timeout_s + recipe.train.deadline_s
     if config.pool is None:
         endpoints = endpoints_of(config.endpoints, device=recipe.run.device)
         return ExternalServing(

@@ -150,6 +150,8 @@ class FakeCluster(Iterator[Prompt]):
     async def unless_leaving(self, work: Coroutine[object, object, Result]) -> Result:
         return await work
 
+    unless_held = unless_leaving
+
     def mark(self, step: int) -> None:
         self.marked = (step, self._position + 1)
 

@@ -15,7 +15,15 @@ import pytest
 
 from megarl.checkpoint.resume import read_state
 from megarl.observe.catalogue import QUEUE
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Noted, RunStarted, StepFinished, read_events
+from megarl.observe.events import (
+    EVENTS_FILE,
+    CheckpointSaved,
+    Noted,
+    PhaseStarted,
+    RunStarted,
+    StepFinished,
+    read_events,
+)
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Run, await_event, descendants, finished, kill, run, started, survivors
 
@@ -237,6 +245,50 @@ def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
     resumed = _goes_on_to_the_same_end(folder, name, at_once, *STEPS)
 
     assert [event.summary.step for event in resumed.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.fault("SIGTERM in a long update", "it is given up, the step before it is saved; the same bits")
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", [(), PPO], ids=["grpo", "ppo"])
+def test_a_run_that_is_asked_to_leave_a_long_update_saves_the_step_before(
+    folder: Path, critic: tuple[str, ...]
+) -> None:
+    """Left after the first of two updates of step 2: the weights of step 1 are in no device any more."""
+    overrides = (*STEPS, "checkpoint.save_every_steps=hourly", "train.prompts_per_update=4", *critic)
+    name = f"left_in_an_update_{len(critic)}"
+    whole = run(folder, f"{name}_at_once", *overrides)
+    assert whole.exit_code == 0, whole.output
+    faults = [
+        {"point": "updated", "of": "actor", "rank": 0, "step": step, "kind": "wait", "seconds": seconds}
+        for step, seconds in ((1 + bool(critic), 20), (2 + bool(critic), 600))
+    ]
+    step = faults[0]["step"]
+    assert isinstance(step, int)
+    with started(folder, name, *overrides, "checkpoint.grace_s=60", faults=faults) as process:
+        run_folder = folder / "runs" / name
+        await_event(run_folder, process, StepFinished, count=step)
+        while _num_updates(run_folder) <= step:
+            time.sleep(0.2)
+        time.sleep(3)  # the first update is applied
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+    left = finished(folder, name, process)
+    assert left.exit_code == 75, left.output
+    assert time.monotonic() - began < 60
+    assert f"saving step {step}; step {step + 1} is given up" in left.output
+    assert f"after step {step}: saved" in left.output
+    assert read_state(run_folder / "checkpoints" / "latest").trainer.num_steps <= step
+
+    resumed = _goes_on_to_the_same_end(folder, name, whole, *overrides)
+
+    assert [event.summary.step for event in resumed.steps] == [1, 2, 3, 4]
+    assert any("groups of the step are kept from before" in text for text in _notes(resumed))
+
+
+def _num_updates(run_folder: Path) -> int:
+    events = (record.event for record in read_events(run_folder / EVENTS_FILE))
+    return sum(isinstance(event, PhaseStarted) and event.phase == "update" for event in events)
 
 
 @pytest.mark.fault("SIGTERM in the middle of a step", "groups that were answered are kept; the same bits")

@@ -41,12 +41,16 @@ class FakeRanks:
     def __init__(self, failures: dict[int, Exception], *, seconds: float) -> None:
         self.num_steps = 0
         self.num_writing = 0
+        self.num_copies = 0
+        self.is_busy = False
         self._failures = failures
         self._seconds = seconds
         self._snapshot = -1
 
     async def snapshot(self, contents: Contents) -> TrainerState:
         assert self.num_writing == 0, "one save at a time"
+        assert not self.is_busy, "ranks that compute cannot copy"
+        self.num_copies += 1
         self._snapshot = self.num_steps
         return TrainerState(num_steps=self.num_steps, num_updates=2 * self.num_steps, monitor=MonitorState())
 
@@ -83,6 +87,11 @@ class FakeRun:
         self.leaves_in = -1
         """Asked to leave while it generates for this step."""
         self.fails_in = -1
+        self.leaves_in_update = -1
+        """Asked to leave while its ranks compute in this step; they would do so for long."""
+        self.now = 0.0
+        self.generating_s, self.computing_s = 0.0, 0.0
+        """Of each step, by the clock."""
         self.saved_at_trained: list[tuple[int, int]] = []
         """Step that was trained, newest checkpoint by then."""
         self._accuracies = accuracies
@@ -113,12 +122,12 @@ class FakeRun:
             preemption=self.preemption,
             observer=Observer([self.display]),
             resumed=state,
+            clock=lambda: self.now,
         )
         async with saver:
             for step in range(first, self.recipe.run.total_steps + 1):
                 await saver.unless_leaving(self._generate(step))
-                for ranks in filter(None, (self.ranks, self.critic)):
-                    ranks.num_steps = step
+                await saver.unless_held(self._update(step))
                 saver.mark(step)
                 if step <= len(self._accuracies):
                     saver.evaluated(step, evaluated(step, self._accuracies[step - 1]).result)
@@ -129,10 +138,22 @@ class FakeRun:
                 await self.buffer.release_step(PolicyVersion(0))
                 self.saved_at_trained.append((step, self.saved[-1] if self.saved else 0))
 
+    async def _update(self, step: int) -> None:
+        self.now += self.computing_s
+        both = [ranks for ranks in (self.ranks, self.critic) if ranks is not None]
+        if step == self.leaves_in_update:
+            for ranks in both:
+                ranks.is_busy = True
+            self.preemption.request(signal.SIGTERM)
+            await asyncio.sleep(0.2)  # they may end it
+        for ranks in both:
+            ranks.num_steps, ranks.is_busy = step, False
+
     def _saved(self, ranks: FakeRanks) -> SavedModel:
         return SavedModel(ranks=LocalRanks(ranks), shape=make_shape(), source_folder=self.recipe.model.path)
 
     async def _generate(self, step: int) -> None:
+        self.now += self.generating_s
         while len(self.buffer.counts.carried) < self.recipe.train.prompts_per_step:
             ticket, prompt = await self.buffer.reserve(), next(self.prompts)
             if step == self.leaves_in:
@@ -329,6 +350,53 @@ def test_a_run_that_has_trained_nothing_has_nothing_to_save(tmp_path: Path) -> N
     fake.leaves_in = 1
     with pytest.raises(PreemptedError, match="before a step was trained"):
         fake.run()
+
+
+@pytest.mark.parametrize(("every_steps", "num_copies"), [(None, 3), (3, 3), (1, 3)])
+def test_a_long_update_is_given_up_and_the_step_before_it_saved(
+    tmp_path: Path, every_steps: int | None, num_copies: int
+) -> None:
+    """Whether that step is held in host memory, being written or saved: the ranks, which compute, are asked nothing."""
+    fake = FakeRun(recipe_in(tmp_path, save_every_steps=every_steps), save_seconds=0.05)
+    fake.computing_s = 31  # more than half of the grace
+    fake.leaves_in_update = 4
+    with pytest.raises(PreemptedError, match="SIGTERM after step 3: saved"):
+        fake.run()
+    assert fake.saved[-1] == 3
+    assert (fake.folder / "latest" / TENSORS).read_bytes() == b"3"
+    state = read_state(fake.folder / "latest")
+    assert state.trainer.num_steps == 3
+    assert state.ledger.num_trained == 24
+    assert fake.ranks.num_copies == num_copies
+
+
+def test_a_short_update_is_finished_and_its_step_saved(tmp_path: Path) -> None:
+    fake = FakeRun(recipe_in(tmp_path))
+    fake.computing_s = 29
+    fake.leaves_in_update = 4
+    with pytest.raises(PreemptedError, match="SIGTERM after step 4: saved"):
+        fake.run()
+    assert fake.saved == [4]
+    assert fake.ranks.num_copies == 1
+
+
+def test_the_first_update_is_finished_since_nothing_is_lost_by_it(tmp_path: Path) -> None:
+    fake = FakeRun(recipe_in(tmp_path))
+    fake.computing_s = 31
+    fake.leaves_in_update = 1
+    with pytest.raises(PreemptedError, match="SIGTERM after step 1: saved"):
+        fake.run()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"), [(900.0, [4, 5]), (1700.0, [2, 4, 5]), (4000.0, [1, 2, 3, 4, 5]), (10.0, [5])]
+)
+def test_a_run_saves_before_an_hour_has_passed(tmp_path: Path, step_s: float, expected: list[int]) -> None:
+    """The step after a save that is due would end behind the hour."""
+    fake = FakeRun(recipe_in(tmp_path, keep_last=9))
+    fake.generating_s = step_s
+    fake.run()
+    assert fake.saved == expected
 
 
 def test_a_run_that_cannot_save_leaves_all_the_same(tmp_path: Path) -> None:

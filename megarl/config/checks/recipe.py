@@ -323,7 +323,7 @@ def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Probl
 
 def _unused_saves(checkpoint: CheckpointConfig, steps: int) -> Iterator[Problem]:
     every_steps = checkpoint.save_every_steps
-    if "save_every_steps" in checkpoint.model_fields_set and every_steps is not None and every_steps > steps:
+    if isinstance(every_steps, int) and every_steps > steps:
         yield Problem(
             key="checkpoint.save_every_steps",
             message=f"{every_steps} is more than run.steps {steps}: "

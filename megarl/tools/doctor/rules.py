@@ -5,6 +5,7 @@ A remedy returns the changes of the run's recipe, as values which that recipe ac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -177,7 +178,10 @@ def more_engines(run: RunHistory) -> Sequence[RecipeChange]:
 
 
 def longer_deadline(run: RunHistory) -> Sequence[RecipeChange]:
-    return (_change("train.operation_timeout_s", 2 * run.recipe.train.operation_timeout_s),)
+    """Double the deadline that the failure names, which may be derived."""
+    passed = re.search(r"within ([\d.]+) s \(train\.operation_timeout_s\)", run.failure)
+    deadline_s = run.recipe.train.deadline_s if passed is None else float(passed[1])
+    return (_change("train.operation_timeout_s", 2 * deadline_s),)
 
 
 def keep_fewer(run: RunHistory) -> Sequence[RecipeChange]:

@@ -73,7 +73,7 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": metadata,
-            "spec": _spec(job, name, run=recipe.run_folder, grace_s=lead_s(recipe.checkpoint.grace_s)),
+            "spec": _spec(job, name, run=recipe.run_folder, grace_s=lead_s(recipe.checkpoint.time_to_save_s)),
         },
     ]
     return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)

@@ -6,6 +6,7 @@ The settings are quoted assignments above the text of the script, so that no val
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -18,11 +19,14 @@ from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig, RolesConfig
 from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
 from megarl.errors import ConfigError, Problem
+from megarl.planner.fit import Sizes
 
 BODY = Path(__file__).parent / "slurm_job.sh"
 READY_TIMEOUT_S = 300
 _SPARE_S = 60
 """Slurm's clock is this coarse."""
+_SHORTEST_S = 3600.0
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class SlurmJob:
     partition: str | None = None
     account: str | None = None
     time_limit: str | None = None
+    first_save_s: float = 0.0
+    """From the start of the job to its first save by the plan; 0 without a plan."""
     container: str | None = None
     venv: Path | None = None
     """None without a container is the environment that megarl runs in now."""
@@ -56,7 +62,7 @@ class SlurmJob:
 
 def render(job: SlurmJob, recipe: Recipe) -> str:
     """Return the whole script; raise a ConfigError where the recipe does not fit the job."""
-    lead = lead_s(recipe.checkpoint.grace_s)
+    lead = lead_s(recipe.checkpoint.time_to_save_s)
     pools = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
     problems = [*pools, *_check_words(job), *_check_time(job, lead)]
     if problems:
@@ -128,6 +134,23 @@ def _check_time(job: SlurmJob, lead: int) -> Iterator[Problem]:
             message=f"{job.time_limit} is too short: {lead} s before its end the job stops training to save "
             f"(checkpoint.grace_s and {_SPARE_S} s for Slurm's clock)",
         )
+    elif seconds < lead + job.first_save_s:
+        yield Problem(
+            key="--time",
+            message=f"{job.time_limit} is too short: a start and the first step take about {job.first_save_s:.0f} s by "
+            f"the plan, and {lead} s before its end the job stops training to save; no step would ever be saved",
+        )
+
+
+def time_limit(sizes: Sizes) -> str | None:
+    """Return half as much again as a run takes by its plan, at most a day: a longer run is queued again."""
+    if sizes.run_time is None or sizes.limits is None:
+        return None
+    total_s = math.inf if sizes.run_time.total_s is None else 1.5 * sizes.run_time.total_s
+    lead = lead_s(sizes.limits.grace_s)
+    needed_s = max(_SHORTEST_S, 2 * (lead + sizes.limits.first_save_s))
+    hours = math.ceil(min(max(total_s + lead, needed_s), max(_DAY_S, needed_s)) / 3600)
+    return f"{hours}:00:00"
 
 
 def parse_time(text: str) -> int | None:

@@ -88,9 +88,9 @@ CASES = (
     Case(
         rule="nodes do not talk",
         steps=FINE[:3],
-        failure="actor rank(s) 8, 9: update did not finish within 1800 s (train.operation_timeout_s)",
-        evidence="actor rank(s) 8, 9: update did not finish within 1800 s (train.operation_timeout_s)",
-        changes=("train.operation_timeout_s: 3600",),
+        failure="actor rank(s) 8, 9: update did not finish within 4740 s (train.operation_timeout_s)",
+        evidence="actor rank(s) 8, 9: update did not finish within 4740 s (train.operation_timeout_s)",
+        changes=("train.operation_timeout_s: 9480",),
     ),
     Case(
         rule="went silent",

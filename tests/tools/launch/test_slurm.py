@@ -73,6 +73,23 @@ def test_the_job_saves_before_its_time_is_up_and_is_queued_again() -> None:
     assert 'scontrol requeue "$SLURM_JOB_ID"' in script
 
 
+@pytest.mark.parametrize(
+    ("name", "lead", "hours"), [("dapo_32b", 300, 24), ("grpo_70b", 480, 17), ("grpo_235b", 1380, 18)]
+)
+def test_lead_time_and_grace_follow_from_the_plan(
+    name: str, lead: int, hours: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    assert cli.run(["launch", "slurm", str(path), "--nodes", "40"]) == 0
+    asked = options(capsys.readouterr().out)
+    assert f"--signal=B:USR1@{lead}" in asked
+    assert f"--time={hours}:00:00" in asked
+    short = ["launch", "slurm", str(path), "--nodes", "40", "--time", f"{2 * lead // 60 + 1}"]
+    if name == "dapo_32b":
+        assert cli.run(short) == 2
+        assert "a start and the first step take about 3716 s" in capsys.readouterr().err
+
+
 def test_whole_nodes_unless_told_how_many_cores() -> None:
     assert {"--exclusive", "--mem=0", "--nodes=2"} <= set(options(render(JOB, recipe())))
     partly = options(render(replace(JOB, cpus_per_node=48), recipe()))

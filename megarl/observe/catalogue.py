@@ -395,6 +395,16 @@ GPU_RESERVED = _usage(
     "gpu_memory_reserved_bytes", "Peak held by the allocator, on the fullest rank", field="gpu_reserved_bytes"
 )
 GPU_TOTAL = _usage("gpu_memory_total_bytes", "Memory of one GPU of the role", field="gpu_total_bytes")
+GPU_ERRORS = _gauge(
+    "machine",
+    "gpu_uncorrected_errors",
+    "Memory errors that ECC could not correct, on all GPUs, since their driver started",
+)
+GPU_RESETS = _gauge("machine", "gpu_needs_reset", "GPUs that need a reset: rows of their memory are to be replaced")
+GPU_THROTTLED = _gauge("machine", "gpu_throttled", "GPUs that heat or their power supply slow down now")
+GPU_XIDS = _gauge("machine", "gpu_xid_errors", "Xid messages of drivers since the start, where kernel logs can be read")
+GPU_CELSIUS = _gauge("machine", "gpu_temperature_celsius", "The hottest GPU")
+GPU_WATTS = _gauge("machine", "gpu_power_watts", "Power of all GPUs together")
 
 METRICS: tuple[Metric, ...] = tuple(value for value in globals().values() if isinstance(value, Metric))
 """All metrics, in the order above."""

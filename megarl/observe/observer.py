@@ -32,6 +32,7 @@ from megarl.observe.events import (
 from megarl.observe.metrics import Meter
 from megarl.observe.summary import Flow, Phase, RolloutSummary, StepSummary, summarize_step
 from megarl.results import UpdateResult
+from megarl.system.gpu_health import GpuHealth
 from megarl.types import PolicyVersion, ScoredGroup, TrainSample
 
 
@@ -147,6 +148,15 @@ class Observer:
 
     def nodes_excluded(self, number: int) -> None:
         self._meter.set(names.EXCLUDED_NODES, number)
+
+    def gpus_checked(self, gpus: Sequence[GpuHealth], *, num_xids: int) -> None:
+        """Export the health of all GPUs."""
+        self._meter.set(names.GPU_ERRORS, sum(gpu.uncorrected_errors for gpu in gpus))
+        self._meter.set(names.GPU_RESETS, sum(gpu.needs_reset for gpu in gpus))
+        self._meter.set(names.GPU_THROTTLED, sum(gpu.is_throttled for gpu in gpus))
+        self._meter.set(names.GPU_XIDS, num_xids)
+        self._meter.set(names.GPU_CELSIUS, max(gpu.celsius for gpu in gpus))
+        self._meter.set(names.GPU_WATTS, sum(gpu.watts for gpu in gpus))
 
     def data_read(self, *, num_prompts: int, num_dropped: int) -> None:
         self._meter.set(names.DATA_PROMPTS, num_prompts)

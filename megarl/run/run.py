@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.checkpoint.resume import ResumePoint
-from megarl.cluster.cluster import Cluster, Pool, accelerators, open_cluster
+from megarl.cluster.cluster import Cluster, Pool, accelerators, nodes_of, open_cluster
+from megarl.cluster.gpu_watch import watched_gpus
 from megarl.cluster.tasks import task_group
 from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
@@ -77,7 +78,8 @@ async def _take_steps(
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
         served = _planned(recipe, gpu)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
-        async with rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
+        watched = watched_gpus(nodes_of(pools.values()) if recipe.run.device == "cuda" else [], observer)
+        async with watched, rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
             frozen = tasks.create_task(
                 start_frozen(
                     served.roles.frozen,

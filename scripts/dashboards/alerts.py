@@ -289,6 +289,30 @@ ALERTS = (
         summary="run {{ $labels.run }}: {{ $labels.role }} fills its GPUs to {{ $value | humanizePercentage }}",
     ),
     Alert(
+        name="GpuErrors",
+        severity="page",
+        text=(
+            "megarl_gpu_uncorrected_errors - megarl_gpu_uncorrected_errors offset 15m > 0"
+            " or megarl_gpu_xid_errors - megarl_gpu_xid_errors offset 15m > 0"
+        ),
+        lasting="0s",
+        summary="run {{ $labels.run }}: {{ $value }} new errors of GPUs; the warnings of the run name node and GPU",
+    ),
+    Alert(
+        name="GpuNeedsReset",
+        severity="warn",
+        text="megarl_gpu_needs_reset > 0",
+        lasting="0s",
+        summary="run {{ $labels.run }}: {{ $value }} GPUs have rows of memory that only a reset replaces",
+    ),
+    Alert(
+        name="GpuThrottled",
+        severity="warn",
+        text="megarl_gpu_throttled > 0",
+        lasting="10m",
+        summary="run {{ $labels.run }}: {{ $value }} GPUs are slowed down by heat or power; every step waits for them",
+    ),
+    Alert(
         name="HostMemoryHigh",
         severity="page",
         text="megarl_host_memory_available_bytes / megarl_host_memory_total_bytes < 0.05",

@@ -9,6 +9,7 @@ from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
 from megarl.results import CriticStats, PreferenceStats
+from megarl.system.gpu_health import GpuHealth
 from tests.observe.samples import (
     checkpoint_saved,
     engine_changed,
@@ -20,6 +21,7 @@ from tests.observe.samples import (
     step_summary,
 )
 
+GPU = GpuHealth(index=0, uncorrected_errors=1, needs_reset=True, is_throttled=True, celsius=88.0, watts=700.0)
 CRITIC = CriticStats(
     loss=0.5,
     grad_norm=1.0,
@@ -40,7 +42,8 @@ class ScriptedRun:
         self._step = 0
         set_constants(self.meter, recipe)
         observer = self.observer
-        observer.emit(run_started())
+        on_gpus = {"run": {"device": "cuda"}, "pools": {"all": {"nodes": 1, "gpus_per_node": 8}}}
+        observer.emit(replace(run_started(), recipe={**on_gpus, "cluster": {"gpu_hour_price": 2.5}}))
         observer.data_read(num_prompts=100, num_dropped=1)
         observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)
         observer.watch_requests(0, lambda: 3)
@@ -66,3 +69,4 @@ class ScriptedRun:
         observer.checkpoint_mirrored(step, "s3://bucket/run", num_bytes=4096, seconds=0.5)
         observer.measured("rollout", {0: 0.01, 1: 0.012})
         observer.nodes_excluded(1)
+        observer.gpus_checked([GPU], num_xids=1)

@@ -1,0 +1,116 @@
+"""The health of a node's GPUs: what nvidia-smi says about memory errors, heat and power, and the driver's Xid messages.
+
+`parse_health` and `find_xids` are pure. Needs no CUDA: a GPU that a process cannot use any more is read as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+QUERY = (
+    "index",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "clocks_event_reasons.hw_slowdown",
+    "clocks_event_reasons.sw_thermal_slowdown",
+    "temperature.gpu",
+    "power.draw",
+)
+_KERNEL_LOG = Path("/dev/kmsg")
+_XID = re.compile(r"^\d+,(\d+),.*?;.*(NVRM: Xid .*)$")
+_TIMEOUT_S = 30.0
+_LINE_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuHealth:
+    """One GPU; a number that it does not report is 0."""
+
+    index: int
+    uncorrected_errors: int
+    """Memory errors since the driver was loaded."""
+    needs_reset: bool
+    """Rows of memory wait for a reset to be replaced, or could not be replaced."""
+    is_throttled: bool
+    """Slowed down by heat or by its power supply."""
+    celsius: float
+    watts: float
+
+    def problems(self) -> list[str]:
+        """Return what is wrong, as ends of sentences."""
+        found = {
+            f"has {self.uncorrected_errors} memory errors that ECC could not correct": self.uncorrected_errors > 0,
+            "needs a reset: rows of its memory are to be replaced": self.needs_reset,
+            f"is slowed down by heat or power ({self.celsius:.0f} C, {self.watts:.0f} W)": self.is_throttled,
+        }
+        return [text for text, holds in found.items() if holds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHealth:
+    gpus: tuple[GpuHealth, ...]
+    xids: tuple[tuple[int, str], ...]
+    """The driver's messages in the kernel's log by their number there; empty where it cannot be read."""
+
+
+def read_health() -> NodeHealth:
+    """Return the health of this machine's GPUs; nothing where there is no nvidia-smi, or it does not answer."""
+    words = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    text = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        text = subprocess.run(  # noqa: S603 - our own words
+            words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        ).stdout
+    return NodeHealth(gpus=parse_health(text), xids=find_xids(_kernel_lines()))
+
+
+def parse_health(text: str) -> tuple[GpuHealth, ...]:
+    """Return the GPUs in nvidia-smi's answer to QUERY; lines of another form are left out."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != len(QUERY) or not fields[0].isdecimal():
+            continue
+        index, errors, pending, failed, slowed, hot, celsius, watts = fields
+        gpus.append(
+            GpuHealth(
+                index=int(index),
+                uncorrected_errors=int(_number(errors)),
+                needs_reset="Yes" in (pending, failed) or _number(pending) + _number(failed) > 0,
+                is_throttled="Active" in (slowed, hot),
+                celsius=_number(celsius),
+                watts=_number(watts),
+            )
+        )
+    return tuple(gpus)
+
+
+def find_xids(lines: list[str]) -> tuple[tuple[int, str], ...]:
+    found = (_XID.match(line) for line in lines)
+    return tuple((int(match[1]), match[2].strip()) for match in found if match is not None)
+
+
+def _kernel_lines() -> list[str]:
+    """Return the kernel's log, a record per line; nothing where it may not be read, as in most containers."""
+    lines: list[str] = []
+    with suppress(OSError):  # also the end of the log: nothing more to read now
+        file = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while record := os.read(file, _LINE_BYTES):
+                lines.append(record.decode(errors="replace").splitlines()[0])
+        finally:
+            os.close(file)
+    return lines
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0  # [N/A]

@@ -1,0 +1,66 @@
+"""What nvidia-smi and the kernel say about GPUs, as text; the run warns once per problem and exports the sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.cluster.gpu_watch import GpuWatch
+from megarl.observe import catalogue as names
+from megarl.observe.events import Warned
+from megarl.observe.metrics import Meter
+from megarl.observe.observer import Observer
+from megarl.system.gpu_health import GpuHealth, NodeHealth, find_xids, parse_health
+from tests.observe.samples import ListSink
+
+TEXT = """\
+0, 0, No, No, Not Active, Not Active, 41, 118.20
+1, 2, Yes, No, Active, Not Active, 88, 699.10
+2, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]
+Unable to determine the device handle for GPU3: Unknown Error
+"""
+KERNEL = [
+    "6,1200,1000000,-;usb 1-1: new device",
+    "3,1201,2000000,-;NVRM: Xid (PCI:0000:19:00): 79, pid=1234, GPU has fallen off the bus.",
+]
+
+
+def test_the_answer_of_nvidia_smi_is_read() -> None:
+    good, bad, silent = parse_health(TEXT)
+    assert good == GpuHealth(
+        index=0, uncorrected_errors=0, needs_reset=False, is_throttled=False, celsius=41, watts=118.2
+    )
+    assert good.problems() == silent.problems() == []
+    assert bad.problems() == [
+        "has 2 memory errors that ECC could not correct",
+        "needs a reset: rows of its memory are to be replaced",
+        "is slowed down by heat or power (88 C, 699 W)",
+    ]
+
+
+def test_messages_of_the_driver_are_found_in_the_kernels_log() -> None:
+    ((number, text),) = find_xids(KERNEL)
+    assert number == 1201
+    assert text.startswith("NVRM: Xid (PCI:0000:19:00): 79, ")
+
+
+def test_a_run_warns_once_and_exports_what_is_worst() -> None:
+    sink, meter = ListSink(), Meter("run")
+    watch = GpuWatch(Observer([sink], meter=meter))
+    healthy, broken, _ = parse_health(TEXT)
+    before = NodeHealth(gpus=(healthy,), xids=((7, "of an earlier job"),))
+    watch.note({"10.0.0.1": before})
+    after = NodeHealth(gpus=(healthy, broken), xids=(*before.xids, (8, "NVRM: Xid 79")))
+    for _ in range(2):
+        watch.note({"10.0.0.1": after, "10.0.0.2": replace(before, xids=())})
+    warnings = [event.text for event in sink.events if isinstance(event, Warned)]
+    assert warnings == [
+        *(f"GPU 1 of node 10.0.0.1 {problem}" for problem in broken.problems()),
+        "node 10.0.0.1: NVRM: Xid 79",
+    ]
+
+    def value(metric: names.Metric) -> float | None:
+        return meter.registry.get_sample_value(metric.full_name, {names.RUN_LABEL: "run"})
+
+    assert [value(metric) for metric in (names.GPU_ERRORS, names.GPU_RESETS, names.GPU_THROTTLED)] == [2, 1, 1]
+    assert value(names.GPU_XIDS) == 1
+    assert value(names.GPU_CELSIUS) == 88

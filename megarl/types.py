@@ -16,7 +16,8 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megarl.tokens import ContentHandle, PackedColumns, PackedRoutes, PackedRows, RolloutSums
+from megarl.routes import PackedRoutes
+from megarl.tokens import ContentHandle, PackedColumns, PackedRows, RolloutSums
 
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from megarl.tokens import PackedRoutes, RouteShape, join_routes
+from megarl.routes import PackedRoutes, RouteShape, join_routes
 
 SHAPE = RouteShape(num_layers=2, per_token=2, num_experts=8)
 NUMBERS = np.array([[[0, 7], [3, 1]], [[5, 4], [2, 6]], [[1, 0], [6, 5]]], "<i4")
@@ -45,9 +45,7 @@ def test_tokens_between_parts_have_unknown_experts() -> None:
 
 def test_a_stage_takes_its_own_layers() -> None:
     routes = SHAPE.read(NUMBERS.tobytes(), 3)
-    packed = PackedRoutes.of([(0, routes), (5, routes[:2])], 8)
-    assert packed is not None
+    packed = PackedRoutes(num_tokens=8, parts=((0, routes), (5, routes[:2])))
     assert packed.are_known().tolist() == [True, True, True, False, False, True, True, False]
     assert packed.of_layers(1, 2)[[0, 5], 0].tolist() == NUMBERS[[0, 0], 1].tolist()
     assert packed.of_layers(0, 2).shape == (8, 2, 2)
-    assert PackedRoutes.of([], 8) is None

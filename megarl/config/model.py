@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megarl.errors import ConfigError, Problem
-from megarl.tokens import RouteShape
+from megarl.routes import RouteShape
 
 
 class Family(StrEnum):

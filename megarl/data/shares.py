@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.packing import Packing, plan_rows
+from megarl.routes import PackedRoutes
 from megarl.tokens import (
     COLUMNS,
     OF_CONTENT,
@@ -24,7 +25,6 @@ from megarl.tokens import (
     Content,
     ContentSource,
     PackedColumns,
-    PackedRoutes,
     PackedRows,
     RouteArray,
     SampleColumn,
@@ -441,7 +441,7 @@ def _micro_batch(
         response_ends=_int32(response_ends),
         **columns,
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
-        routes=PackedRoutes.of(routed, num_tokens),
+        routes=PackedRoutes(num_tokens=num_tokens, parts=tuple(routed)) if routed else None,
     )
 
 

@@ -22,8 +22,8 @@ import msgspec
 
 from megarl.config.section import Device
 from megarl.errors import EngineError
+from megarl.routes import RouteRequest
 from megarl.system.secret import Secret
-from megarl.tokens import RouteRequest
 from megarl.types import JsonValue, PolicyVersion
 
 CONTROL_TIMEOUT_S = 60.0

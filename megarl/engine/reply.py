@@ -17,7 +17,8 @@ import orjson
 
 from megarl.config.roles import InFlight
 from megarl.errors import EngineError
-from megarl.tokens import RouteArray, RouteRequest, SampledTokens, join_tokens
+from megarl.routes import RouteRequest
+from megarl.tokens import RouteArray, SampledTokens, join_tokens
 from megarl.types import FinishReason, FloatArray, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3

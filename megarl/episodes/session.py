@@ -14,7 +14,8 @@ import numpy as np
 
 from megarl.episodes.protocol import SampledTurn
 from megarl.errors import RewardError
-from megarl.tokens import Content, RouteArray, SampledTokens, join_routes, join_tokens, shared_if_equal
+from megarl.routes import join_routes
+from megarl.tokens import Content, RouteArray, SampledTokens, join_tokens, shared_if_equal
 from megarl.types import (
     DEMONSTRATION,
     BoolArray,

@@ -32,7 +32,7 @@ from megarl.planner.memory import (
     engine_memory,
     stage_memory,
 )
-from megarl.tokens import RouteShape
+from megarl.routes import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
 
 _NUM_SAMPLES = 256

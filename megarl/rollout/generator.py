@@ -28,8 +28,9 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
+from megarl.routes import RouteRequest, RouteShape
 from megarl.system.faults import reach
-from megarl.tokens import Content, RouteRequest, RouteShape, SampledTokens, repeated, shared_if_equal
+from megarl.tokens import Content, SampledTokens, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -260,7 +261,9 @@ class FleetGenerator:
         num_pauses = engine.num_pauses
         max_new_tokens = context.max_tokens - len(so_far.token_ids)
         num_sent = len(context.token_ids) + len(so_far.token_ids)
-        routes = RouteRequest.after(self._routes, context.num_routed, so_far.routes, num_sent=num_sent)
+        routes = None
+        if self._routes is not None:
+            routes = RouteRequest.after(self._routes, context.num_routed, so_far.routes, num_sent=num_sent)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,

@@ -75,7 +75,7 @@ class Mark:
     step: int
     prompt_cursor: int
     counts: Counts
-    """Counted from the start of this process."""
+    """Counted since the loop began."""
     pending: tuple[int, ...]
     """Stream positions of prompts without a group."""
     versions: tuple[PolicyVersion, ...]

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megarl.tokens import PackedRoutes
+from megarl.routes import PackedRoutes
 from megarl.train.topology import Topology
 from megarl.types import MicroBatch, TrainBatch
 

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.roles import InFlight
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
-from megarl.tokens import RouteRequest, RouteShape
+from megarl.routes import RouteRequest, RouteShape
 from megarl.types import FinishReason, PolicyVersion
 
 EXPECTED = Expectation(

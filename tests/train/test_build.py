@@ -38,3 +38,15 @@ def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pyt
     own = cast("dict[str, object]", config_with(name))
     assert len(own) > 30
     assert [name for name in own if owned("megatron", name, device="cpu") is None] == []
+
+
+def test_gradients_are_added_inside_products_where_apex_has_a_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, actor = PUBLIC_MODELS["qwen3-8b"], ActorConfig(pool="gpu")
+    assert not transformer_config(shape, actor, device="cuda").gradient_accumulation_fusion
+    monkeypatch.setattr(build, "adds_gradients_in_products", lambda: True)
+    assert transformer_config(shape, actor, device="cuda").gradient_accumulation_fusion
+    # Transformer Engine's layers have their own, CPUs none, and `torch` asks for no fused kernel.
+    assert not transformer_config(shape, actor, device="cuda", is_te=True).gradient_accumulation_fusion
+    assert not transformer_config(shape, actor, device="cpu").gradient_accumulation_fusion
+    plain = ActorConfig(pool="gpu", kernels="torch")
+    assert not transformer_config(shape, plain, device="cuda").gradient_accumulation_fusion

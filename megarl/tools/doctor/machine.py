@@ -24,6 +24,7 @@ from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.packages import check_fused, check_patches, check_torch, check_versions
+from megarl.tools.doctor.rdma import check_rdma
 from megarl.weights.layouts.canonical import num_parameters
 
 _MIN_SHM_BYTES = GIB
@@ -106,6 +107,7 @@ def check_machine() -> Iterator[Check]:
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     yield check_ports()
+    yield from check_rdma()
     yield check_cpus(_cpus())
     yield check_sandbox(is_needed=False)
 

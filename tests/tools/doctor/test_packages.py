@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megarl.tools.doctor import CheckStatus
+from megarl.tools.doctor import CheckStatus, packages
 from megarl.tools.doctor.packages import (
     FOR_CUDA,
     REQUIRED,
@@ -136,3 +136,23 @@ def test_what_only_a_gpu_needs_is_missed_only_there(has_gpu: bool, verdict: Chec
 
 def test_a_node_names_every_version_that_has_to_agree() -> None:
     assert {"python", "megarl", "torch", "ray", "sglang"} <= set(local_versions())
+
+
+@pytest.mark.parametrize(
+    ("installed_modules", "adam", "status"),
+    [
+        ({"transformer_engine", "amp_C"}, "Transformer Engine's Adam", CheckStatus.OK),
+        ({"amp_C"}, "Apex's Adam", CheckStatus.OK),
+        (set(), "torch's Adam", CheckStatus.WARNING),
+    ],
+)
+def test_the_adam_that_megatron_takes_is_named(
+    installed_modules: set[str], adam: str, status: CheckStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core looks for Transformer Engine, then for Apex."""
+    monkeypatch.setattr(packages, "is_te_installed", lambda: "transformer_engine" in installed_modules)
+    monkeypatch.setattr(packages, "find_spec", lambda name: name if name in installed_modules else None)
+    monkeypatch.setattr(packages, "adds_gradients_in_products", lambda: "amp_C" in installed_modules)
+    fused, gradients = packages.check_fused(has_gpu=True)
+    assert (fused.found, fused.status) == (adam, status)
+    assert ("inside the product (Apex)" in gradients.found) is ("amp_C" in installed_modules)

@@ -12,6 +12,7 @@ from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.system.lease import JoinedLease, find_leased
 from megarl.system.run_lock import run_lock
 from tests.cluster.ray_worker import Worker
+from tests.cluster.worker_setup import quick_ray
 
 with private_ray():
     import ray
@@ -24,7 +25,7 @@ with private_ray():
 @pytest.fixture(scope="module")
 def address(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     nodes = LocalRay(device="cpu", log_folder=tmp_path_factory.mktemp("ray"))
-    with private_ray(), local_ray(nodes, num_slots=1):
+    with private_ray(), quick_ray(), local_ray(nodes, num_slots=1):
         yield nodes.address
 
 

@@ -24,6 +24,7 @@ from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import EngineError, MachineError, PreemptedError, WorkerError
 from megarl.observe.observer import Observer
 from tests.cluster.ray_worker import Seen
+from tests.cluster.worker_setup import quick_ray
 from tests.engine.engines import engine_spec
 from tests.observe.samples import ListSink
 
@@ -44,8 +45,8 @@ with private_ray():
     from megarl.serving.operator import Growth
     from megarl.serving.processes import Engines
 
-GPUS = (4, 4, 2, 4)
-"""Declared by each node beside the head, which has none; the third is smaller."""
+GPUS = (2, 4, 4, 4)
+"""Declared by each node, the head first; it is smaller than the others."""
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,10 @@ def nodes(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log_folder = tmp_path_factory.mktemp("nodes")
     with ExitStack() as stack:
         stack.enter_context(private_ray())
+        stack.enter_context(quick_ray())
         nodes = LocalRay(device="cuda", log_folder=log_folder, has_several_nodes=True)
-        stack.enter_context(local_ray(nodes, num_slots=1, num_gpus=0))
-        for num_gpus in GPUS:
+        stack.enter_context(local_ray(nodes, num_slots=1, num_gpus=GPUS[0]))
+        for num_gpus in GPUS[1:]:
             nodes.start_node(num_slots=1, num_gpus=num_gpus)
         nodes.wait_started()
         ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
@@ -139,7 +141,7 @@ def test_ranks_leave_a_node_with_repeated_faults_for_a_spare_one(cluster: Cluste
     remove_placement_group(pool.bundles[0].group)
 
 
-def test_a_pool_of_engines_grows_onto_a_node_with_free_devices(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_pool_of_engines_grows_onto_a_node_with_free_devices(cluster: Cluster, tmp_path: Path) -> None:
     places = cluster.reserve({"rollout": PoolConfig(gpus_per_node=4)})["rollout"]
     pool, first = Pool(places, 1), engine_spec(tmp_path, tmp_path, tensor=2)
     specs = [replace(first, index=index, device="cuda") for index in range(2)]
@@ -149,28 +151,25 @@ def test_a_pool_of_engines_grows_onto_a_node_with_free_devices(cluster: Cluster,
     joined = max(address for key, address in known.items() if key != places[0].node)
     connect = partial(EngineClient, request_timeout_s=1)
 
-    async def scenario() -> None:
-        at = partial(EngineEndpoint, host="10.0.0.1", port=1, tensor=2, device="cuda", keys=first.keys)
-        fleet = Fleet([connect(at(index=index)) for index in range(2)], max_outstanding=1, publish_timeout_s=1)
-        growth = Growth(pool, fleet, engines, connect=connect)
-        with pytest.raises(EngineError, match=r"no node 10\.9\.9\.9 is in the Ray cluster; there is room on "):
-            await growth.add("10.9.9.9", None)
-        with pytest.raises(EngineError, match=r"has 4 free device\(s\), an engine takes 2 .*; no engine was added"):
-            await growth.add(joined, 3)
+    at = partial(EngineEndpoint, host="10.0.0.1", port=1, tensor=2, device="cuda", keys=first.keys)
+    fleet = Fleet([connect(at(index=index)) for index in range(2)], max_outstanding=1, publish_timeout_s=1)
+    growth = Growth(pool, fleet, engines, connect=connect)
+    with pytest.raises(EngineError, match=r"no node 10\.9\.9\.9 is in the Ray cluster; there is room on "):
+        await growth.add("10.9.9.9", None)
+    with pytest.raises(EngineError, match=r"has 4 free device\(s\), an engine takes 2 .*; no engine was added"):
+        await growth.add(joined, 3)
+    await growth.add(joined, None)
+    assert [engine.index for engine in fleet.engines] == [0, 1, 2, 3]
+    assert [engine.state for engine in fleet.engines[2:]] == ["restarting"] * 2
+    assert [place.gpu for place in engines.places] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [known[bundle.node] for index in (2, 3) for bundle in engines.nodes_of(index)] == [joined] * 2
+    assert pool.places[4:] == engines.places[4:], "lost nodes are noticed there, too"
+    with pytest.raises(EngineError, match="has 0 free"):
         await growth.add(joined, None)
-        assert [engine.index for engine in fleet.engines] == [0, 1, 2, 3]
-        assert [engine.state for engine in fleet.engines[2:]] == ["restarting"] * 2
-        assert [place.gpu for place in engines.places] == [0, 1, 2, 3, 0, 1, 2, 3]
-        assert [known[bundle.node] for index in (2, 3) for bundle in engines.nodes_of(index)] == [joined] * 2
-        assert pool.places[4:] == engines.places[4:], "lost nodes are noticed there, too"
-        with pytest.raises(EngineError, match="has 0 free"):
-            await growth.add(joined, None)
-        shared = Growth(Pool(places, 2), fleet, engines, connect=connect)
-        with pytest.raises(EngineError, match="share their pool with other roles; only a pool of their own can grow"):
-            await shared.add(joined, None)
-        await fleet.close()
-
-    asyncio.run(scenario())
+    shared = Growth(Pool(places, 2), fleet, engines, connect=connect)
+    with pytest.raises(EngineError, match="share their pool with other roles; only a pool of their own can grow"):
+        await shared.add(joined, None)
+    await fleet.close()
     remove_placement_group(pool.bundles[1].group)
 
 
@@ -207,7 +206,8 @@ def test_a_lost_node_is_replaced_or_the_run_ends_in_time(
 
     async def lose_and_settle(address: str, *, timeout_s: float) -> None:
         nodes.kill_node(address)
-        while any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address):
+        # Whoever follows the pool has heard of both failures then.
+        while failures or any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address):
             await asyncio.sleep(0.5)
         await wait_for_nodes({"all": pool}, timeout_s=timeout_s, waiting=told.append)
 

@@ -23,6 +23,7 @@ from megarl.errors import MachineError, NumericsError, WorkerError
 from megarl.system.proc import read_stat
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.cluster.ray_worker import Worker
+from tests.cluster.worker_setup import quick_ray
 from tests.run.runs import write_recipe
 
 with private_ray():
@@ -45,7 +46,7 @@ def cluster(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(folder, "workers"))
     Path(recipe.run_folder).mkdir(parents=True)
-    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None) as opened:
+    with private_ray(), quick_ray(), open_cluster(recipe.run, recipe.pools, address=None) as opened:
         yield opened
 
 

@@ -1,10 +1,11 @@
-"""Workers of a local Ray in tests: ranks and engines are forked, by processes that have imported what they need.
+"""Workers of a local Ray in tests: they are forked, by processes that have imported what they need.
 
 `quick_ray` makes a local Ray begin its workers with this file instead of Ray's own `setup_worker.py`, which sets the
-variables of a worker and executes it. Here a worker runs in the same process, which saves a second import of Ray, and
-forks its engines from a template (tests/engine/template.py). Ray itself is forked from a template that has imported
-Megatron, or executed. A fork of it, in the session of this Ray, forks its ranks; an executed process stays in a rank's
-place as a child of Ray.
+variables of a worker and executes it. Here that process only stays in the worker's place as a child of Ray. Ray itself
+is forked from a template that has imported Megatron, or executed. Two forks of it, in the session of this Ray, fork its
+workers: one of them ranks, the other one the rest. Neither has imported Ray, which reads variables then. Engines are
+forked from a template of their own (tests/engine/template.py). Nobody asks the dashboard of such a Ray: it is not
+started, and its agents serve nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -44,9 +45,13 @@ from tests.repository import ROOT
 
 _ENGINES = "MEGARL_TEST_ENGINES"
 _RANKS = "MEGARL_TEST_RANKS"
-"""Variables with the names of sockets, in hexadecimal digits: where engines and where ranks are forked."""
+_WORKERS = "MEGARL_TEST_WORKERS"
+"""Variables with the names of sockets, in hexadecimal digits: where engines, ranks and other workers are forked."""
 _SERVE, _START = "serve", "start"
 _RAY, _MODULE = "ray.scripts.scripts", "tests.cluster.worker_setup"
+_AGENT = "--dashboard_agent_command="
+_WATCH = {"RAY_health_check_period_ms": "500"}
+"""A node that is gone refuses to be asked how it is; after five times, it is lost."""
 
 
 @cache
@@ -63,7 +68,7 @@ def ray_template() -> Template:
 
 @contextmanager
 def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[None]:
-    """Let every Ray that this process starts fork its ranks, and its engines from the template at `engines`.
+    """Let every Ray that this process starts fork its workers, and its engines from the template at `engines`.
 
     `rays` is the address of `ray_template` in a process that is not that of the session; with an empty one Ray is
     executed, so that all of it is below this process.
@@ -79,7 +84,7 @@ def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[No
         output: IO[bytes] | int,
         lease: GuardLease | None = None,
     ) -> subprocess.Popen[bytes] | ForkedGuard:
-        variables = {**environment, _ENGINES: engines.hex(), "PYTHONPATH": _path(environment)}
+        variables = {**environment, **_WATCH, _ENGINES: engines.hex(), "PYTHONPATH": _path(environment)}
         if rays == b"":
             words = [_MODULE if word == _RAY else word for word in command]
             return guard.start_guarded(words, environment=variables, output=output, lease=lease)
@@ -97,45 +102,83 @@ def _path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
 
 
+def _import_all() -> None:
+    """Import what ranks and other workers need."""
+    _import_megatron()
+    _import_rollouts()
+
+
 def _import_megatron() -> None:
-    """Import what ranks need. Not Ray: it reads variables when it is imported."""
     os.environ.update(trainer_environment("cpu"))
     import megarl.train.actor
     import megarl.train.critic  # noqa: F401 - for what is forked
 
 
+def _import_rollouts() -> None:
+    import megarl.data.rollout_files
+    import megarl.engine.process
+    import megarl.episodes.play
+    import megarl.reward.build  # noqa: F401 - for what is forked
+
+
 def _start_ray() -> int:
     """Be `ray start`."""
-    with listening_socket() as listener:
-        os.environ[_RANKS] = listener.getsockname().hex()
-        ray = os.getpid()
-        if os.fork() == 0:
-            die_with_parent(ray)
-            _import_megatron()
-            fork_for_each(listener, _keep_rank)
-    from ray._private import ray_constants
+    _start_forking(_RANKS, _import_megatron, _run_ray_worker)
+    _start_forking(_WORKERS, _import_rollouts, _run_worker_with_engines)
+    from ray._private import ray_constants, services
+    from ray._private.node import Node
     from ray.scripts.scripts import main
 
+    started = services.start_ray_process
+
+    def start(command: list[str], *rest: object, **options: object) -> object:
+        words = [f"{word} --minimal" if word.startswith(_AGENT) else word for word in command]
+        return started(words, *rest, **options)
+
+    def name_dashboard(node: Node, **_options: object) -> None:
+        node._webui_url = "127.0.0.1:8265"  # a worker has to know one
+
+    services.start_ray_process = start
+    Node.start_api_server = name_dashboard
     ray_constants.SETUP_WORKER_FILENAME = __file__
     main()
     return 0
 
 
-def _be_worker() -> None:
-    """Be a worker, as raylet would have Ray's own setup execute it."""
-    from tests.engine.template import forked_engines
+def _start_forking(variable: str, load: Callable[[], None], program: Callable[[list[str]], int]) -> None:
+    """Start a process that forks workers, at the address in a variable."""
+    with listening_socket() as listener:
+        os.environ[variable] = listener.getsockname().hex()
+        ray = os.getpid()
+        if os.fork() == 0:
+            die_with_parent(ray)
+            load()
+            fork_for_each(listener, partial(_keep_worker, program))
 
+
+def _stand_in_for_worker() -> NoReturn:
+    """Have a worker forked elsewhere, with the variables that Ray's own setup would set, and end with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
     options, words = parser.parse_known_args()
     variables = json.loads(options.serialized_runtime_env_context).get("env_vars", {})
     os.environ.update(variables)
-    if variables.keys() >= TRAINER_ENVIRONMENT.keys():
-        _stand_in_for_rank(words)
+    place = _RANKS if variables.keys() >= TRAINER_ENVIRONMENT.keys() else _WORKERS
+    code = receive_number(asked(bytes.fromhex(os.environ[place]), words, os.environ, descriptors=[0, 1, 2]))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _run_worker_with_engines(words: list[str]) -> int:
+    from megarl.engine import process
+    from tests.engine.template import forked_engines
+
     if os.environ[_ENGINES]:
-        vars(guard)["start_guarded"] = forked_engines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
-    _run_ray_worker(words)
+        vars(process)["start_guarded"] = forked_engines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
+    return _run_ray_worker(words)
 
 
 def _run_ray_worker(words: list[str]) -> int:
@@ -145,23 +188,14 @@ def _run_ray_worker(words: list[str]) -> int:
     return 0
 
 
-def _stand_in_for_rank(words: list[str]) -> NoReturn:
-    """Have the rank forked elsewhere, and end with it."""
-    code = receive_number(asked(bytes.fromhex(os.environ[_RANKS]), words, os.environ, descriptors=[0, 1, 2]))
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _keep_rank(connection: socket.socket) -> int:
-    """Fork a rank; end it with the process in its place, and that process with it."""
+def _keep_worker(program: Callable[[list[str]], int], connection: socket.socket) -> int:
+    """Fork a worker; end it with the process in its place, and that process with it."""
     request = receive_request(connection)
     pid = os.fork()
     if pid == 0:
         connection.close()
         request.enter(*request.descriptors)
-        end_with(partial(_run_ray_worker, request.words))
+        end_with(partial(program, request.words))
     request.close()
     ends = os.pidfd_open(pid)
     readable, _, _ = select.select([connection.fileno(), ends], [], [])
@@ -175,8 +209,8 @@ def _keep_rank(connection: socket.socket) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == _SERVE:
-        serve_guards(_RAY, load=_import_megatron, program=_start_ray)
+        serve_guards(_RAY, load=_import_all, program=_start_ray)
     elif sys.argv[1] == _START:
         _start_ray()
     else:
-        _be_worker()
+        _stand_in_for_worker()

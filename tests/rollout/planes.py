@@ -23,6 +23,7 @@ from megarl.reward.build import build_scorer
 from megarl.rollout.generator import Sampling, Vocabulary
 from megarl.rollout.worker import RolloutSource, RolloutTask, RolloutWorker
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from tests.cluster.worker_setup import quick_ray
 from tests.run.seeded_engine import SeededEngines
 
 with private_ray():
@@ -76,6 +77,7 @@ async def _bounded(task: Coroutine[None, None, _Result]) -> _Result:
 def two_nodes(log_folder: Path) -> Iterator[LocalRay]:
     with ExitStack() as stack:
         stack.enter_context(private_ray())
+        stack.enter_context(quick_ray())
         nodes = LocalRay(device="cpu", log_folder=log_folder, has_several_nodes=True)
         stack.enter_context(local_ray(nodes, num_slots=1))
         nodes.start_node(num_slots=1)

@@ -146,7 +146,9 @@ async def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_w
             assert (await started.wait_end(0)).startswith("node ")
         await started.end(0)
         assert not placed.exists()
-        assert [_processes_of_node(node) for node in range(2)] == [[], []]
+        async with asyncio.timeout(60):
+            while any(_processes_of_node(node) for node in range(2)):  # what was killed may still be ending
+                await asyncio.sleep(0.05)
         assert await _answer(await started.start(0)) == expected
     finally:
         await started.stop()
@@ -223,32 +225,29 @@ def test_the_actor_of_an_engine_does_without_torch() -> None:
     assert {"torch", "megatron", "transformers"}.isdisjoint(printed.stdout.split())
 
 
-def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: ServedModel) -> None:
+async def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: ServedModel) -> None:
     """Paused, with an update open and a request under way, as a driver leaves it that dies in a publish."""
     endpoint = qwen2_tp1.process.endpoint
     request = GenerateRequest(rid="left", input_ids=(5, 6), max_new_tokens=64, temperature=1.0)
 
-    async def scenario() -> None:
-        client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
-        try:
-            await admin.pause(client, admin.PauseMode.IN_PLACE)
-            left = asyncio.create_task(client.generate(request))
+    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        await admin.pause(client, admin.PauseMode.IN_PLACE)
+        left = asyncio.create_task(client.generate(request))
+        await client.control("begin", "/begin_weight_update", {})
+        with pytest.raises(EngineError, match="already open"):
             await client.control("begin", "/begin_weight_update", {})
-            with pytest.raises(EngineError, match="already open"):
-                await client.control("begin", "/begin_weight_update", {})
 
-            version = await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)
+        version = await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)
 
-            assert version == str((await admin.model_info(client))["weight_version"])
-            await left
-            await client.control("begin", "/begin_weight_update", {})
-            await client.control("end", "/end_weight_update", {})
-            await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)  # nothing is left: nothing changes
-            await client.generate(request)
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+        assert version == str((await admin.model_info(client))["weight_version"])
+        await left
+        await client.control("begin", "/begin_weight_update", {})
+        await client.control("end", "/end_weight_update", {})
+        await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)  # nothing is left: nothing changes
+        await client.generate(request)
+    finally:
+        await client.close()
 
 
 def _adoption(notes: list[str], *, is_possible: bool = True) -> Adoption:

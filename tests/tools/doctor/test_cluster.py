@@ -19,6 +19,7 @@ from megarl.tools.doctor.cluster import (
     check_nodes,
     describe_node,
 )
+from tests.cluster.worker_setup import quick_ray
 
 REPORT = NodeReport(versions={"torch": "2.13.0"}, missing_files=(), can_write=True, clock_s=100.5)
 NODE = NodeAnswer(node="n0 (10.0.0.1)", report=REPORT, asked_at=100.0, answered_at=101.0)
@@ -79,7 +80,7 @@ def test_a_node_describes_itself(tmp_path: Path) -> None:
 def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_nodes(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
-    with private_ray():
+    with private_ray(), quick_ray():
         found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
     assert found["files"].found.startswith(f"{tmp_path}/model/config.json cannot be read on ")
     assert found["files"].status is CheckStatus.ERROR

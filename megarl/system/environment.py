@@ -75,7 +75,7 @@ def capture_environment(*, asks_git: bool) -> RunEnvironment:
         driver=_first_line(_DRIVER / "version"),
         gpus=tuple(_gpus()),
         versions=dict(sorted(_versions())),
-        commit=_commit(Path(__file__).parent) if asks_git else "",
+        commit=_commit(Path(__file__).parent.parent) if asks_git else "",
         modules=tuple(filter(None, LOADED_MODULES.read().split(":"))),
         job=SLURM_JOB_ID.read(),
         variables=dict(sorted(program_environment().items())),
@@ -116,6 +116,8 @@ def _commit(folder: Path) -> str:
     try:
         # In a container the checkout may belong to another user, whom git would not trust.
         git = ("git", "-c", "safe.directory=*", "-C", str(folder))
+        # An environment may be inside the checkout of another project.
+        _output(*git, "ls-files", "--error-unmatch", "__init__.py")
         commit = _output(*git, "rev-parse", "HEAD")
         return f"{commit}+" if _output(*git, "status", "--porcelain", "--", ".") else commit
     except (OSError, subprocess.SubprocessError):

@@ -50,14 +50,19 @@ def test_an_image_without_a_checkout_says_what_it_was_built_from(
     assert environment._commit(tmp_path / "site-packages" / "megarl") == "abc"
 
 
-def test_changed_files_are_marked(tmp_path: Path) -> None:
+def test_changed_files_are_marked_and_another_projects_commit_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(COMMIT.name, raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    package = tmp_path / "megarl" / "system"
-    package.mkdir(parents=True)
-    (package / "file.py").write_text("1")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+    package, installed = tmp_path / "megarl", tmp_path / ".venv" / "megarl"
+    for folder in (package, installed):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("1")
+    for words in (["init", "-q"], ["add", "megarl"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     commit = environment._commit(package)
     assert re.fullmatch(r"[0-9a-f]{40}", commit)
-    (package / "file.py").write_text("2")
+    (package / "__init__.py").write_text("2")
     assert environment._commit(package) == f"{commit}+"
+    assert environment._commit(installed) == ""

@@ -27,8 +27,9 @@ pytest_plugins = ["tests.faults.matrix", "tests.packages", "tests.schedule", "py
 # Ray reads its environment when it is imported, and collecting the tests imports it before any of them starts one.
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
 
-# A property is about values: how long an example takes says something about the machine.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A property is about values: how long an example takes says something about the machine. Thirty examples find what a
+# hundred do, run after run; a property with rare cases asks for more.
+settings.register_profile("unhurried", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 

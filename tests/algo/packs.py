@@ -78,6 +78,6 @@ def one_sequence(
         entropy=torch.tensor(entropy or [0.0] * num_tokens),
         old_logprobs=torch.tensor(old),
         rollout_logprobs=torch.tensor(old),
-        advantages=torch.tensor(advantages),
+        advantages=torch.tensor(advantages, dtype=torch.float32),
         segments=Segments.of(torch.ones(num_tokens, dtype=torch.bool), torch.tensor([0, num_tokens])),
     )

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.algo.algorithm import Sft, build_algorithm
 from megarl.algo.shaping import adapted_kl_coef, length_penalty
@@ -36,8 +35,9 @@ def build(config: AlgorithmConfig) -> Algorithm:
     return build_algorithm(config, max_response_tokens=10)
 
 
-def last_token_credit(config: AlgorithmConfig, rewards: list[float]) -> list[float]:
-    return [float(sample.advantages[-1]) for sample in build(config).assign([scored_group(0, rewards)], NOTHING)]
+def last_token_credit(config: AlgorithmConfig, *groups: ScoredGroup, estimates: Estimates = NOTHING) -> list[float]:
+    """Return the advantage of the last token of each rollout."""
+    return [float(sample.advantages[-1]) for sample in build(config).assign(groups, estimates)]
 
 
 def test_sft_gives_every_token_of_a_demonstration_the_same_credit() -> None:
@@ -68,12 +68,7 @@ def test_gdpo_weighs_named_components() -> None:
     components = [{"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}]
     group = scored_group(0, [0, 0], components=components, lengths=[3, 3])
     equal, right = (
-        [
-            float(sample.advantages[-1])
-            for sample in build(GdpoConfig(kind="gdpo", weights={"right": weight, "form": 1.0})).assign(
-                [group], NOTHING
-            )
-        ]
+        last_token_credit(GdpoConfig(kind="gdpo", weights={"right": weight, "form": 1.0}), group)
         for weight in (1.0, 3.0)
     )
     assert equal == pytest.approx([0, 0], abs=1e-6)
@@ -89,18 +84,15 @@ def test_a_filter_looks_at_rewards_before_the_length_penalty() -> None:
 
 def test_the_length_penalty_enters_the_comparison() -> None:
     config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(buffer_tokens=4))
-    samples = build(config).assign([scored_group(0, [1, 1], lengths=[5, 10])], NOTHING)
-    assert [float(sample.advantages[-1]) for sample in samples] == [0.5, -0.5]
+    assert last_token_credit(config, scored_group(0, [1, 1], lengths=[5, 10])) == [0.5, -0.5]
 
 
 def test_remax_compares_with_the_greedy_rollout_whose_length_costs_as_much() -> None:
     group = with_baseline(scored_group(0, [1, 0], lengths=[3, 4]), score=1.0, length=10)
-    plain = RemaxConfig(kind="remax")
     shaped = RemaxConfig(kind="remax", overlong=OverlongConfig(buffer_tokens=4))
-    assert [float(sample.advantages[-1]) for sample in build(plain).assign([group], NOTHING)] == [0, -1]
-    samples = build(shaped).assign([group], NOTHING)
-    assert [float(sample.advantages[-1]) for sample in samples] == [1, 0]
-    assert len(samples) == 2, "the greedy rollout is not trained on"
+    # The greedy rollout is not trained on.
+    assert last_token_credit(RemaxConfig(kind="remax"), group) == [0, -1]
+    assert last_token_credit(shaped, group) == [1, 0]
 
 
 def test_what_was_cut_leaves_the_loss_but_not_its_groups_baseline() -> None:
@@ -213,7 +205,7 @@ def test_the_coefficient_follows_the_distance_by_a_fifth_at_most(kl: float, dire
 
 
 def test_sppo_aims_at_the_golden_log_ratios() -> None:
-    credit = last_token_credit(SppoConfig(kind="sppo"), [1, 0, 0, 0])
+    credit = last_token_credit(SppoConfig(kind="sppo"), scored_group(0, [1, 0, 0, 0]))
     assert credit == pytest.approx([0.642626, -0.357374, -0.357374, -0.357374], abs=1e-6)
 
 
@@ -227,40 +219,6 @@ def pairs_of_tokens(group: ScoredGroup, last: list[float]) -> tuple[np.ndarray, 
     return tuple(arrays)
 
 
-@pytest.mark.parametrize(
-    ("keys", "golden"),
-    [
-        ({}, 0.620957),
-        ({"label_smoothing": 0.1}, 0.635957),
-        ({"preference": "ipo"}, 12.25),
-    ],
-)
-def test_online_dpo_pushes_the_best_and_the_worst_along_the_gradient_of_dpo(
-    keys: dict[str, object], golden: float
-) -> None:
-    config = OnlineDpoConfig.model_validate({"kind": "online_dpo", **keys})
-    group = scored_group(0, [0.5, 1.0, 0.0])
-    policy, reference = [-5.0, -10.0, -12.0], [-5.0, -11.0, -11.5]
-    estimates = Estimates(logprobs=pairs_of_tokens(group, policy), reference_logprobs=pairs_of_tokens(group, reference))
-    other, best, worst = build(config).assign([group], estimates)
-
-    sums = torch.tensor([-10.0, -12.0], dtype=torch.float64, requires_grad=True)
-    margin = (sums[0] + 11.0) - (sums[1] + 11.5)
-    if config.preference == "ipo":
-        loss = (margin - 1 / (2 * 0.1)) ** 2
-    else:
-        smoothing = config.label_smoothing
-        logsigmoid = torch.nn.functional.logsigmoid
-        loss = -(1 - smoothing) * logsigmoid(0.1 * margin) - smoothing * logsigmoid(-0.1 * margin)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss.item() == pytest.approx(golden, abs=1e-6)
-    assert sums.grad is not None
-    # The trainer divides by three rollouts; there is one pair.
-    assert best.advantages[1:] / 3 == pytest.approx(-sums.grad[0].item(), rel=1e-5)
-    assert worst.advantages[1:] / 3 == pytest.approx(-sums.grad[1].item(), rel=1e-5)
-    assert not other.advantages.any()
-
-
 def test_online_dpo_averages_over_pairs_and_replaces_ties() -> None:
     config = OnlineDpoConfig(kind="online_dpo")
     algorithm = build(config)
@@ -269,6 +227,7 @@ def test_online_dpo_averages_over_pairs_and_replaces_ties() -> None:
     assert [algorithm.keeps(group) for group in (*groups, tie)] == [True, True, False]
     assert algorithm.take_dropped() == {"equal": 1}
     nothing = tuple(array for group in groups for array in pairs_of_tokens(group, [0.0] * len(group.scores)))
-    samples = algorithm.assign(groups, Estimates(logprobs=nothing, reference_logprobs=nothing))
+    estimates = Estimates(logprobs=nothing, reference_logprobs=nothing)
     push = 0.1 * 0.5 * 5 / 2
-    assert [float(sample.advantages[-1]) for sample in samples] == pytest.approx([push, -push, -push, 0, push])
+    credit = last_token_credit(config, *groups, estimates=estimates)
+    assert credit == pytest.approx([push, -push, -push, 0, push])

@@ -32,92 +32,65 @@ VALUES = torch.tensor([1.0, 2.0, NAN, NAN, 5.0, NAN, NAN])
 PPO = PpoLossConfig(kind="ppo", clip_low=0.2, clip_high=0.28)
 
 
-def gradient(config: LossConfig, logprobs: list[float], old: list[float], advantages: list[float]) -> list[float]:
-    """Gradients of the sum of the token losses."""
-    tokens = one_sequence(logprobs, old, advantages)
-    policy_loss(config, tokens).values.sum().backward()  # type: ignore[no-untyped-call]
-    assert tokens.logprobs.grad is not None
-    found: list[float] = tokens.logprobs.grad.tolist()
-    return found
+WIDE_GSPO = GspoLossConfig(kind="gspo", clip_low=0.5, clip_high=0.5)
+GSPO = GspoLossConfig(kind="gspo")
+CISPO = CispoLossConfig(kind="cispo", clip_low=0.2, clip_high=0.28)
+GPG = GpgLossConfig(kind="gpg")
+SAPO = SapoLossConfig(kind="sapo")
+GMPO = GmpoLossConfig(kind="gmpo", clip_low=0.2, clip_high=0.28)
+LOG_15, LOG_05 = math.log(1.5), math.log(0.5)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "loss", "is_clipped"),
+    ("config", "old", "log_ratios", "advantages", "golden", "clipped", "gradients"),
     [
-        (1.0, 1.5, -1.28, True),
-        (1.0, 0.5, -0.5, False),
-        (-1.0, 5.0, 3.0, True),
-        (-1.0, 2.0, 2.0, False),
-        (-1.0, 0.5, 0.8, True),
+        # With the dual clip; a token that is clipped has no gradient.
+        (PPO, -2.0, [LOG_15, LOG_05, 0.0], [1, 1, 1], [-1.28, -0.5, -1], [1, 0, 0], [0, -0.5, -1]),
+        (PPO, -2.0, [math.log(5), math.log(2), LOG_05], [-1, -1, -1], [3, 2, 0.8], [1, 0, 1], [0, 2, 0]),
+        # Ratios that would overflow.
+        (PPO, 0.0, [200.0, -200.0], [1, -1], [-1.28, 0.8], [1, 1], None),
+        # Every token has the ratio of its sequence; sequences are clipped whole, without a dual clip.
+        (WIDE_GSPO, 0.0, [0.1, 0.3], [1, 1], [-1.221403] * 2, [0, 0], [-1.221403] * 2),
+        (GSPO, 0.0, [0.1, 0.3], [1, 1], [-1.0004] * 2, [1, 1], [0, 0]),
+        (GSPO, 0.0, [2.0, 2.0], [-1, -1], [math.exp(2)] * 2, [0, 0], None),
+        # A token that is clipped still learns.
+        (
+            CISPO,
+            -1.0,
+            [LOG_15, 0.0, LOG_05],
+            [2, 2, 2],
+            [-2.56 * (LOG_15 - 1), 2.0, -1.6 * (LOG_05 - 1)],
+            [1, 0, 1],
+            [-2.56, -2.0, -1.6],
+        ),
+        # The plain policy gradient, wherever the policy has moved.
+        (GPG, -9.0, [7.0], [0.5], [1.0], [0], [-0.5]),
+        (SAPO, 0.0, [LOG_15, LOG_15], [1, -1], [-2.489837, 2.393585], [0, 0], None),
+        # The policy gradient where nothing has moved.
+        (SAPO, -1.0, [0.0, 0.0], [2, -3], None, [0, 0], [-2.0, 3.0]),
+        (GMPO, 0.0, [0.5, -0.1], [1, 1], [-1.094174] * 2, [1, 0], None),
+        (GMPO, 0.0, [0.5, -0.1], [-1, -1], [1.221403] * 2, [0, 0], None),
     ],
+    ids=lambda value: getattr(value, "kind", ""),
 )
-def test_ppo_with_dual_clip(advantage: float, ratio: float, loss: float, is_clipped: bool) -> None:
-    found = policy_loss(PPO, one_sequence([math.log(ratio) - 2], [-2.0], [advantage]))
-    assert found.values.item() == pytest.approx(loss, abs=TOLERANCE)
-    assert found.is_clipped.item() is is_clipped
-
-
-def test_a_token_that_ppo_clips_has_no_gradient() -> None:
-    clipped, free, even = gradient(PPO, [0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-    assert clipped == 0
-    assert free < 0
-    assert even == pytest.approx(-1.0)
-
-
-def test_a_ratio_that_would_overflow_is_bounded() -> None:
-    values = policy_loss(PPO, one_sequence([0.0, -200.0], [-200.0, 0.0], [1.0, -1.0])).values
-    assert values.tolist() == pytest.approx([-1.28, 0.8])
-
-
-def test_gspo_gives_every_token_the_ratio_of_its_sequence() -> None:
-    wide = GspoLossConfig(kind="gspo", clip_low=0.5, clip_high=0.5)
-    found = policy_loss(wide, one_sequence([0.1, 0.3], [0.0, 0.0], [1.0, 1.0]))
-    assert found.values.tolist() == pytest.approx([-1.221403] * 2, abs=TOLERANCE)
-    assert gradient(wide, [0.1, 0.3], [0.0, 0.0], [1.0, 1.0]) == pytest.approx([-1.221403] * 2, abs=TOLERANCE)
-
-
-def test_gspo_clips_whole_sequences_and_has_no_dual_clip() -> None:
-    usual = GspoLossConfig(kind="gspo")
-    up = policy_loss(usual, one_sequence([0.1, 0.3], [0.0, 0.0], [1.0, 1.0]))
-    assert up.values.tolist() == pytest.approx([-1.0004] * 2, abs=TOLERANCE)
-    assert up.is_clipped.all()
-    assert gradient(usual, [0.1, 0.3], [0.0, 0.0], [1.0, 1.0]) == [0, 0]
-    down = policy_loss(usual, one_sequence([2.0, 2.0], [0.0, 0.0], [-1.0, -1.0]))
-    assert down.values.tolist() == pytest.approx([math.exp(2)] * 2, rel=1e-5)
-
-
-def test_a_token_that_cispo_clips_still_learns() -> None:
-    config = CispoLossConfig(kind="cispo", clip_low=0.2, clip_high=0.28)
-    logprobs, old = [math.log(1.5) - 1, -1.0, math.log(0.5) - 1], [-1.0, -1.0, -1.0]
-    found = policy_loss(config, one_sequence(logprobs, old, [2.0, 2.0, 2.0]))
-    expected = [-weight * 2.0 * logprob for weight, logprob in zip([1.28, 1.0, 0.8], logprobs, strict=True)]
-    assert found.values.tolist() == pytest.approx(expected, abs=TOLERANCE)
-    assert found.is_clipped.tolist() == [True, False, True]
-    assert gradient(config, logprobs, old, [2.0, 2.0, 2.0]) == pytest.approx([-2.56, -2.0, -1.6], abs=TOLERANCE)
-
-
-def test_gpg_is_the_plain_policy_gradient() -> None:
-    config = GpgLossConfig(kind="gpg")
-    assert policy_loss(config, one_sequence([-2.0], [-9.0], [0.5])).values.item() == 1.0
-    assert gradient(config, [-2.0], [-9.0], [0.5]) == [-0.5]
-
-
-@pytest.mark.parametrize(("advantage", "golden"), [(1.0, -2.489837), (-1.0, 2.393585)])
-def test_sapo_has_the_golden_values(advantage: float, golden: float) -> None:
-    found = policy_loss(SapoLossConfig(kind="sapo"), one_sequence([math.log(1.5)], [0.0], [advantage]))
-    assert found.values.item() == pytest.approx(golden, abs=TOLERANCE)
-
-
-def test_sapo_is_the_policy_gradient_where_nothing_has_moved() -> None:
-    assert gradient(SapoLossConfig(kind="sapo"), [-1.0, -1.0], [-1.0, -1.0], [2.0, -3.0]) == pytest.approx([-2.0, 3.0])
-
-
-@pytest.mark.parametrize(("advantage", "golden", "clipped"), [(1.0, -1.094174, [True, False]), (-1.0, 1.221403, [])])
-def test_gmpo_has_the_golden_values(advantage: float, golden: float, clipped: list[bool]) -> None:
-    config = GmpoLossConfig(kind="gmpo", clip_low=0.2, clip_high=0.28)
-    found = policy_loss(config, one_sequence([0.5, -0.1], [0.0, 0.0], [advantage, advantage]))
-    assert found.values.tolist() == pytest.approx([golden, golden], abs=TOLERANCE)
-    assert found.is_clipped.tolist() == (clipped or [False, False])
+def test_losses_have_the_golden_values(
+    config: LossConfig,
+    old: float,
+    log_ratios: list[float],
+    advantages: list[float],
+    golden: list[float] | None,
+    clipped: list[int],
+    gradients: list[float] | None,
+) -> None:
+    """Gradients are those of the sum of the token losses."""
+    tokens = one_sequence([old + each for each in log_ratios], [old] * len(log_ratios), advantages)
+    found = policy_loss(config, tokens)
+    assert golden is None or found.values.tolist() == pytest.approx(golden, abs=TOLERANCE)
+    assert found.is_clipped.tolist() == [bool(each) for each in clipped]
+    if gradients is not None:
+        found.values.sum().backward()  # type: ignore[no-untyped-call]
+        assert tokens.logprobs.grad is not None
+        assert tokens.logprobs.grad.tolist() == pytest.approx(gradients, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def configs() -> st.SearchStrategy[GrpoConfig]:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-6)], ids=["float64", "float32"]
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(config=configs(), seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
 def test_whatever_is_combined_is_invariant(
     dtype: torch.dtype, tolerance: float, config: GrpoConfig, seed: int, split: Split, padding: int
@@ -157,10 +157,12 @@ def test_what_is_not_finite_outside_the_loss_does_not_reach_the_gradient(correct
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+FIXED: Split = ([3, 9, 1, 5, 4], [[4, 0], [2], [1, 3]])
+"""Lengths of sequences, and micro-batches of them in another order."""
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_the_critics_loss_is_invariant(aggregation: Aggregation, seed: int, split: Split, padding: int) -> None:
+def test_the_critics_loss_is_invariant(aggregation: Aggregation) -> None:
     config = GaeConfig(kind="gae", aggregation=aggregation, horizon_tokens=7)
 
     def part(sequences: Sequences, tokens: PolicyTokens) -> Tensor:
@@ -178,7 +180,7 @@ def test_the_critics_loss_is_invariant(aggregation: Aggregation, seed: int, spli
             num_sequences=sequences.num_sequences,
         ).value
 
-    assert_invariant(part, seed, split, padding)
+    assert_invariant(part, 1, FIXED, 3)
 
 
 def every_kind() -> dict[str, AlgorithmConfig]:
@@ -211,10 +213,10 @@ PARTS = one_part_each()
 
 
 @pytest.mark.parametrize("name", PARTS)
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_every_part_is_invariant(name: str, seed: int, split: Split, padding: int) -> None:
-    assert_invariant(partial(actor_part, PARTS[name]), seed, split, padding)
+def test_every_part_is_invariant(name: str) -> None:
+    """Each alone on one split; the property above combines them on any."""
+    for seed in (1, 2):
+        assert_invariant(partial(actor_part, PARTS[name]), seed, FIXED, 3)
 
 
 def test_imitation_minimises_the_negative_log_likelihood() -> None:
@@ -257,36 +259,49 @@ def test_the_kl_term_is_added_with_its_gradient_and_not_corrected() -> None:
     assert tokens.logprobs.grad.tolist() == pytest.approx([0.25, 0.25])
 
 
-def monitor(action: Literal["warn", "correct", "stop"]) -> MismatchMonitor:
-    return MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(action=action)))
+def monitor(
+    action: Literal["warn", "correct", "stop"], *, is_relative: bool = False, state: MonitorState | None = None
+) -> MismatchMonitor:
+    baseline = MismatchBaselineConfig(steps=2, warn_times=3, act_times=10) if is_relative else None
+    return MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(baseline=baseline, action=action)), state)
 
 
-def test_each_threshold_is_reported_once() -> None:
-    watching = monitor("warn")
-    said = [watching.observe(mean) for mean in (0.001, 0.006, 0.007, 0.02, 0.03, 0.006)]
-    assert [len(warnings) for warnings in said] == [0, 1, 0, 1, 0, 0]
-    assert said[1] == ("mean |p_train - p_rollout| is 0.006, above algorithm.mismatch.warn_above 0.005",)
-    assert said[3][0].endswith("above algorithm.mismatch.act_above 0.01; consider algorithm.correction")
-    assert watching.algorithm == GrpoConfig(kind="grpo")
+ACTING = "above algorithm.mismatch.act_above 0.01; "
+OF_BASELINE = "the run's baseline 0.02)"
 
 
-def test_correct_switches_tis_on_for_the_rest_of_the_run() -> None:
-    watching = monitor("correct")
-    watching.observe(0.009)
+@pytest.mark.parametrize(
+    ("action", "is_relative", "means", "expected"),
+    [
+        (
+            "warn",
+            False,
+            (0.001, 0.006, 0.007, 0.02, 0.03, 0.006),
+            {1: "is 0.006, above algorithm.mismatch.warn_above 0.005", 3: f"{ACTING}consider algorithm.correction"},
+        ),
+        ("correct", False, (0.011, 0.001), {0: f"{ACTING}correcting with tis from the next step on"}),
+        # The first two steps are what the others are compared with, however large they are.
+        (
+            "warn",
+            True,
+            (0.01, 0.03, 0.05, 0.07, 0.1, 0.3, 0.5),
+            {
+                3: f"is 0.07, above 0.06 (algorithm.mismatch.baseline.warn_times 3 x {OF_BASELINE}",
+                5: f"above 0.2 (algorithm.mismatch.baseline.act_times 10 x {OF_BASELINE}",
+            },
+        ),
+    ],
+)
+def test_each_threshold_is_reported_once(
+    action: Literal["warn", "correct", "stop"], is_relative: bool, means: tuple[float, ...], expected: dict[int, str]
+) -> None:
+    watching = monitor(action, is_relative=is_relative)
+    for place, mean in enumerate(means):
+        warnings = watching.observe(mean)
+        assert len(warnings) == (place in expected)
+        assert all(expected[place] in warning for warning in warnings), warnings
     assert isinstance(watching.algorithm, GrpoConfig)
-    assert watching.algorithm.correction is None
-    (warning,) = watching.observe(0.011)
-    assert warning.endswith("correcting with tis from the next step on")
-    watching.observe(0.001)
-    assert watching.algorithm.correction == TisConfig(kind="tis")
-
-
-def test_a_monitor_goes_on_where_another_stood() -> None:
-    first = monitor("correct")
-    first.observe(0.02)
-    second = MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(action="correct")), first.state)
-    assert second.algorithm == first.algorithm
-    assert second.observe(0.02) == ()
+    assert watching.algorithm.correction == (TisConfig(kind="tis") if action == "correct" else None)
 
 
 def test_only_stop_stops_and_only_above_its_threshold() -> None:
@@ -305,27 +320,9 @@ def test_imitation_has_no_engine_to_disagree_with() -> None:
     assert watching.observe(1.0) == ()
 
 
-def relative(
-    action: Literal["warn", "correct", "stop"], *, state: MonitorState | None = None, **keys: float
-) -> MismatchMonitor:
-    baseline = MismatchBaselineConfig(steps=2, warn_times=3, act_times=10, **keys)
-    return MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(baseline=baseline, action=action)), state)
-
-
-def test_a_run_can_be_its_own_measure() -> None:
-    watching = relative("warn")
-    # The first two steps are what the others are compared with, however large they are.
-    said = [watching.observe(mean) for mean in (0.01, 0.03, 0.05, 0.07, 0.1, 0.3, 0.5)]
-    assert [len(warnings) for warnings in said] == [0, 0, 0, 1, 0, 1, 0]
-    assert said[3] == (
-        "mean |p_train - p_rollout| is 0.07, above 0.06 "
-        "(algorithm.mismatch.baseline.warn_times 3 x the run's baseline 0.02)",
-    )
-    assert "above 0.2 (algorithm.mismatch.baseline.act_times 10 x the run's baseline 0.02)" in said[5][0]
-
-
-def test_rounding_errors_are_no_measure() -> None:
-    watching = relative("stop")
+def test_rounding_errors_are_no_measure_and_nothing_stops_a_run_without_one() -> None:
+    watching = monitor("stop", is_relative=True)
+    watching.stop_above(100.0)
     for mean in (1e-9, 0.0, 2e-4, 3e-4):
         watching.stop_above(mean)
         assert watching.observe(mean) == ()
@@ -333,21 +330,14 @@ def test_rounding_errors_are_no_measure() -> None:
         watching.stop_above(2e-3)
 
 
-def test_nothing_stops_a_run_that_has_no_measure_yet() -> None:
-    watching = relative("stop")
-    watching.stop_above(0.5)
-    watching.observe(0.5)
-    watching.stop_above(100.0)
-
-
 @pytest.mark.parametrize("num_before", [1, 2, 3, 4])
 def test_a_baseline_survives_a_resume(num_before: int) -> None:
     means = (0.01, 0.03, 0.05, 0.3, 0.3)
-    whole = relative("correct")
+    whole = monitor("correct", is_relative=True)
     expected = [whole.observe(mean) for mean in means]
-    first = relative("correct")
+    first = monitor("correct", is_relative=True)
     said = [first.observe(mean) for mean in means[:num_before]]
-    second = relative("correct", state=first.state)
+    second = monitor("correct", is_relative=True, state=first.state)
     said += [second.observe(mean) for mean in means[num_before:]]
     assert said == expected
     assert second.state == whole.state

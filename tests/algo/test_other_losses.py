@@ -105,13 +105,6 @@ def test_the_mismatch_is_not_flattened() -> None:
     assert measured.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
 
 
-def test_where_both_agree_nothing_is_amiss() -> None:
-    logprobs = torch.tensor([-0.5, -2.0])
-    measured = mismatch(logprobs, logprobs)
-    assert [column.tolist() for column in (measured.distance, measured.kl, measured.k3, measured.chi2)] == [[0, 0]] * 4
-    assert measured.weight.tolist() == [1, 1]
-
-
 VOCAB = 7
 
 

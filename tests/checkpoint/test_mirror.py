@@ -181,6 +181,21 @@ def _in(folder: Path, path: Path) -> str:
 _WAIT_S = 300.0
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transfers run here, for tests that are about their order: each process takes seconds to start."""
+
+    def run(transfer: Transfer) -> None:
+        output = StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            transfer.code = main(transfer.words)
+        for line in output.getvalue().splitlines():
+            transfer._take(line)
+        transfer.problem = transfer._last if transfer.code else ""
+
+    monkeypatch.setattr(Transfer, "run", run)
+
+
 def _recipe(tmp_path: Path, url: str, **mirror: object) -> Recipe:
     return make_recipe(
         run={"name": "run", "steps": 9, "folder": str(tmp_path)}, checkpoint={"mirror": {"url": url, **mirror}}
@@ -299,6 +314,7 @@ def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: p
         assert transfer.problem == "stopped"
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_newest_of_disk_and_store_is_resumed_and_the_disk_is_preferred(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
     parent, told = _parent(recipe), list[str]()
@@ -325,6 +341,7 @@ def test_the_newest_of_disk_and_store_is_resumed_and_the_disk_is_preferred(tmp_p
     assert "step 2: " in fetched.notes[0]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_steps_that_the_run_took_again_are_not_fetched(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
     parent = _parent(recipe)
@@ -345,6 +362,7 @@ def test_a_mirror_that_cannot_be_read_stops_only_a_run_without_a_checkpoint(tmp_
     assert "cannot be read; the run resumes from its own disk" in note
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_another_recipe_and_a_new_run_of_the_same_name_are_refused_before_a_byte_is_fetched(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
     refuse_occupied(_mirror(recipe), recipe.run.name)

@@ -33,29 +33,22 @@ def heir(base: Path, text: str) -> Path:
     return path
 
 
-def test_sections_are_merged_key_by_key(base: Path) -> None:
-    document = read_document(heir(base, "run: {name: heir}\nsampling: {top_k: 5}\n"))
-    assert document.tree == {
-        "run": {"name": "heir", "steps": 10},
-        "data": {"train": ["a", "b"]},
-        "algorithm": {"kind": "grpo", "clip_low": 0.1},
-        "sampling": {"top_k": 5},
-    }
-
-
-def test_a_list_replaces_a_list(base: Path) -> None:
-    assert read_document(heir(base, "data: {train: [c]}\n")).tree["data"] == {"train": ["c"]}
-
-
-def test_a_section_of_another_kind_replaces_the_whole_section(base: Path) -> None:
-    document = read_document(heir(base, "algorithm: {kind: sft}\n"))
-    assert document.tree["algorithm"] == {"kind": "sft"}
-    assert document.origin(("algorithm", "clip_low")) is None
-
-
-def test_a_section_of_the_same_kind_is_merged(base: Path) -> None:
-    document = read_document(heir(base, "algorithm: {kind: grpo, clip_high: 0.3}\n"))
-    assert document.tree["algorithm"] == {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3}
+@pytest.mark.parametrize(
+    ("text", "section", "expected"),
+    [
+        # Sections are merged key by key, and a list replaces a list.
+        ("run: {name: heir}", "run", {"name": "heir", "steps": 10}),
+        ("sampling: {top_k: 5}", "sampling", {"top_k": 5}),
+        ("data: {train: [c]}", "data", {"train": ["c"]}),
+        # A section of another kind replaces the whole section.
+        ("algorithm: {kind: sft}", "algorithm", {"kind": "sft"}),
+        ("algorithm: {kind: grpo, clip_high: 0.3}", "algorithm", {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3}),
+    ],
+)
+def test_an_heir_has_what_it_does_not_change(base: Path, text: str, section: str, expected: dict[str, object]) -> None:
+    document, inherited = read_document(heir(base, text)), read_document(base)
+    assert document.tree == {**inherited.tree, section: expected}
+    assert (document.origin(("algorithm", "clip_low")) is None) == ("sft" in text)
 
 
 def test_every_value_knows_its_file_and_line(base: Path) -> None:
@@ -109,7 +102,7 @@ def test_scalars_are_what_they_look_like(base: Path, text: str, value: object) -
 
 def test_very_many_unknown_keys_are_counted_not_listed(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("".join(f"key{number}: 1\n" for number in range(5_000)))
+    path.write_text("".join(f"key{number}: 1\n" for number in range(1_000)))
     with pytest.raises(ConfigError) as raised:
         load_recipe(path)
     assert len(raised.value.problems) < 200

@@ -141,6 +141,7 @@ class FakeHub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
         self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("Connection", "close")  # the last question meets no server
         if status == 404:
             self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
@@ -156,31 +157,45 @@ def test_a_model_is_downloaded_with_progress_and_then_found(tmp_path: Path) -> N
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
         "import sys; from megarl.config.hub import *\n"
-        "try: print(hub_folder(sys.argv[1], kind='model', downloads=sys.argv[2] == 'downloads'))\n"
-        "except HubError as error: print(error)\n"
+        "for line in sys.stdin:\n"
+        "    name, how = line.split()\n"
+        "    try: print(hub_folder(name, kind='model', downloads=how == 'downloads'), flush=True)\n"
+        "    except HubError as error: print(error, flush=True)\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    with (
+        (tmp_path / "progress").open("w") as progress,
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=progress,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asking, answers = process.stdin, process.stdout
 
-    def ask(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        return done
+        def ask(words: str) -> str:
+            asking.write(f"{words}\n")
+            asking.flush()
+            return answers.readline().strip()
 
-    try:
-        assert "`megarl train` downloads it" in ask("Org/Tiny", "looks").stdout
-        done = ask("Org/Tiny", "downloads")
-        folder = Path(done.stdout.strip())
-        assert (folder / "model.safetensors").read_bytes() == b"weights" * 1000
-        assert "Fetching 2 files" in done.stderr
-        assert "GET pytorch_model.bin" not in FakeHub.fetched
-        assert Path(ask("Org/Tiny", "looks").stdout.strip()) == folder
-        assert "the hub has no model of this name that you may read" in ask("Org/Nothing", "downloads").stdout
-    finally:
-        server.shutdown()
-        server.server_close()  # else a connection waits for an answer
-    assert "the hub cannot be reached" in ask("Org/Other", "downloads").stdout
+        try:
+            assert "`megarl train` downloads it" in ask("Org/Tiny looks")
+            folder = Path(ask("Org/Tiny downloads"))
+            assert (folder / "model.safetensors").read_bytes() == b"weights" * 1000
+            assert "GET pytorch_model.bin" not in FakeHub.fetched
+            assert ask("Org/Tiny looks") == str(folder)
+            assert "the hub has no model of this name that you may read" in ask("Org/Nothing downloads")
+        finally:
+            server.shutdown()
+            server.server_close()
+        assert "the hub cannot be reached" in ask("Org/Other downloads")
+    assert "Fetching 2 files" in (tmp_path / "progress").read_text()
 
 
 PARAMETERS = {

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from megarl.cli.main import run
+from megarl.config import schema
 from megarl.config.document import read_document
 from megarl.config.recipe import Recipe
-from megarl.config.schema import json_schema, reference
 from tests.repository import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 WRITE = "write it with"
+
+json_schema, reference = cache(schema.json_schema), cache(schema.reference)
 
 
 def test_the_shipped_json_schema_is_current(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,28 +62,21 @@ def test_recipes_of_several_nodes_listen_where_the_other_nodes_are(path: Path) -
         assert recipe.network.bind == "private"
 
 
-def test_the_json_schema_knows_the_sections_and_extends() -> None:
+def test_a_recipe_that_extends_another_may_be_incomplete() -> None:
     properties = json_schema()["properties"]
     assert isinstance(properties, dict)
     assert set(properties) == {*Recipe.model_fields, "extends"}
-
-
-def test_a_recipe_that_extends_another_may_be_incomplete() -> None:
-    schema = json_schema()
-    assert schema["if"] == {"not": {"required": ["extends"]}}
-    for name, section in schema["$defs"].items():  # type: ignore[attr-defined]
+    assert json_schema()["if"] == {"not": {"required": ["extends"]}}
+    for name, section in json_schema()["$defs"].items():  # type: ignore[attr-defined]
         assert set(section.get("required", [])) <= {"kind"}, name
 
 
-def test_editors_accept_every_recipe() -> None:
+def test_editors_accept_every_recipe_and_refuse_an_unknown_key() -> None:
     validator = jsonschema.validators.validator_for(json_schema())(json_schema())
     for recipe in RECIPES:
         assert [f"{recipe.name}: {error.message}" for error in validator.iter_errors(read_document(recipe).tree)] == []
-
-
-def test_editors_refuse_an_unknown_key() -> None:
     with pytest.raises(jsonschema.ValidationError, match="stepss"):
-        jsonschema.validate({"extends": "a.yaml", "run": {"stepss": 1}}, json_schema())
+        validator.validate({"extends": "a.yaml", "run": {"stepss": 1}})
 
 
 def test_a_key_that_sections_share_is_described_once() -> None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +100,15 @@ def test_rows_that_are_not_kept_are_checked_and_counted(write_parquet: WriteParq
 
 @pytest.mark.usefixtures("in_workers")
 def test_the_first_row_that_is_refused_is_named_whoever_tokenises_it(
-    write_parquet: WriteParquet, model_folder: Path, tmp_path: Path
+    write_parquet: WriteParquet, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    @contextmanager
+    def threads(reader: PromptReader, tokenizer: Tokenizer, num_workers: int) -> Iterator[ThreadPoolExecutor]:
+        monkeypatch.setattr(prompts_module, "_of_worker", (reader, tokenizer))
+        with ThreadPoolExecutor(num_workers) as pool:
+            yield pool
+
+    monkeypatch.setattr(prompts_module, "_workers", threads)
     strict = tmp_path / "strict"
     shutil.copytree(model_folder, strict)
     template = "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}{{ messages[0].content }}"

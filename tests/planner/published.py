@@ -20,7 +20,6 @@ from tests.planner.recipes import RECIPE_TREE, shapes_of
 _PROMPT_TOKENS = 150
 _RECOMPUTE = "megatron: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 _235B = f"tensor: 4, pipeline: 8, expert: 16, expert_tensor: 1, is_sequence_parallel: true, {_RECOMPUTE}"
-_235B_LAYERS = "first_stage_layers: 11, last_stage_layers: 11"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,116 +94,56 @@ class PublishedRun:
         return shapes_of(PUBLIC_MODELS[self.model])
 
 
-def _nemo(
-    release: str,
-    model: str,
-    gpu: str,
-    nodes: tuple[int, int],
-    actor: str,
-    tensor: int,
-    staleness: int,
-    sequences: tuple[int, int],
-    tokens: tuple[int, int],
-    speed: float,
-    *,
-    gpus_per_node: int = 8,
-) -> PublishedRun:
+_ACTORS = {
+    "235b": f"{_235B}, first_stage_layers: 11, last_stage_layers: 11",
+    "235b in a rack": f"{_235B.replace('pipeline: 8', 'pipeline: 4')}, first_stage_layers: 23, last_stage_layers: 23",
+    "30b": "expert: 8, expert_tensor: 1",
+    "30b in stages": "expert: 8, expert_tensor: 1, pipeline: 2",
+    "30b in a rack": "expert: 16, expert_tensor: 1",
+    "32b": "tensor: 4, pipeline: 4, is_sequence_parallel: true",
+    "8b": "pipeline: 2",
+}
+_RUNS = """
+0.6 | qwen3-235b-a22b | h100  |  8 | 16 |  0 | 235b           | 16 | 0 |  512 | 8192 | 5698 |   58.9
+0.6 | qwen3-235b-a22b | h100  |  8 | 32 |  0 | 235b           | 16 | 0 |  512 | 8192 | 5713 |   37.4
+0.6 | qwen3-235b-a22b | h100  |  8 | 16 | 16 | 235b           |  8 | 1 |  512 | 8192 | 5721 |   58.7
+0.6 | qwen3-30b-a3b   | h100  |  8 |  4 |  0 | 30b            |  2 | 0 | 2048 | 4096 | 3203 | 1102
+0.6 | qwen3-30b-a3b   | h100  |  8 |  2 |  2 | 30b in stages  |  2 | 1 | 2048 | 4096 | 3201 | 1414
+0.6 | qwen3-30b-a3b   | h100  |  8 | 16 |  8 | 30b            |  2 | 8 | 2048 | 4096 | 3206 | 1025
+0.6 | qwen3-235b-a22b | gb200 | 64 |  1 |  0 | 235b in a rack |  8 | 0 |  512 | 8192 | 5709 |  163
+0.6 | qwen3-235b-a22b | gb200 | 64 |  2 |  0 | 235b in a rack |  8 | 0 |  512 | 8192 | 5693 |   67.4
+0.6 | qwen3-235b-a22b | gb200 | 64 |  1 |  1 | 235b in a rack |  8 | 1 |  512 | 8192 | 5705 |   85.5
+0.6 | qwen3-30b-a3b   | gb200 | 16 |  1 |  0 | 30b in a rack  |  1 | 0 | 2048 | 4096 | 3199 | 1910
+0.6 | qwen3-30b-a3b   | gb200 |  8 |  1 |  1 | 30b            |  1 | 1 | 2048 | 4096 | 3197 | 1406
+0.4 | qwen3-32b       | h100  |  8 |  4 |  0 | 32b            |  4 | 0 | 2048 | 4096 | 3206 |  540
+0.4 | qwen3-32b       | h100  |  8 |  4 |  4 | 32b            |  4 | 1 | 2048 | 4096 | 3207 |  494
+0.4 | llama-3.1-8b    | h100  |  8 |  2 |  0 | 8b             |  1 | 0 | 2048 | 4096 | 1060 | 1562
+0.4 | llama-3.1-8b    | h100  |  8 |  1 |  1 | 8b             |  1 | 1 | 2048 | 4096 | 1129 | 2161
+"""
+"""Release of NeMo-RL, model, GPU, GPUs of a node, nodes that train, nodes that generate, actor, GPUs per engine,
+staleness, sequences of a step (of an update: 512), longest and mean length in tokens, tokens per GPU and second."""
+
+
+def _nemo(line: str) -> PublishedRun:
+    release, model, gpu, actor, speed, *numbers = (
+        [word.strip() for word in line.split("|")][place] for place in (0, 1, 2, 6, 12, 3, 4, 5, 7, 8, 9, 10, 11)
+    )
+    per_node, training, generating, tensor, staleness, sequences, longest, mean = map(int, numbers)
     return PublishedRun(
         source=f"NeMo-RL {release}",
         model=model,
         gpu=gpu,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        actor=actor,
+        nodes=(training, generating),
+        gpus_per_node=per_node,
+        actor=_ACTORS[actor],
         tensor=tensor,
         staleness=staleness,
-        sequences=sequences[0],
-        sequences_per_update=sequences[1],
-        max_tokens=tokens[0],
-        mean_tokens=tokens[1],
-        tokens_per_gpu_s=speed,
+        sequences=sequences,
+        sequences_per_update=512,
+        max_tokens=longest,
+        mean_tokens=mean,
+        tokens_per_gpu_s=float(speed),
     )
 
 
-_30B = "expert: 8, expert_tensor: 1"
-_RACK_235B = _235B.replace("pipeline: 8", "pipeline: 4")
-_RACK_LAYERS = "first_stage_layers: 23, last_stage_layers: 23"
-_32B = "tensor: 4, pipeline: 4, is_sequence_parallel: true"
-
-PUBLISHED = (
-    _nemo("0.6", "qwen3-235b-a22b", "h100", (16, 0), f"{_235B}, {_235B_LAYERS}", 16, 0, (512, 512), (8192, 5698), 58.9),
-    _nemo("0.6", "qwen3-235b-a22b", "h100", (32, 0), f"{_235B}, {_235B_LAYERS}", 16, 0, (512, 512), (8192, 5713), 37.4),
-    _nemo("0.6", "qwen3-235b-a22b", "h100", (16, 16), f"{_235B}, {_235B_LAYERS}", 8, 1, (512, 512), (8192, 5721), 58.7),
-    _nemo("0.6", "qwen3-30b-a3b", "h100", (4, 0), _30B, 2, 0, (2048, 512), (4096, 3203), 1102),
-    _nemo("0.6", "qwen3-30b-a3b", "h100", (2, 2), f"{_30B}, pipeline: 2", 2, 1, (2048, 512), (4096, 3201), 1414),
-    _nemo("0.6", "qwen3-30b-a3b", "h100", (16, 8), _30B, 2, 8, (2048, 512), (4096, 3206), 1025),
-    _nemo(
-        "0.6",
-        "qwen3-235b-a22b",
-        "gb200",
-        (1, 0),
-        f"{_RACK_235B}, {_RACK_LAYERS}",
-        8,
-        0,
-        (512, 512),
-        (8192, 5709),
-        163,
-        gpus_per_node=64,
-    ),
-    _nemo(
-        "0.6",
-        "qwen3-235b-a22b",
-        "gb200",
-        (2, 0),
-        f"{_RACK_235B}, {_RACK_LAYERS}",
-        8,
-        0,
-        (512, 512),
-        (8192, 5693),
-        67.4,
-        gpus_per_node=64,
-    ),
-    _nemo(
-        "0.6",
-        "qwen3-235b-a22b",
-        "gb200",
-        (1, 1),
-        f"{_RACK_235B}, {_RACK_LAYERS}",
-        8,
-        1,
-        (512, 512),
-        (8192, 5705),
-        85.5,
-        gpus_per_node=64,
-    ),
-    _nemo(
-        "0.6",
-        "qwen3-30b-a3b",
-        "gb200",
-        (1, 0),
-        "expert: 16, expert_tensor: 1",
-        1,
-        0,
-        (2048, 512),
-        (4096, 3199),
-        1910,
-        gpus_per_node=16,
-    ),
-    _nemo(
-        "0.6",
-        "qwen3-30b-a3b",
-        "gb200",
-        (1, 1),
-        "expert: 8, expert_tensor: 1",
-        1,
-        1,
-        (2048, 512),
-        (4096, 3197),
-        1406,
-        gpus_per_node=8,
-    ),
-    _nemo("0.4", "qwen3-32b", "h100", (4, 0), _32B, 4, 0, (2048, 512), (4096, 3206), 540),
-    _nemo("0.4", "qwen3-32b", "h100", (4, 4), _32B, 4, 1, (2048, 512), (4096, 3207), 494),
-    _nemo("0.4", "llama-3.1-8b", "h100", (2, 0), "pipeline: 2", 1, 0, (2048, 512), (4096, 1060), 1562),
-    _nemo("0.4", "llama-3.1-8b", "h100", (1, 1), "pipeline: 2", 1, 1, (2048, 512), (4096, 1129), 2161),
-)
+PUBLISHED = tuple(map(_nemo, _RUNS.strip().splitlines()))

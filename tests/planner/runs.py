@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.observe.events import Event, StepFinished
-from megarl.planner.deployment import StepWorkload, deploy
+from megarl.planner.deployment import Deployment, StepWorkload, deploy
 from megarl.planner.fit import size
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import part_seconds
@@ -33,9 +34,16 @@ def recorded_workload(mean: int, *, kept_share: float = 1.0) -> StepWorkload:
     )
 
 
+@cache
+def deployed(recipe_json: str) -> tuple[Deployment, float]:
+    """Return the deployment of a recipe and the seconds of a publish."""
+    deployment = deploy(Recipe.model_validate_json(recipe_json), shapes_of(SHAPE), GPUS["h100"])
+    return deployment, reshard(deployment).seconds
+
+
 def modelled(recipe: Recipe, workload: StepWorkload) -> dict[str, float]:
-    deployment = deploy(recipe, shapes_of(SHAPE), GPUS["h100"])
-    timing = size(recipe, deployment, workload, publish_s=reshard(deployment).seconds).timing
+    deployment, publish_s = deployed(recipe.model_dump_json())
+    timing = size(recipe, deployment, workload, publish_s=publish_s).timing
     assert timing is not None
     return part_seconds(timing, recipe.algorithm)
 

@@ -18,7 +18,7 @@ from tests.planner.recipes import make_recipe, shapes_of
 
 H100 = GPUS["h100"]
 SHAPE = replace(PUBLIC_MODELS["qwen2.5-0.5b"], num_layers=8, num_heads=16, num_kv_heads=4, head_dim=64)
-LARGE = PUBLIC_MODELS["llama-3.1-70b"]
+LARGE = replace(PUBLIC_MODELS["llama-3.1-70b"], num_layers=16)
 MIXTURE = replace(
     PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=6, experts=Experts(num=16, per_token=2, is_normalized=True), vocab=4096
 )
@@ -134,11 +134,10 @@ def test_between_the_nodes_of_a_shared_pool_host_memory_sets_the_time() -> None:
     assert found.seconds > found.busiest_bytes[LinkClass.NETWORK] / (GLOO_GB_PER_S * 1e9)
 
 
-@pytest.mark.parametrize(("recipe", "floor_s", "goal_s"), [(SEPARATE, 0.353, 1.05)])
-def test_a_70b_model_is_published_within_the_goal_of_the_model(recipe: Recipe, floor_s: float, goal_s: float) -> None:
-    found = resharded(recipe, LARGE)
-    assert found.floor_s == pytest.approx(floor_s, abs=0.002)
-    assert found.floor_s < found.seconds <= goal_s
+def test_a_70b_model_is_published_within_about_a_second() -> None:
+    found = resharded(SEPARATE, PUBLIC_MODELS["llama-3.1-70b"])
+    assert found.floor_s == pytest.approx(0.353, abs=0.002)
+    assert found.floor_s < found.seconds <= 1.05
 
 
 def test_no_scheme_that_gathers_whole_models_moves_less() -> None:

@@ -131,14 +131,44 @@ def test_half_of_what_is_allowed_is_assumed() -> None:
     )
 
 
-def test_epochs_repeat_the_updates_and_not_the_questions() -> None:
-    once, twice = (
-        time_of(make_recipe("train.prompts_per_update=64")),
-        time_of(make_recipe("train.prompts_per_update=64", "train.epochs=2")),
-    )
-    assert twice.seconds(PhaseName.UPDATE) == 2 * once.seconds(PhaseName.UPDATE)
-    assert twice.seconds(PhaseName.OLD) == once.seconds(PhaseName.OLD)
-    assert twice.num_micro_batches == once.num_micro_batches
+RECOMPUTING = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+FILTER = "algorithm={{kind: grpo, filter: {{oversampling: {}}}}}".format
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "phase", "lowest", "highest"),
+    [
+        # Epochs repeat the updates and not the questions.
+        (("train.prompts_per_update=64",), ("train.epochs=2",), PhaseName.UPDATE, 2, 2),
+        (("train.prompts_per_update=64",), ("train.epochs=2",), PhaseName.OLD, 1, 1),
+        # A forward pass more.
+        ((), (f"roles.actor.megatron={RECOMPUTING}",), PhaseName.UPDATE, 1.2, 4 / 3),
+        # Generated and not trained.
+        ((FILTER(1),), (FILTER(3),), PhaseName.ROLLOUT, 1.5, 3),
+        ((FILTER(1),), (FILTER(3),), PhaseName.UPDATE, 1, 1),
+        (
+            (),
+            ("roles.rollout.is_deterministic=true",),
+            PhaseName.ROLLOUT,
+            0.95 * DETERMINISTIC_SLOWDOWN,
+            1.05 * DETERMINISTIC_SLOWDOWN,
+        ),
+        # Steps under way at once share the wait for the longest response.
+        (
+            ("train.max_staleness=1", "train.prompts_per_step=32"),
+            ("train.max_staleness=4",),
+            PhaseName.ROLLOUT,
+            0.1,
+            0.6,
+        ),
+    ],
+)
+def test_a_change_costs_this_much_more(
+    before: tuple[str, ...], after: tuple[str, ...], phase: PhaseName, lowest: float, highest: float
+) -> None:
+    plain, changed = time_of(make_recipe(*before)), time_of(make_recipe(*before, *after))
+    assert changed.trained_tokens == plain.trained_tokens
+    assert lowest <= changed.seconds(phase) / plain.seconds(phase) <= highest
 
 
 def test_a_step_with_critic_and_reference_waits_for_the_slower_pool() -> None:
@@ -166,12 +196,6 @@ def test_weights_that_change_places_cost_time_over_the_host_link() -> None:
     exchange = timing.seconds(PhaseName.REFERENCE) - timing.seconds(PhaseName.OLD)
     weights = max(stage.num_bytes for stage in bare_weights(SHAPE, placement_of().parallel, dtype="bfloat16"))
     assert exchange == pytest.approx(4 * weights / (HOST_GB_PER_S * 1e9))
-
-
-def test_recomputation_adds_a_forward_pass_to_the_update() -> None:
-    options = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
-    plain, recomputing = time_of(make_recipe()), time_of(make_recipe(f"roles.actor.megatron={options}"))
-    assert 1.2 < recomputing.seconds(PhaseName.UPDATE) / plain.seconds(PhaseName.UPDATE) < 4 / 3
 
 
 def test_a_save_copies_first_and_writes_behind_the_training() -> None:
@@ -218,28 +242,6 @@ def test_tensor_parallelism_costs_traffic_and_more_of_it_between_nodes() -> None
         for split in ("tensor: 1", "tensor: 4", "tensor: 8")
     )
     assert alone.seconds(PhaseName.UPDATE) < near.seconds(PhaseName.UPDATE) < far.seconds(PhaseName.UPDATE) / 1.5
-
-
-def test_oversampling_is_generated_and_not_trained() -> None:
-    plain, more = (
-        time_of(make_recipe(f"algorithm={{kind: grpo, filter: {{oversampling: {factor}}}}}")) for factor in (1, 3)
-    )
-    assert more.trained_tokens == plain.trained_tokens
-    assert more.seconds(PhaseName.ROLLOUT) > 1.5 * plain.seconds(PhaseName.ROLLOUT)
-    assert more.seconds(PhaseName.UPDATE) == plain.seconds(PhaseName.UPDATE)
-
-
-def test_deterministic_decoding_is_slower() -> None:
-    fast, slow = (
-        time_of(make_recipe(f"roles.rollout.is_deterministic={value}")).seconds(PhaseName.ROLLOUT)
-        for value in ("false", "true")
-    )
-    assert slow == pytest.approx(DETERMINISTIC_SLOWDOWN * fast, rel=0.05)
-
-
-def test_steps_under_way_at_once_share_the_wait_for_the_longest_response() -> None:
-    one, four = (time_of(make_recipe(f"train.max_staleness={count}", "train.prompts_per_step=32")) for count in (1, 4))
-    assert four.seconds(PhaseName.ROLLOUT) < 0.6 * one.seconds(PhaseName.ROLLOUT)
 
 
 def test_a_shared_pool_changes_hands_once_a_step() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
 from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import Holding, Layout, Locations, on_gpus
+from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -38,8 +38,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert set(FAMILIES) == {str(family) for family in Family}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen2", True)])
 def test_a_folder_comes_back_as_it_was(tmp_path: Path, family: str, tied: bool) -> None:
     shape = write_tiny_model(tmp_path, family, tied=tied, layers=4, max_shard_size="100KB")
     model = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -59,30 +58,19 @@ def travel(folder: Path, shape: ModelShape, parallel: MegatronParallel, returned
     ranks = {holding.rank: zeros(holding) for holding in trainer.holdings}
     for holding in trainer.holdings:
         load_hf(folder, holding, canonical, ranks[holding.rank])
-    engines = sglang_layout(shape, tensor=2, expert=2 if shape.experts else 1, num_engines=2, dtype="float32")
-    locations = on_gpus([(0, rank) for rank in ranks], [(1 + rank // 2, rank) for rank in range(4)])
-    served = {holding.rank: zeros(holding) for holding in engines.holdings}
-    carry(trainer, ranks, engines, served, relays=True, locations=locations)
+    engines = sglang_layout(shape, tensor=2, expert=2 if shape.experts else 1, dtype="float32")
     file = [whole(name, name, spec) for name, spec in canonical.items()]
     target = Layout(canonical=canonical, holdings=tuple(replicate([0], file, dtype="float32")))
-    written = {0: zeros(target.holdings[0])}
-    carry(engines, served, target, written)
-    save_file(written[0], returned / "model.safetensors")
+    served = carry(trainer, ranks, engines)
+    save_file(carry(engines, served, target)[0], returned / "model.safetensors")
 
 
-def carry(
-    source: Layout,
-    given: dict[int, Tensors],
-    target: Layout,
-    taken: dict[int, Tensors],
-    *,
-    locations: Locations | None = None,
-    relays: bool = False,
-) -> None:
-    for move in sorted(plan(source, target, locations=locations, relays=relays).moves, key=lambda move: move.hop):
-        holders = taken if move.hop else given
-        values = box_of(holders[move.source_rank][move.source_name], move.source_offsets, move.slice.shape)
+def carry(source: Layout, given: dict[int, Tensors], target: Layout) -> dict[int, Tensors]:
+    taken = {holding.rank: zeros(holding) for holding in target.holdings}
+    for move in plan(source, target).moves:
+        values = box_of(given[move.source_rank][move.source_name], move.source_offsets, move.slice.shape)
         box_of(taken[move.target_rank][move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+    return taken
 
 
 def zeros(holding: Holding) -> Tensors:

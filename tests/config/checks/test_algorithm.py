@@ -1,4 +1,4 @@
-"""Combinations of an algorithm with the rest of a recipe: what makes no sense is refused with the way out."""
+"""Combinations of an algorithm with the rest of a recipe. What makes no sense is in tests/config/bad as well."""
 
 from __future__ import annotations
 
@@ -44,78 +44,6 @@ def problems(algorithm: str, **sections: str) -> list[str]:
 )
 def test_what_makes_sense_is_accepted(algorithm: str) -> None:
     assert problems(algorithm) == []
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        (
-            "{kind: grpo, loss: {kind: gspo}}",
-            "algorithm.aggregation: token_mean weighs sequences by their length, but gspo weighs them equally; "
-            "set seq_mean_token_mean",
-        ),
-        (
-            "{kind: grpo, loss: {kind: sapo}}",
-            "algorithm.aggregation: token_mean weighs sequences by their length, but sapo weighs them equally; "
-            "set seq_mean_token_mean",
-        ),
-        (
-            "{kind: grpo, loss: {kind: gmpo}, aggregation: token_sum}",
-            "algorithm.aggregation: token_sum weighs sequences by their length, but gmpo weighs them equally; "
-            "set seq_mean_token_mean",
-        ),
-        (
-            "{kind: grpo, aggregation: seq_mean_token_sum_norm}",
-            "algorithm.horizon_tokens: missing; seq_mean_token_sum_norm divides by it, 100 "
-            "(sampling.max_response_tokens) is usual",
-        ),
-        (
-            "{kind: grpo, horizon_tokens: 5}",
-            "algorithm.horizon_tokens: 5 has no effect with token_mean; remove it or set seq_mean_token_sum_norm",
-        ),
-        (
-            "{kind: grpo, correction: {kind: icepop, min_weight: 2, max_weight: 1}}",
-            "algorithm.correction.min_weight: 2.0 is not below max_weight 1.0",
-        ),
-        (
-            "{kind: grpo, correction: {kind: mask, lowest: 1, highest: 1}}",
-            "algorithm.correction.lowest: 1.0 is not below highest 1.0",
-        ),
-        (
-            "{kind: grpo, mismatch: {warn_above: 0.02}}",
-            "algorithm.mismatch.warn_above: 0.02 is not below act_above 0.01",
-        ),
-        (
-            "{kind: grpo, mismatch: {action: correct}, correction: {kind: tis}}",
-            "algorithm.mismatch.action: correct switches a correction on, but tis is on from the start; "
-            "choose warn or stop, or remove algorithm.correction",
-        ),
-        (
-            "{kind: grpo, filter: {lowest_mean: 0.9, highest_mean: 0.1}}",
-            "algorithm.filter.lowest_mean: 0.9 is not below highest_mean 0.1",
-        ),
-        (
-            "{kind: grpo, overlong: {}}",
-            "algorithm.overlong: does nothing; set buffer_tokens or is_filtered, or remove the section",
-        ),
-        (
-            "{kind: grpo, overlong: {buffer_tokens: 100}}",
-            "algorithm.overlong.buffer_tokens: 100 penalises every response; "
-            "it must be below sampling.max_response_tokens 100",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_one_line_with_the_way_out(algorithm: str, expected: str) -> None:
-    assert problems(algorithm) == [expected]
-
-
-def test_a_loss_without_a_ratio_is_for_one_update_a_step() -> None:
-    algorithm = "{kind: gpg, loss: {kind: gpg}}"
-    (line,) = problems(algorithm, train="{prompts_per_step: 8, prompts_per_update: 4}")
-    assert line == (
-        "algorithm.loss.kind: gpg has no ratio to the policy that sampled, but train.prompts_per_update and "
-        "train.epochs make 2 updates a step; remove them or choose ppo"
-    )
 
 
 def test_the_length_penalty_does_not_reach_gdpo() -> None:

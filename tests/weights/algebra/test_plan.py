@@ -21,7 +21,7 @@ from tests.weights.reference import (
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10)
 @given(shape=shapes(), parallel=parallels(), tensor=st.sampled_from([1, 2, 4]))
 def test_the_same_layouts_always_give_the_same_plan(shape: ModelShape, parallel: MegatronParallel, tensor: int) -> None:
     def make() -> Layout:
@@ -44,7 +44,7 @@ def test_the_hash_tells_layouts_and_dtypes_apart() -> None:
     assert len(hashes) == 4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(shape=shapes(), parallel=parallels(), num_engines=st.integers(1, 4))
 def test_replicas_share_the_load(shape: ModelShape, parallel: MegatronParallel, num_engines: int) -> None:
     # Data-parallel ranks that divide the experts among them are no replicas.
@@ -119,12 +119,13 @@ def test_models_of_different_shapes_are_refused() -> None:
     ("model", "parallel", "tensor", "expert", "num_engines"),
     [
         ("llama-3.1-70b", MegatronParallel(tensor=8, pipeline=4, data=2), 8, 1, 4),
-        (
+        pytest.param(
             "qwen3-235b-a22b",
             MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10),
             32,
             32,
             1,
+            marks=pytest.mark.slow,
         ),
     ],
 )

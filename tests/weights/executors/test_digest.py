@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
@@ -52,7 +52,6 @@ def test_it_is_what_its_definition_says(dtype: torch.dtype) -> None:
     assert whole(values_of(dtype)) == slow(values_of(dtype), "w")
 
 
-@settings(max_examples=50, deadline=None)
 @given(row=st.integers(1, 11), column=st.integers(1, 9), dtype=st.sampled_from(DTYPES))
 def test_parts_add_up_to_the_whole_however_they_are_cut(row: int, column: int, dtype: torch.dtype) -> None:
     values = values_of(dtype)
@@ -70,7 +69,6 @@ def test_large_tensors_are_hashed_in_chunks_with_the_same_result(monkeypatch: py
     assert whole(values_of(torch.float32)) == expected
 
 
-@settings(max_examples=50, deadline=None)
 @given(place=st.integers(0, 119), bit=st.integers(0, 15), dtype=st.sampled_from(DTYPES))
 def test_one_flipped_bit_changes_it(place: int, bit: int, dtype: torch.dtype) -> None:
     values = values_of(dtype)

@@ -23,12 +23,11 @@ from tests.weights.execution import Case, cases
 from tests.weights.reference import fill_from_canonical, make_shape, numbered
 from tests.weights.rendezvous import TIMEOUT_S, Wire, join_all, tensors_of
 
-MAX_PEERS = 24
+MAX_PEERS = 12
 
 
 @settings(
-    deadline=None,
-    max_examples=24,
+    max_examples=6,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 @given(case=cases())
@@ -68,7 +67,7 @@ def test_random_plans_arrive_whole_where_a_send_ends_only_with_its_receive(case:
 def test_the_wire_shows_a_receive_that_is_posted_ahead() -> None:
     """Two peers that each wait for the other before they send, as receives of a later hop once did."""
     groups = join_all(2, Wire())
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 0.3
 
     def wait_first(peer: int) -> None:
         buffers = [Message(peer=1 - peer, buffer=torch.zeros(8, dtype=torch.uint8)) for _ in range(2)]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
+from tests.processes import template
 
 SHARED_MEMORY = Path("/dev/shm")
 NUM_ELEMENTS = 1 << 18
@@ -34,7 +34,7 @@ def segments() -> set[str]:
 
 def test_an_engine_sees_a_trainers_tensors_as_they_change_and_nothing_is_left_when_it_is_killed() -> None:
     before = segments()
-    context = multiprocessing.get_context("spawn")
+    context = template()
     here, there = context.Pipe()
     trainer = context.Process(target=show_tensors, args=(there,), daemon=True)
     trainer.start()

@@ -93,7 +93,7 @@ def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: i
         assert_equal(fill_from_canonical(holding, model), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(shape=shapes(), parallel=parallels(), tensor=st.sampled_from([1, 2, 4]))
 def test_adapters_go_from_files_to_ranks_to_engines_and_back(
     shape: ModelShape, parallel: MegatronParallel, tensor: int

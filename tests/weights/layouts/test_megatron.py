@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from megatron.core.parallel_state import RankGenerator
 
 from megarl.config.model import Family, ModelShape
@@ -18,7 +18,6 @@ from tests.weights.reference import (
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(shape=shapes(), parallel=parallels())
 def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
     shape: ModelShape, parallel: MegatronParallel
@@ -146,7 +145,6 @@ def in_transformer_engine(name: str, shape: ModelShape) -> str:
     return name
 
 
-@settings(max_examples=40, deadline=None)
 @given(shape=shapes(), parallel=parallels())
 def test_parameters_of_transformer_engine_have_the_places_of_the_local_ones(
     shape: ModelShape, parallel: MegatronParallel

@@ -21,7 +21,7 @@ from tests.train.conftest import Models
 from tests.train.jobs import Setup
 from tests.train.reference import Model
 from tests.train.samples import make_samples
-from tests.train.test_model import config_with
+from tests.train.test_build import config_with
 
 DECAYING = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5)
 OVERLAPPING: dict[str, object] = {"overlap_grad_reduce": True, "bucket_size": 5000}

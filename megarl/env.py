@@ -175,6 +175,17 @@ GLOO_INTERFACE = EnvVar(
     reason="Set for trainer ranks and engines: gloo would listen on the interface that the host's name resolves to.",
 )
 
+NCCL_INTERFACE = EnvVar(
+    name="NCCL_SOCKET_IFNAME",
+    default="",
+    reason="Set likewise unless it is set: NCCL would choose among several interfaces by itself, differently on each node.",
+)
+
+
+def nccl_interface(interface: str) -> dict[str, str]:
+    """Return the variable that makes NCCL connect over one interface, whose name is not a beginning of others."""
+    return {} if NCCL_INTERFACE.is_set else {NCCL_INTERFACE.name: f"={interface}"}
+
 
 def engine_environment(
     *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
@@ -188,7 +199,7 @@ def engine_environment(
         **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {}),
     }
     if interface is not None:
-        environment[GLOO_INTERFACE.name] = interface
+        environment |= {GLOO_INTERFACE.name: interface, **nccl_interface(interface)}
     if has_own_classes:
         environment |= MODEL_CLASSES_ENVIRONMENT
     if device == "cuda":

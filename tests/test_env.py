@@ -57,3 +57,11 @@ def test_nccl_prints_its_warnings_unless_told_otherwise(monkeypatch: pytest.Monk
     assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "WARN"
     monkeypatch.setenv(NCCL_DEBUG.name, "INFO")
     assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "INFO"
+
+
+def test_nccl_meets_on_the_interface_of_the_engines_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert engine_environment(device="cuda", tensor=1, interface="eth1")["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert "NCCL_SOCKET_IFNAME" not in engine_environment(device="cuda", tensor=1, interface=None)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert engine_environment(device="cuda", tensor=1, interface="eth1")["NCCL_SOCKET_IFNAME"] == "ib0"

@@ -23,7 +23,7 @@ from megarl.cluster.stored import cut_at_source, fetch
 from megarl.cluster.worker_group import WorkerGroup, WorkerLateError
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_columns
-from megarl.env import FLIGHT_RECORDER, GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, update_environment
+from megarl.env import FLIGHT_RECORDER, GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, nccl_interface, update_environment
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
@@ -77,7 +77,7 @@ class RankHost(ColumnHost):
         self._host = own_address(bind)
         # Gloo would listen on the interface the host's name resolves to.
         if (interface := interface_of(self._host)) is not None:
-            GLOO_INTERFACE.set(interface)
+            update_environment({GLOO_INTERFACE.name: interface, **nccl_interface(interface)})
 
     def find_address(self) -> tuple[str, int]:
         """Return this node's address and the port of rank 0's rendezvous, where it listens from now on."""

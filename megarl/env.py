@@ -178,7 +178,7 @@ GLOO_INTERFACE = EnvVar(
 NCCL_INTERFACE = EnvVar(
     name="NCCL_SOCKET_IFNAME",
     default="",
-    reason="Set likewise unless it is set: NCCL would choose among several interfaces by itself, differently on each node.",
+    reason="Set likewise unless it is set: NCCL would choose among several by itself, differently on each node.",
 )
 
 

@@ -163,7 +163,10 @@ def test_a_tool_that_misbehaves_is_an_observation(write_class: Callable[[str], P
 
 
 @pytest.mark.fault("an environment's process dies or hangs in a call", "its episode is lost, others go on")
-def test_a_process_that_dies_or_freezes_is_a_lost_environment(write_class: Callable[[str], Path], run: Run) -> None:
+def test_a_process_that_dies_or_freezes_is_a_lost_environment(
+    write_class: Callable[[str], Path], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.episodes.class_environments._GRACE_S", 1.0)
     environments = run(open_environments(_config(write_class(_MISCHIEF), call_deadline_s=2)))
     for name, told in [("dies", "exited with status 1"), ("freezes", "no answer within")]:
         environment = run(environments.open(_ROW))

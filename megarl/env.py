@@ -61,6 +61,7 @@ COMMIT = EnvVar(
     name="MEGARL_COMMIT", default="", reason="Set in the image: the commit it was built from, which has no checkout."
 )
 LOADED_MODULES = EnvVar(name="LOADEDMODULES", default="", reason="The modules that `module load` has loaded.")
+VISIBLE_GPUS = EnvVar(name="CUDA_VISIBLE_DEVICES", default="", reason="The GPUs of a process; all if it is not set.")
 SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slurm job.")
 SLURM_CPUS_ON_NODE = EnvVar(
     name="SLURM_CPUS_ON_NODE", default="", reason="The job's cores on this node; Ray would count every core."

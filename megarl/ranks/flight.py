@@ -78,7 +78,7 @@ def capture_collectives(path: Path) -> tuple[GroupCalls, ...]:
         return ()
     record, whole = _dumps()
     members = {
-        name: tuple(dist.get_process_group_ranks(group))
+        str(name): tuple(dist.get_process_group_ranks(group))
         for group, name in dist.distributed_c10d._world.pg_names.items()  # there is no public list
     }
     calls = read_record(record(), members)

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
-import torch
 from ray.actor import ActorHandle
 
 from megarl.cluster.cluster import address_of, own_address
@@ -29,7 +28,7 @@ from megarl.ranks.calls import ModelCalls
 from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
 from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_collectives, fetch_stacks, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
-from megarl.system.affinity import bind_process, place_of
+from megarl.system.affinity import bind_to_gpu
 from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
@@ -88,7 +87,7 @@ class RankHost(ColumnHost):
         """Build the rank and fill it with weights."""
         if spec.device == "cuda":
             update_environment(kernel_caches())
-            _bind_to_gpu()
+            bind_to_gpu()
         if self._listener is not None:
             spec = replace(spec, listener=self._listener.detach())
         self._rank = build(spec)
@@ -157,13 +156,6 @@ def _log_to(path: Path) -> None:
     except OSError as error:
         logger.warning("the log of this rank is left to Ray: %s: %s", path, error.strerror)
     logger.info("pid=%d environment=%s", os.getpid(), capture_environment(asks_git=False).line())
-
-
-def _bind_to_gpu() -> None:
-    """Run on the cores next to this process's GPU, and note them and the adapters there."""
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    place = place_of(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-    logger.info("gpu=%s %s bound_cpus=%d", gpu.name, place, len(bind_process(place.cpus)))
 
 
 class RankGroup(WorkerGroup[Rank], Generic[Rank]):

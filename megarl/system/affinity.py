@@ -7,10 +7,15 @@ here because a container that hides it makes NCCL use another one.
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from megarl.system.gpu_health import find_bus_id
+
+logger = logging.getLogger(__name__)
 
 _SYS = Path("/sys")
 _TASKS = Path("/proc/self/task")
@@ -30,6 +35,13 @@ class DevicePlace:
     def __str__(self) -> str:
         cpus = f"{min(self.cpus)}-{max(self.cpus)} ({len(self.cpus)})" if self.cpus else "unknown"
         return f"numa={self.numa_node} cpus={cpus} adapters={','.join(self.adapters) or 'none'}"
+
+
+def bind_to_gpu() -> None:
+    """Run on the cores next to this process's GPU, and log them and the adapters there."""
+    if (bus_id := find_bus_id()) is not None:
+        place = place_of(bus_id)
+        logger.info("gpu=%s %s bound_cpus=%d", bus_id, place, len(bind_process(place.cpus)))
 
 
 def place_of(bus_id: str, sys: Path = _SYS) -> DevicePlace:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from megarl.env import VISIBLE_GPUS
 
 QUERY = (
     "index",
@@ -61,13 +64,27 @@ class NodeHealth:
 
 def read_health() -> NodeHealth:
     """Return the health of this machine's GPUs; nothing where there is no nvidia-smi, or it does not answer."""
-    words = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    text = ""
+    return NodeHealth(gpus=parse_health(_ask(QUERY)), xids=find_xids(_kernel_lines()))
+
+
+def find_bus_id() -> str | None:
+    """Return the PCI address of this process's first GPU as the kernel writes it, such as 0000:19:00.0."""
+    first = VISIBLE_GPUS.read().partition(",")[0]
+    answer = _ask(("pci.bus_id",), *(("--id", first) if first else ())).strip().splitlines()
+    # nvidia-smi writes the domain with eight digits.
+    found = re.fullmatch(r"[0-9A-Fa-f]*([0-9A-Fa-f]{4}(:[0-9A-Fa-f]{2}){2}\.\d)", answer[0]) if answer else None
+    return None if found is None else found[1].lower()
+
+
+def _ask(fields: Sequence[str], *options: str) -> str:
+    """Return nvidia-smi's answer; nothing where it is missing or does not answer."""
+    words = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *options]
     with suppress(OSError, subprocess.SubprocessError):
-        text = subprocess.run(  # noqa: S603 - our own words
+        done = subprocess.run(  # noqa: S603 - our own words
             words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        ).stdout
-    return NodeHealth(gpus=parse_health(text), xids=find_xids(_kernel_lines()))
+        )
+        return done.stdout
+    return ""
 
 
 def parse_health(text: str) -> tuple[GpuHealth, ...]:

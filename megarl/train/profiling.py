@@ -37,6 +37,6 @@ class RankProfile:
         if self._has_gpu:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
             written.append(path.with_name(f"{path.name}.memory.pickle"))
-            torch.cuda.memory._dump_snapshot(str(written[1]))
+            torch.cuda.memory._dump_snapshot(str(written[1]))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         return written

@@ -10,6 +10,7 @@ from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
 from megarl.results import CriticStats, PreferenceStats
 from megarl.system.gpu_health import GpuHealth
+from megarl.types import JsonValue
 from tests.observe.samples import (
     checkpoint_saved,
     engine_changed,
@@ -42,7 +43,7 @@ class ScriptedRun:
         self._step = 0
         set_constants(self.meter, recipe)
         observer = self.observer
-        on_gpus = {"run": {"device": "cuda"}, "pools": {"all": {"nodes": 1, "gpus_per_node": 8}}}
+        on_gpus: dict[str, JsonValue] = {"run": {"device": "cuda"}, "pools": {"all": {"nodes": 1, "gpus_per_node": 8}}}
         observer.emit(replace(run_started(), recipe={**on_gpus, "cluster": {"gpu_hour_price": 2.5}}))
         observer.data_read(num_prompts=100, num_dropped=1)
         observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)

@@ -30,7 +30,7 @@ def test_a_trace_has_the_operations_of_the_rank(tmp_path: Path) -> None:
 class Remote:
     """A method of an actor that notes its calls."""
 
-    def __init__(self, name: str, rank: int, calls: list[tuple[str, int, object]]) -> None:
+    def __init__(self, name: str, rank: int, calls: list[tuple[object, ...]]) -> None:
         self._name, self._rank, self._calls = name, rank, calls
 
     async def remote(self, *arguments: object) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from megarl.cluster.gpu_watch import GpuWatch
 from megarl.observe import catalogue as names
 from megarl.observe.events import Warned
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
-from megarl.system.gpu_health import GpuHealth, NodeHealth, find_xids, parse_health
+from megarl.system.gpu_health import GpuHealth, NodeHealth, find_bus_id, find_xids, parse_health
 from tests.observe.samples import ListSink
 
 TEXT = """\
@@ -64,3 +67,16 @@ def test_a_run_warns_once_and_exports_what_is_worst() -> None:
     assert [value(metric) for metric in (names.GPU_ERRORS, names.GPU_RESETS, names.GPU_THROTTLED)] == [2, 1, 1]
     assert value(names.GPU_XIDS) == 1
     assert value(names.GPU_CELSIUS) == 88
+
+
+def test_the_address_of_the_visible_gpu_is_that_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$4" = 3 ] && echo 00000000:D8:00.0 || echo 00000001:19:00.0\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    assert find_bus_id() == "0000:d8:00.0"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert find_bus_id() == "0001:19:00.0"
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert find_bus_id() is None

@@ -47,7 +47,9 @@ def test_a_run_that_goes_on_from_an_earlier_step_than_it_began_with_has_a_pace()
 
 
 def test_a_new_run_starts_from_nothing() -> None:
-    assert fold(run_started(), step_finished(1), run_started(steps=9)) == Progress(steps=9)
+    progress = fold(run_started(), step_finished(1), run_started(steps=9))
+    assert progress == Progress(steps=9, usage=progress.usage)
+    assert progress.usage.gpu_hours == 0
 
 
 def phase(name: Phase) -> list[Event]:

@@ -306,7 +306,7 @@ def test_what_megarl_has_is_not_said_to_be_missing() -> None:
     """The estimators and loggers of the schema are those that an import can choose."""
     assert set(get_args(GroupConfig.model_fields["kind"].annotation)) <= set(ESTIMATORS.values())
     assert {"gae", "grpo", "reinforce_pp", "remax"} <= set(ESTIMATORS.values())
-    assert set(LOGGERS) == {name for name in ObserveConfig.model_fields if name not in ("metrics_port", "rollouts")}
+    assert set(LOGGERS) == set(ObserveConfig.model_fields) - {"metrics_port", "rollouts", "profile"}
     assert set(DECAYS) == set(get_args(OptimizerConfig.model_fields["decay"].annotation))
 
 

@@ -94,7 +94,7 @@ class Phases(Protocol):
 
 
 class SeparatePhases:
-    """The phases of separate pools: neither side waits for the other."""
+    """The phases of separate pools, and of one with room for all: neither side waits for the other."""
 
     def generating(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()

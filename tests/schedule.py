@@ -89,7 +89,8 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> object:
-        self._light = item.nodeid if set(HEAVY).isdisjoint(fixtures_of(item)) else None
+        is_light = set(HEAVY).isdisjoint(fixtures_of(item)) and item.get_closest_marker("gpu") is None
+        self._light = item.nodeid if is_light else None
         try:
             return (yield)
         finally:

@@ -253,6 +253,11 @@ class EngineRoleConfig(Section):
         return None
 
     @property
+    def gives_up_memory(self) -> bool:
+        """Whether engines that share a pool give up memory there while others compute."""
+        return True
+
+    @property
     def has_fp8_cache(self) -> bool:
         """Whether keys and values are cached in FP8, with scale 1."""
         return str(self.sglang.get("kv_cache_dtype", "")).startswith("fp8")
@@ -297,9 +302,10 @@ class RolloutRoleConfig(EngineRoleConfig):
     """Patterns of further modules in bfloat16 with fp8, such as `model.layers.0.*`, `*.o_proj` or `*.mlp.experts`."""
     publish_folder: Path | None = None
     """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
-    release: Literal["kv_cache", "everything"] = "kv_cache"
+    release: Literal["nothing", "kv_cache", "everything"] | None = None
     """Memory that engines give up while trainers work in their pool. With `everything` their weights go as well, and
-    each step ends with a publish that brings them back."""
+    each step ends with a publish that brings them back. null: nothing if the plan has room for engines and trainers at
+    once, else `kv_cache`."""
     publish_timeout_s: PositiveFloat = 600
     """Deadline of each exchange of weights with the trainer ranks."""
     relays_weights: bool = False
@@ -313,6 +319,10 @@ class RolloutRoleConfig(EngineRoleConfig):
     workers: NonNegativeInt | None = None
     """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
     until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 1."""
+
+    @property
+    def gives_up_memory(self) -> bool:
+        return self.release != "nothing"
 
     @property
     def fp8_keep(self) -> tuple[str, ...] | None:
@@ -390,6 +400,18 @@ class RolesConfig(Section):
         """The pool of each frozen role that shares one: it is on its devices only while it scores."""
         users, frozen = self.used_pools, self.frozen
         return {role: pool for role, pool in users.items() if role in frozen and list(users.values()).count(pool) > 1}
+
+    @property
+    def in_turns_with_engines(self) -> list[str]:
+        """The keys by which others have the memory of the engines' pool in turns with them, however much there is."""
+        pool = self.used_pools.get("rollout")
+        trained = {"actor": self.actor, "critic": self.critic}
+        offloaded = [
+            f"roles.{role}.offload"
+            for role, each in trained.items()
+            if each is not None and each.pool == pool and each.offload != "nothing"
+        ]
+        return [*offloaded, *(f"roles.{role}" for role, used in self.frozen_in_turns.items() if used == pool)]
 
     @property
     def scores_after_generation(self) -> bool:

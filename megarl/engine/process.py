@@ -282,7 +282,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
     scale = json.dumps({"logit_scale": 1 / spec.temperature})
     flags += ["--json-model-override-args", scale] if spec.temperature != 1 else []
-    if spec.shares_devices and spec.device == "cuda":
+    if spec.shares_devices and spec.device == "cuda" and config.gives_up_memory:
         # Frozen models give up their weights as well, and no publish restores these.
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []

@@ -241,7 +241,12 @@ class Deployment:
     @property
     def keeps_engine_weights(self) -> bool:
         """Whether engines keep their weights while trainers compute on the same GPUs."""
-        return self.roles.rollout is not None and self.roles.rollout.release == "kv_cache"
+        return self.roles.rollout is not None and self.roles.rollout.release != "everything"
+
+    @property
+    def engines_stay(self) -> bool:
+        """Whether engines keep all their memory while trainers compute on the same GPUs, and trainers theirs."""
+        return self.roles.rollout is not None and not self.roles.rollout.gives_up_memory
 
     @cached_property
     def publish_way(self) -> PublishWay | None:

@@ -23,7 +23,15 @@ from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import Recomputation
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
 from megarl.planner.hardware import GpuModel, gpu_of
-from megarl.planner.ledger import HostLedger, MemoryLedger, MemoryPhase, host_ledgers, ledgers, snapshot_bytes
+from megarl.planner.ledger import (
+    HostLedger,
+    MemoryLedger,
+    MemoryPhase,
+    host_ledgers,
+    ledgers,
+    snapshot_bytes,
+    with_release,
+)
 from megarl.planner.limits import RunLimits, check_limits, limits_of
 from megarl.planner.memory import EngineMemory, StageMemory
 from megarl.planner.replay import RecordedRun, Replay, replay
@@ -187,7 +195,7 @@ def _fitting(
         changed = _changed(document, assignments)
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
-        deployment = deploy(changed, shapes, gpu)
+        deployment = with_release(deploy(changed, shapes, gpu), changed.algorithm)
         of_gpus = ledgers(deployment, changed.algorithm)
         worst = min(of_gpus, key=lambda ledger: ledger.margin_bytes or 0)
         if worst.margin_bytes is None or worst.margin_bytes < 0:
@@ -236,7 +244,7 @@ def _pool_changes(pools: Mapping[str, PoolConfig]) -> Iterator[_Change]:
 
 def _engine_changes(rollout: RolloutRoleConfig | None) -> Iterator[_Change]:
     if rollout is not None:
-        if rollout.release == "kv_cache":
+        if rollout.release in (None, "kv_cache"):
             yield ("roles.rollout.release=everything",)
         smaller = [fraction for fraction in _FRACTIONS if fraction < rollout.memory_fraction]
         yield from ((f"roles.rollout.memory_fraction={fraction}",) for fraction in smaller)
@@ -319,7 +327,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         raise ConfigError(source, tuple(problems))
     recipe = _without_running_engines(recipe)
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
-    deployment = deploy(recipe, shapes, gpu)
+    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
     published = _published(deployment)
     sizes = size(
         recipe,
@@ -351,7 +359,7 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     """Replay a run through the model of its own recipe."""
     recipe = _without_running_engines(run.recipe)
     shapes = find_shapes(recipe.model, recipe.roles, name=shape_name, algorithm=recipe.algorithm)
-    deployment = deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
+    deployment = with_release(deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster)), recipe.algorithm)
     published = _published(deployment)
     publish_s = published.seconds if published else 0.0
     timings = [
@@ -380,7 +388,8 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
         return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = _without_running_engines(recipe)
-    deployment, workload = deploy(recipe, shapes, gpu), StepWorkload.half(recipe.data, recipe.sampling)
+    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    workload = StepWorkload.half(recipe.data, recipe.sampling)
     sizes = size(recipe, deployment, workload, publish_s=0.0)
     if contradictions := tuple(check_limits(recipe, sizes.limits)):
         raise ConfigError(recipe.run.name, contradictions)

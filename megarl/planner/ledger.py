@@ -3,14 +3,14 @@
 Roles that share a pool share its GPUs: each holds its memory at all times, and one at a time computes. A sleeping
 engine gives back its KV cache and, with `release: everything`, its weights. Before engines take memory, a trainer gives
 back what its allocator holds unused and, with `offload`, its gradients; its optimizer is then in host memory at all
-times, and the weights with `everything` while engines generate.
+times, and the weights with `everything` while engines generate. With `release: nothing` neither gives back anything.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -38,6 +38,8 @@ GRAPH_BYTES = 3 * GIB // 2
 _DERIVED = "FP8 tensors"
 _PIECE_ITEM_BYTES = 16
 """Master weight and moments in float32, and as much again as one of them for Adam's arithmetic."""
+SPARE_SHARE = 0.05
+"""Share of the memory that must be left for engines and trainers to keep theirs at the same time."""
 ALLOCATOR_SHARE = 0.05
 """Allowance for blocks that PyTorch's allocator holds and cannot use, as a share of what a pass allocates."""
 
@@ -104,6 +106,24 @@ def ledgers(deployment: Deployment, algorithm: AlgorithmConfig) -> tuple[MemoryL
     )
 
 
+def with_release(deployment: Deployment, algorithm: AlgorithmConfig) -> Deployment:
+    """Return the deployment with what its engines give up in a shared pool, where the recipe does not say.
+
+    A cache of 40 GB takes about a second to come back on an H200, and ranks that gave up theirs allocate it again.
+    """
+    roles = deployment.roles
+    if roles.rollout is None or roles.rollout.release is not None or not roles.beside_engines:
+        return deployment
+    kept, released = (
+        replace(deployment, roles=roles.model_copy(update={"rollout": rollout}))
+        for rollout in (roles.rollout.model_copy(update={"release": each}) for each in ("nothing", "kv_cache"))
+    )
+    if roles.in_turns_with_engines or deployment.capacity_bytes is None:
+        return released
+    spare = min(each.margin_bytes or 0 for each in ledgers(kept, algorithm))
+    return kept if spare >= SPARE_SHARE * deployment.capacity_bytes else released
+
+
 class _PoolLedgers:
     """Makes the ledgers of one pool's GPUs."""
 
@@ -121,9 +141,11 @@ class _PoolLedgers:
         self._frozen = [deployment.frozen[role] for role in roles if role in deployment.frozen]
 
     def ledgers(self) -> Iterator[MemoryLedger]:
-        awake, keeps_weights = [*self._engine_items(has_cache=True)], self._deployment.keeps_engine_weights
-        asleep = [*self._engine_items(has_weights=keeps_weights)]  # while trainers compute in its pool
+        awake, deployment = [*self._engine_items(has_cache=True)], self._deployment
         is_shared = bool(self._models) and self._engine is not None
+        alternates = is_shared and not deployment.engines_stay
+        # While trainers compute in its pool.
+        asleep = [*self._engine_items(has_weights=deployment.keeps_engine_weights, has_cache=deployment.engines_stay)]
         kept_bytes = 0
         if self._frozen:
             beside = [*self._all(lambda model: model.resting), *self._engine_items()]
@@ -131,7 +153,7 @@ class _PoolLedgers:
             yield self._ledger(MemoryPhase.JUDGING, [*beside, *models])
         if is_shared:
             yield self._ledger(MemoryPhase.STARTING, [*self._all(lambda model: model.built), *asleep])
-        if self._engine is not None:
+        if self._engine is not None and (alternates or not is_shared):
             yield self._ledger(MemoryPhase.GENERATING, [*self._all(lambda model: model.resting), *awake])
         for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING):
             busy = {role: model.busy(phase) for role, model in self._models.items()}
@@ -144,11 +166,14 @@ class _PoolLedgers:
                 fullest = max(possible, key=_total)
                 kept_bytes = max(kept_bytes, _total(fullest) - _total(self._all(lambda model: model.held)))
                 yield self._ledger(phase, [*fullest, *asleep])
-        if "actor" in self._models and self._deployment.engine is not None:
-            sending = self._all(lambda model: model.trimmed if is_shared else model.held)
-            if self._deployment.capacity_bytes is not None and not is_shared:
+        if "actor" in self._models and deployment.engine is not None:
+            sending = self._all(lambda model: model.trimmed if alternates else model.held)
+            if deployment.capacity_bytes is not None and not alternates:
                 sending.append(LedgerItem(name="allocator", num_bytes=kept_bytes, is_exact=False))
-            yield self._ledger(MemoryPhase.PUBLISHING, [*sending, *self._engine_items()])
+            engine = [*self._engine_items(has_cache=deployment.engines_stay)]
+            if is_shared and deployment.engines_stay:
+                yield self._ledger(MemoryPhase.GENERATING, [*sending, *engine])
+            yield self._ledger(MemoryPhase.PUBLISHING, [*sending, *engine])
 
     def _all(self, items_of: Callable[[_ModelMemory], Sequence[LedgerItem]]) -> list[LedgerItem]:
         return [item for model in self._models.values() for item in items_of(model)]

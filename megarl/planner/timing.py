@@ -198,7 +198,7 @@ def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig, workload: 
 
 def _switch(deployment: Deployment) -> Iterator[PhaseTime]:
     """Yield the time in which a shared pool changes hands: offloaded weights go over the host link, twice a step."""
-    if not deployment.placement.is_shared or deployment.engine is None:
+    if not deployment.placement.is_shared or deployment.engine is None or deployment.engines_stay:
         return
     rollout = deployment.roles.used_pools["rollout"]
     models = [model for model in deployment.models.values() if model.pool == rollout]

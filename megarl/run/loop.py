@@ -76,8 +76,8 @@ class Loop:
 
     async def _step(self, step: int) -> PolicyVersion:
         stages, observer = self.stages, self.observer
-        async with stages.phases.generating():
-            with observer.phase("generate"):
+        with observer.phase("generate"):
+            async with stages.phases.generating():
                 groups = await self.saver.unless_leaving(self.buffer.take_step())
         async with stages.phases.training():
             samples, update = await self.saver.unless_held(self._train(groups))

@@ -22,6 +22,7 @@ from megarl.observe.observer import Observer
 from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.fit import check_fit, planned_limits
 from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
+from megarl.planner.ledger import with_release
 from megarl.planner.limits import with_limits
 from megarl.rollout.frozen import FrozenRole
 from megarl.run.inputs import Inputs
@@ -95,6 +96,7 @@ async def _take_steps(
             serving = tasks.create_task(_start_serving(served, inputs, frozen, pools, stack, observer))
             workers = tasks.create_task(start_workers(served, inputs, serving, frozen, stack, observer))
             started = StartedRoles(
+                roles=served.roles,
                 pools=pools,
                 serving=serving,
                 frozen=frozen,
@@ -118,9 +120,10 @@ def _limited(recipe: Recipe, gpu: GpuModel, observer: Observer) -> Recipe:
 
 
 def _planned(recipe: Recipe, gpu: GpuModel) -> Recipe:
-    """Return the recipe with the requests that its engines compute at a time on these GPUs."""
+    """Return the recipe with what it leaves to the plan: requests at a time in an engine, and memory it gives up."""
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
-    return recipe.model_copy(update={"roles": deploy(recipe, shapes, gpu).roles})
+    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    return recipe.model_copy(update={"roles": deployment.roles})
 
 
 async def _start_serving(

@@ -50,7 +50,7 @@ class Roles:
 
 async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
     """Return when trainers may start: at once, or in a shared pool when the engines have started and sleep."""
-    if roles.beside_engines:
+    if roles.beside_engines and roles.rollout is not None and roles.rollout.gives_up_memory:
         # Shielded: engines go on starting when ranks are lost meanwhile.
         engines = await asyncio.shield(serving)
         if isinstance(engines, ManagedServing) and isinstance(engines.phases, SharedPhases):

@@ -1,6 +1,6 @@
-"""When trainers and engines may use their devices: always in separate pools, one after the other in a shared pool.
+"""When trainers and engines may use their devices: at any time, or one after the other in a pool without room for both.
 
-The order in a shared pool, where one step follows the other (docs/operations.md, "Memory of a shared pool"):
+The order in such a shared pool, where one step follows the other (docs/operations.md, "Memory of a shared pool"):
 
     engines start   ->  engines release their KV cache [and weights]  ->  trainers start
     publish:            trainers free all but their weights           ->  engines take the memory of theirs

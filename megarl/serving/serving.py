@@ -138,7 +138,8 @@ async def _start_managed(
     places = near_trainers(transfer, trainer_pool.places, pool.places)
     first = rollout_engine(recipe, config, shape, shares_devices=pool.is_shared, start_timeout_s=deadlines.start_s)
     # No call tells which memory an engine has given up to trainers on its GPUs.
-    is_adoptable = not (pool.is_shared and recipe.run.device == "cuda")
+    gives_up_memory = pool.is_shared and config.gives_up_memory
+    is_adoptable = not (gives_up_memory and recipe.run.device == "cuda")
     adoption = Adoption(pool.actors, config, num_engines, is_possible=is_adoptable, noted=observer.noted)
     specs = [replace(first, index=index) for index in range(num_engines)]
     engines, endpoints = await start_engines(specs, places, gpu_fraction=pool.gpu_fraction, adoption=adoption)
@@ -169,7 +170,7 @@ async def _start_managed(
         transfer=partial(located, transfer, trainer_pool, engines),
         host=own_address(recipe.network.bind),
         phases=SharedPhases(fleet, releases_weights=config.release == "everything")
-        if pool.is_shared
+        if gives_up_memory
         else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=ServedAdapters.of(recipe.model, shape, first, engines),

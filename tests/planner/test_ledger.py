@@ -19,6 +19,7 @@ from megarl.planner.ledger import (
     MemoryPhase,
     host_ledgers,
     ledgers,
+    with_release,
 )
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES, bare_weights, stage_memory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
@@ -122,6 +123,23 @@ def test_engines_sleep_beside_trainers_and_release_everything_leaves_their_weigh
         starting = found["actor + engine", MemoryPhase.STARTING]
         assert {"weights", "gradients", "optimizer", "engine graphs"} <= set(starting)
         assert "KV cache" not in starting
+
+
+def test_engines_give_up_nothing_beside_trainers_that_fit_besides() -> None:
+    def released(*overrides: str) -> str | None:
+        recipe = make_recipe("roles.rollout.pool=train", *overrides)
+        rollout = with_release(deploy(recipe, SHAPES, H100), recipe.algorithm).roles.rollout
+        assert rollout is not None
+        return rollout.release
+
+    assert released() == "nothing"
+    assert released("roles.rollout.memory_fraction=0.8") == "kv_cache"
+    assert released("roles.actor.offload=optimizer") == "kv_cache"
+    assert released("roles.rollout.release=everything") == "everything"
+    found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=nothing"))
+    assert all("KV cache" in items for items in found.values())
+    training, generating = (found["actor + engine", phase] for phase in (MemoryPhase.TRAINING, MemoryPhase.GENERATING))
+    assert sum(generating.values()) == sum(training.values())
 
 
 def test_blocks_that_the_allocator_cannot_use_are_counted_in_a_pass() -> None:

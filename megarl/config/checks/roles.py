@@ -124,11 +124,8 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
             )
     engine_pool = None if roles.rollout is None else roles.rollout.pool
     yield from _offload(roles, engine_pool)
-    if roles.rollout is not None and roles.rollout.release != "kv_cache" and engine_pool and not roles.beside_engines:
-        yield Problem(
-            key="roles.rollout.release",
-            message=f"{roles.rollout.release} makes room for trainers, and none are in pool {engine_pool}; remove it",
-        )
+    if roles.rollout is not None and roles.rollout.release is not None and engine_pool:
+        yield from _release(roles, roles.rollout.release)
     reference = roles.reference
     if reference is not None and reference.pool is None:
         for name in sorted(reference.model_fields_set - {"pool", "path"}):
@@ -136,6 +133,16 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
                 key=f"roles.reference.{name}",
                 message="has no effect in the actor's ranks, which split it like the actor; remove it or name a pool",
             )
+
+
+def _release(roles: RolesConfig, release: str) -> Iterator[Problem]:
+    pool = roles.used_pools["rollout"]
+    key = "roles.rollout.release"
+    if not roles.beside_engines:
+        message = f"{release} is what engines give up for trainers, and none are in pool {pool}; remove it"
+        yield Problem(key=key, message=message)
+    elif release == "nothing" and (others := roles.in_turns_with_engines):
+        yield Problem(key=key, message=f"nothing leaves no room for {others[0]}; set it to kv_cache")
 
 
 def _offload(roles: RolesConfig, engine_pool: str | None) -> Iterator[Problem]:

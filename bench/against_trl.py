@@ -2,8 +2,8 @@
 
     python -m bench.against_trl MODEL data/gsm8k/train.parquet [--steps 6] [--continuous] [--out MODEL_AFTER]
 
-Needs an environment with `trl`, `accelerate` and `datasets`, without SGLang. The same prompts, responses, limits, updates,
-learning rate and clipping. TRL generates with transformers: padded batches, or `--continuous` ones.
+Needs an environment with `trl`, `accelerate` and `datasets`, without SGLang. The same prompts, responses, limits,
+updates, learning rate and clipping. TRL generates with transformers: padded batches, or `--continuous` ones.
 Prints a line of JSON per step: seconds, mean reward, tokens.
 """
 

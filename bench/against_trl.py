@@ -27,7 +27,7 @@ PROMPTS, ROLLOUTS, UPDATES = 128, 16, 2
 MICRO_BATCH = 128
 
 
-class StepTimes(TrainerCallback):  # type: ignore[misc] - transformers is untyped here
+class StepTimes(TrainerCallback):
     """Prints the seconds of each step: as many updates as a step has."""
 
     def __init__(self) -> None:

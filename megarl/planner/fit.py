@@ -375,7 +375,7 @@ def planned_limits(recipe: Recipe, gpu: GpuModel) -> RunLimits | None:
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = _without_running_engines(recipe)
     workload = StepWorkload.half(recipe.data, recipe.sampling)
-    return size(recipe, deploy(recipe, shapes, gpu), workload, publish_s=0.0).limits
+    return size(recipe, with_release(deploy(recipe, shapes, gpu), recipe.algorithm), workload, publish_s=0.0).limits
 
 
 def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:

@@ -17,7 +17,7 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
-from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import Recomputation
@@ -366,6 +366,12 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
         size(recipe, deployment, step.workload, publish_s=publish_s, times_cpu=True).timing for step in run.steps
     ]
     return replay(run, [timing for timing in timings if timing is not None])
+
+
+def planned_roles(recipe: Recipe, gpu: GpuModel) -> RolesConfig:
+    """Return the roles with what the recipe leaves to the plan: requests at a time in an engine, memory it gives up."""
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    return with_release(deploy(recipe, shapes, gpu), recipe.algorithm).roles
 
 
 def planned_limits(recipe: Recipe, gpu: GpuModel) -> RunLimits | None:

@@ -14,7 +14,6 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Pool
 from megarl.cluster.lost_nodes import RankNodes, wait_for_nodes
 from megarl.config.recipe import Recipe
-from megarl.config.roles import RolesConfig
 from megarl.errors import DamagedError, MegarlError, PreemptedError, StoppedError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
@@ -39,8 +38,6 @@ COLLECT_EVERY = 20_000
 class StartedRoles:
     """All that outlives a set of ranks. Tasks are awaited with a shield: they go on when ranks are lost meanwhile."""
 
-    roles: RolesConfig
-    """As they run: with what the recipe leaves to the plan."""
     pools: Mapping[str, Pool]
     serving: asyncio.Task[Serving]
     frozen: asyncio.Task[dict[str, FrozenRole]]
@@ -128,7 +125,7 @@ class RankSets:
             with self.observer.phase("start"):
                 if recipe.roles.beside_engines or recipe.roles.frozen_in_turns:
                     await self._retained.cancel()  # the ranks need the devices that answer
-                await make_room(started.roles, started.serving)
+                await make_room(recipe.roles, started.serving)
                 frozen_phases = await sleeping_beside_trainers(recipe.roles, started.frozen)
                 trainers = await stack.enter_async_context(
                     running_trainers(recipe, self.inputs.shape, started.pools, resume=point)

@@ -19,10 +19,8 @@ from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.observe.observer import Observer
-from megarl.planner.deployment import deploy, find_shapes
-from megarl.planner.fit import check_fit, planned_limits
+from megarl.planner.fit import check_fit, planned_limits, planned_roles
 from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
-from megarl.planner.ledger import with_release
 from megarl.planner.limits import with_limits
 from megarl.rollout.frozen import FrozenRole
 from megarl.run.inputs import Inputs
@@ -75,15 +73,15 @@ async def _take_steps(
             observer.warned(warning)
         gpu = gpu_of(recipe.cluster, kinds)
         recipe = _limited(recipe, gpu, observer)
+        recipe = recipe.model_copy(update={"roles": planned_roles(recipe, gpu)})
         rank_sets, preemption.grace_s = replace(rank_sets, recipe=recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
-        served = _planned(recipe, gpu)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         watched = watched_gpus(nodes_of(pools.values()) if recipe.run.device == "cuda" else [], observer)
         async with watched, rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
             frozen = tasks.create_task(
                 start_frozen(
-                    served.roles.frozen,
+                    recipe.roles.frozen,
                     pools,
                     stack,
                     run=recipe.run,
@@ -93,10 +91,9 @@ async def _take_steps(
                     temperature=recipe.sampling.temperature,
                 )
             )
-            serving = tasks.create_task(_start_serving(served, inputs, frozen, pools, stack, observer))
-            workers = tasks.create_task(start_workers(served, inputs, serving, frozen, stack, observer))
+            serving = tasks.create_task(_start_serving(recipe, inputs, frozen, pools, stack, observer))
+            workers = tasks.create_task(start_workers(recipe, inputs, serving, frozen, stack, observer))
             started = StartedRoles(
-                roles=served.roles,
                 pools=pools,
                 serving=serving,
                 frozen=frozen,
@@ -117,13 +114,6 @@ def _limited(recipe: Recipe, gpu: GpuModel, observer: Observer) -> Recipe:
             "for a call (train.operation_timeout_s)"
         )
     return with_limits(recipe, limits)
-
-
-def _planned(recipe: Recipe, gpu: GpuModel) -> Recipe:
-    """Return the recipe with what it leaves to the plan: requests at a time in an engine, and memory it gives up."""
-    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
-    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
-    return recipe.model_copy(update={"roles": deployment.roles})
 
 
 async def _start_serving(

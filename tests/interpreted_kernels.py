@@ -1,4 +1,4 @@
-"""Triton's kernels on a CPU, by its interpreter, against the torch versions of the same functions.
+"""Triton's kernels on a CPU, by its interpreter, against torch: without Megatron, which takes long to import.
 
 A script of its own: Triton reads TRITON_INTERPRET when a kernel is defined. Prints the largest differences as JSON.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 
 import torch
+import torch.nn.functional as F
 
-from megarl.train.attention import Rotation, rotated
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
-from megarl.train.layers import gated
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, bits_of_matrix
@@ -26,7 +25,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def activation() -> float:
     gate_up = torch.randn(5, 1, 2 * 1500, requires_grad=True)
     grad = torch.randn(5, 1, 1500)
-    output = gated(gate_up)
+    left, right = gate_up.chunk(2, dim=-1)
+    output = F.silu(left) * right
     output.backward(grad)  # type: ignore[no-untyped-call]
     assert gate_up.grad is not None
     inputs = gate_up.detach()
@@ -34,15 +34,16 @@ def activation() -> float:
 
 
 def rotation() -> float:
-    by = Rotation.by(torch.rand(7, 32) * 6)
+    angles = torch.rand(7, 32) * 6
     values = torch.randn(7, 3, 20, 64)[:, 1, 2:16].requires_grad_()  # heads that do not lie side by side
     values.retain_grad()  # type: ignore[no-untyped-call]
     grad = torch.randn(7, 14, 64)
-    output = rotated(values, by)
+    pairs = torch.complex(values[..., :32], values[..., 32:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    output = torch.cat((pairs.real, pairs.imag), dim=-1)
     output.backward(grad)  # type: ignore[no-untyped-call]
     assert values.grad is not None
-    there = rotate(values.detach(), by.cosines, by.sines, direction=1.0)
-    back = rotate(grad, by.cosines, by.sines, direction=-1.0)
+    there = rotate(values.detach(), angles.cos(), angles.sin(), direction=1.0)
+    back = rotate(grad, angles.cos(), angles.sin(), direction=-1.0)
     return max(distance(there, output), distance(back, values.grad))
 
 

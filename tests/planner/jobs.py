@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.train.frozen import ReferenceRank
 from megarl.train.trained import TrainedRank
-from tests.train.jobs import CriticSetup, Setup, build, build_critic, spec_of
+from tests.train.jobs import Setup, build_critic, build_empty, spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,8 @@ class Buffers:
 
 
 def buffers(rank: int, world: int, port: int, setup: Setup) -> Buffers:
+    build = build_critic if setup.shape.has_value_head else build_empty
     return _buffers_of(build(rank, world, port, setup))
-
-
-def critic_buffers(rank: int, world: int, port: int, setup: CriticSetup) -> Buffers:
-    return _buffers_of(build_critic(rank, world, port, setup))
 
 
 def reference_elements(rank: int, world: int, port: int, setup: Setup) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
-from megarl.config.algorithm import AlgorithmConfig, PrimeConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
@@ -31,10 +32,13 @@ from megarl.train.rank_spec import RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    actor: ActorConfig
+    actor: ActorConfig | CriticConfig
     folder: Path
     shape: ModelShape
     optimizer: OptimizerConfig
@@ -76,6 +80,27 @@ class Outcome:
         return self.result.stats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOutcome:
+    """The results of one rank of a critic, or of an implicit reward model."""
+
+    values: SampleColumn | None
+    result: CriticResult
+    after: SampleColumn | None
+    """The values after the update."""
+    tensors: dict[str, FloatArray]
+    state: TrainerState
+
+    @property
+    def stats(self) -> CriticStats:
+        assert self.result.stats is not None, "no update was applied"
+        return self.result.stats
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, FloatArray]:
+    return {name: tensor.float().numpy().copy() for name, tensor in tensors.items()}
+
+
 def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
     return RankSpec(
         rank=rank,
@@ -107,21 +132,32 @@ def build(rank: int, world: int, port: int, setup: Setup) -> ActorRank:
     return trainer
 
 
-def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[TrainBatch], trained: TrainBatch) -> Outcome:
+def on_actor(
+    job: Callable[Concatenate[ActorRank, Setup, P], Result],
+) -> Callable[Concatenate[int, int, int, Setup, P], Result]:
+    """Make a job of what is done with an actor that has its weights."""
+
+    @wraps(job)
+    def run(rank: int, world: int, port: int, setup: Setup, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        trainer = build(rank, world, port, setup)
+        result = job(trainer, setup, *arguments, **options)
+        trainer.close()
+        return result
+
+    return run
+
+
+@on_actor
+def train(trainer: ActorRank, _: Setup, scored: Sequence[TrainBatch], trained: TrainBatch) -> Outcome:
     """Score some batches, then update with one."""
-    trainer = build(rank, world, port, setup)
     logprobs = [trainer.logprobs(batch) for batch in scored]
     result = trainer.update(trained)
-    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.trained_tensors().items()}
-    trainer.close()
-    return Outcome(logprobs=logprobs, result=result, tensors=tensors)
+    return Outcome(logprobs=logprobs, result=result, tensors=copied(trainer.trained_tensors()))
 
 
-def score(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleColumn | None:
-    trainer = build(rank, world, port, setup)
-    logprobs = trainer.logprobs(batch)
-    trainer.close()
-    return logprobs
+@on_actor
+def score(trainer: ActorRank, _: Setup, batch: TrainBatch) -> SampleColumn | None:
+    return trainer.logprobs(batch)
 
 
 def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleColumn | None:
@@ -133,26 +169,11 @@ def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question
     return scores
 
 
-def save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> None:
-    trainer = build(rank, world, port, setup)
-    trainer.snapshot("weights")
-    trainer.write(folder, setup.folder)
-    trainer.close()
-
-
-def fail_to_load(rank: int, world: int, port: int, setup: Setup) -> str:
+def fail_to_start(rank: int, world: int, port: int, setup: Setup) -> str:
     try:
         build(rank, world, port, setup)
     except CheckpointError as error:
         return str(error)
-    finally:
-        shut_down()
-    return "no error"
-
-
-def fail_to_build(rank: int, world: int, port: int, setup: Setup) -> str:
-    try:
-        build(rank, world, port, setup)
     except ConfigError as error:
         return str(error.problems[0])
     finally:
@@ -160,18 +181,20 @@ def fail_to_build(rank: int, world: int, port: int, setup: Setup) -> str:
     return "no error"
 
 
-def fail_to_update(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> tuple[str, bool]:
-    """Return the error of an update, and whether the weights are unchanged."""
-    trainer = build(rank, world, port, setup)
-    before = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+@on_actor
+def update_until_error(
+    trainer: ActorRank, _: Setup, batches: Sequence[TrainBatch]
+) -> tuple[list[UpdateResult], str, bool]:
+    """Return every result, the error that ended them, and whether the weights are unchanged."""
+    before = copied(trainer.tensors())
+    results: list[UpdateResult] = []
+    message = "no error"
     try:
-        trainer.update(batch)
-        message = "no error"
+        results.extend(trainer.update(batch) for batch in batches)
     except NumericsError as error:
         message = str(error)
-    is_unchanged = all(np.array_equal(tensor.numpy(), before[name]) for name, tensor in trainer.tensors().items())
-    trainer.close()
-    return message, is_unchanged
+    after = copied(trainer.tensors())
+    return results, message, all(np.array_equal(after[name], before[name]) for name in before)
 
 
 def score_vocab_shards(rank: int, world: int, port: int, inputs: ScoreInputs) -> ScoreOutcome:
@@ -254,46 +277,41 @@ def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]
     return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside
 
 
+@on_actor
 def train_and_save_twice(
-    rank: int,
-    world: int,
-    port: int,
+    trainer: ActorRank,
     setup: Setup,
     before: Sequence[TrainBatch],
     after: Sequence[TrainBatch],
     folders: tuple[Path, Path],
 ) -> tuple[TrainerState, TrainerState]:
     """Update with some batches and save everything; do the same with the others."""
-    trainer = build(rank, world, port, setup)
     states = []
     for batches, folder in zip((before, after), folders, strict=True):
         for batch in batches:
             trainer.update(batch)
         states.append(trainer.snapshot("everything"))
         trainer.write(folder, setup.folder)
-    trainer.close()
     return states[0], states[1]
 
 
+@on_actor
 def train_and_save(
-    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+    trainer: ActorRank, setup: Setup, batches: Sequence[TrainBatch], folder: Path
 ) -> tuple[TrainerState, dict[str, FileDigest], dict[str, FloatArray]]:
     """Update with every batch, then save everything."""
-    trainer = build(rank, world, port, setup)
     for batch in batches:
         trainer.update(batch)
     state = trainer.snapshot("everything")
     files = trainer.write(folder, setup.folder)
-    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.trained_tensors().items()}
-    trainer.close()
-    return state, files, tensors
+    return state, files, copied(trainer.trained_tensors())
 
 
+@on_actor
 def train_in_turns(
-    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+    trainer: ActorRank, setup: Setup, batches: Sequence[TrainBatch], folder: Path
 ) -> tuple[dict[str, FileDigest], dict[str, FloatArray], str]:
     """Release and reload around every update; save while released, and try to compute."""
-    trainer = build(rank, world, port, setup)
     for batch in batches:
         trainer.release()
         trainer.reload()
@@ -309,32 +327,15 @@ def train_in_turns(
     except AssertionError as error:
         message = str(error)
     trainer.reload()
-    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.trained_tensors().items()}
-    trainer.close()
-    return files, tensors, message
+    return files, copied(trainer.trained_tensors()), message
 
 
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Make weights bfloat16, so that they have master weights apart, and pieces of a few elements."""
+def as_on_a_gpu(rank: int, world: int, port: int, job: Callable[..., Result], *arguments: object) -> Result:
+    """Run a job with bfloat16 weights, which have master weights apart, and pieces of a few elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roles, "dtype_on", lambda _: "bfloat16")
         patch.setattr(offload, "PIECE_ELEMENTS", 997)
-        yield
-
-
-def train_and_save_as_on_a_gpu(
-    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
-) -> tuple[TrainerState, dict[str, FileDigest], dict[str, FloatArray]]:
-    with as_on_a_gpu():
-        return train_and_save(rank, world, port, setup, batches, folder)
-
-
-def train_in_turns_as_on_a_gpu(
-    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
-) -> tuple[dict[str, FileDigest], dict[str, FloatArray], str]:
-    with as_on_a_gpu():
-        return train_in_turns(rank, world, port, setup, batches, folder)
+        return job(rank, world, port, *arguments)
 
 
 def resume_and_train(
@@ -357,157 +358,90 @@ def resume_and_train(
     return reached, results
 
 
-def gather_adapter(
-    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch
-) -> tuple[dict[str, FloatArray], Outcome]:
+@on_actor
+def gather_adapter(trainer: ActorRank, _: Setup, batch: TrainBatch) -> tuple[dict[str, FloatArray], Outcome]:
     """Return what a rank gathers after an update, the second time, and what it holds of the adapter."""
-    trainer = build(rank, world, port, setup)
     trainer.gather()
     result = trainer.update(batch)
-    gathered, held = (
-        {name: tensor.float().numpy().copy() for name, tensor in tensors.items()}
-        for tensors in (trainer.gather(), trainer.trained_tensors())
-    )
-    trainer.close()
+    gathered, held = copied(trainer.gather()), copied(trainer.trained_tensors())
     return gathered, Outcome(logprobs=[], result=result, tensors=held)
 
 
-def fail_to_verify(rank: int, world: int, port: int, setup: Setup, checkpoint: Path) -> str:
+@on_actor
+def fail_to_verify(trainer: ActorRank, _: Setup, checkpoint: Path) -> str:
     """Return the error of a rank that compares its tensors of a checkpoint with their digests."""
-    trainer = build_empty(rank, world, port, setup)
     try:
         trainer.verify(checkpoint, "")
-        message = ""
     except DamagedError as error:
-        message = str(error)
-    trainer.close()
-    return message
+        return str(error)
+    return ""
 
 
+@on_actor
 def fail_to_save_and_go_on(
-    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path
+    trainer: ActorRank, setup: Setup, batch: TrainBatch, folder: Path
 ) -> tuple[str, UpdateResult]:
     """Return the error of a save to a folder that cannot be written, and the update after it."""
-    trainer = build(rank, world, port, setup)
+    message = write(trainer, folder, setup)
+    return message, trainer.update(batch)
+
+
+def write(trainer: ActorRank, folder: Path, setup: Setup) -> str:
+    """Save the weights; return the error."""
+    trainer.snapshot("weights")
     try:
-        trainer.snapshot("weights")
         trainer.write(folder, setup.folder)
-        message = "no error"
     except CheckpointError as error:
-        message = str(error)
-    result = trainer.update(batch)
-    trainer.close()
-    return message, result
+        return str(error)
+    return "no error"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSetup:
-    critic: CriticConfig
-    folder: Path
-    shape: ModelShape
-    algorithm: AlgorithmConfig
-    lora: LoraConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticOutcome:
-    """The results of one rank."""
-
-    values: SampleColumn | None
-    result: CriticResult
-    tensors: dict[str, FloatArray]
-    state: TrainerState
-
-    @property
-    def stats(self) -> CriticStats:
-        assert self.result.stats is not None, "no update was applied"
-        return self.result.stats
-
-
-def build_critic(rank: int, world: int, port: int, setup: CriticSetup) -> CriticRank:
+def build_critic(rank: int, world: int, port: int, setup: Setup) -> CriticRank:
+    critic = setup.actor
+    assert isinstance(critic, CriticConfig), critic
     return CriticRank(
-        RankSpec(
-            rank=rank,
-            world=world,
-            master_address="127.0.0.1",
-            master_port=port,
-            device="cpu",
-            split=setup.critic,
-            shape=setup.shape.as_critic(),
-            seed=1,
-            timeout_s=300,
-            lora=setup.lora,
-        ),
+        spec_of(rank, world, port, setup),
         algorithm=setup.algorithm,
-        optimizer=setup.critic.optimizer,
+        optimizer=setup.optimizer,
         total_steps=4,
-        epochs=setup.critic.epochs,
-        clip=setup.critic.clip,
+        epochs=critic.epochs,
+        clip=critic.clip,
     )
 
 
 def train_critic(
-    rank: int, world: int, port: int, setup: CriticSetup, batch: TrainBatch, folder: Path | None = None
+    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path | None = None
 ) -> CriticOutcome:
     """Compute values of a batch, update with it, and save."""
     critic = build_critic(rank, world, port, setup)
     critic.load(setup.folder)
-    values = critic.values(batch)
-    result = critic.update(batch)
+    outcome = learned(critic, batch)
     if folder is not None:
         critic.snapshot("everything")
         critic.write(folder, setup.folder)
-    tensors = {name: tensor.numpy().copy() for name, tensor in critic.trained_tensors().items()}
-    state = critic.state
     critic.close()
-    return CriticOutcome(values=values, result=result, tensors=tensors, state=state)
+    return outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardsOutcome:
-    """The results of one rank."""
-
-    before: SampleColumn | None
-    after: SampleColumn | None
-    result: CriticResult
-    tensors: dict[str, FloatArray]
-
-    @property
-    def stats(self) -> CriticStats:
-        assert self.result.stats is not None, "no update was applied"
-        return self.result.stats
-
-
-def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> RewardsOutcome:
+def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> CriticOutcome:
     """Compute the rewards of tokens before and after an update of an implicit reward model."""
-    assert isinstance(setup.algorithm, PrimeConfig), setup.algorithm
     spec = spec_of(rank, world, port, setup)
     model = ImplicitRewardRank(spec, algorithm=setup.algorithm, optimizer=setup.optimizer, total_steps=4)
     model.load(setup.folder)
     model.load_start(setup.folder)
-    before, result, after = model.values(batch), model.update(batch), model.values(batch)
-    tensors = {name: tensor.numpy().copy() for name, tensor in model.trained_tensors().items()}
+    outcome = learned(model, batch)
     model.close()
-    return RewardsOutcome(before=before, after=after, result=result, tensors=tensors)
+    return outcome
 
 
-def refresh(
-    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch
-) -> tuple[SampleColumn | None, SampleColumn | None, SampleColumn | None]:
-    """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
-    refreshed."""
-    trainer = build(rank, world, port, setup)
-    trainer.load_reference(setup.folder)
-    trainer.update(batch)
-    policy, before = trainer.logprobs(batch), trainer.reference_logprobs(batch)
-    trainer.refresh_reference()
-    after = trainer.reference_logprobs(batch)
-    trainer.close()
-    return policy, before, after
+def learned(model: CriticRank | ImplicitRewardRank, batch: TrainBatch) -> CriticOutcome:
+    before, result, after = model.values(batch), model.update(batch), model.values(batch)
+    tensors = copied(model.trained_tensors())
+    return CriticOutcome(values=before, result=result, after=after, tensors=tensors, state=model.state)
 
 
 def resume_critic(
-    rank: int, world: int, port: int, setup: CriticSetup, checkpoint: Path, state: TrainerState, batch: TrainBatch
+    rank: int, world: int, port: int, setup: Setup, checkpoint: Path, state: TrainerState, batch: TrainBatch
 ) -> SampleColumn | None:
     """Return the values of a batch from a critic that resumed from a checkpoint."""
     critic = build_critic(rank, world, port, setup)
@@ -519,15 +453,26 @@ def resume_critic(
     return values
 
 
+@on_actor
+def refresh(
+    trainer: ActorRank, setup: Setup, batch: TrainBatch
+) -> tuple[SampleColumn | None, SampleColumn | None, SampleColumn | None]:
+    """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
+    refreshed."""
+    trainer.load_reference(setup.folder)
+    trainer.update(batch)
+    policy, before = trainer.logprobs(batch), trainer.reference_logprobs(batch)
+    trainer.refresh_reference()
+    return policy, before, trainer.reference_logprobs(batch)
+
+
+@on_actor
 def ask_reference(
-    rank: int, world: int, port: int, setup: Setup, folder: Path, batch: TrainBatch
+    trainer: ActorRank, _: Setup, folder: Path, batch: TrainBatch
 ) -> tuple[SampleColumn | None, SampleColumn | None, SampleColumn | None]:
     """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
-    trainer = build(rank, world, port, setup)
     trainer.load_reference(folder)
-    before, reference, after = trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
-    trainer.close()
-    return before, reference, after
+    return trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
 
 
 def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleColumn | None:
@@ -538,25 +483,28 @@ def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch
     return logprobs
 
 
-def update_until_error(
-    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch]
-) -> tuple[list[UpdateResult], str, bool]:
-    """Return every result, the error that ended them, and whether the weights are unchanged."""
-    trainer = build(rank, world, port, setup)
-    before = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
-    results: list[UpdateResult] = []
-    message = "no error"
-    try:
-        results.extend(trainer.update(batch) for batch in batches)
-    except NumericsError as error:
-        message = str(error)
-    is_unchanged = all(np.array_equal(tensor.numpy(), before[name]) for name, tensor in trainer.tensors().items())
-    trainer.close()
-    return results, message, is_unchanged
+@on_actor
+def record(trainer: ActorRank, _: Setup, batch: TrainBatch, folder: Path) -> TrainerRecord:
+    return trainer.record(batch, folder)
 
 
-def record(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path) -> TrainerRecord:
-    trainer = build(rank, world, port, setup)
-    found = trainer.record(batch, folder)
-    trainer.close()
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """One rank after one update."""
+
+    num_buckets: int
+    adam: str
+    """Name of the class that Megatron chose."""
+    tensors: dict[str, FloatArray]
+
+
+@on_actor
+def update_buckets(trainer: ActorRank, _: Setup, batch: TrainBatch) -> Updated:
+    trainer.update(batch)
+    optimizer = trainer._optimizer
+    (chained,) = optimizer._optimizer.chained_optimizers
+    return Updated(
+        num_buckets=sum(len(buffer.buckets) for chunk in optimizer.chunks for buffer in chunk.buffers),
+        adam=type(chained.optimizer).__name__,
+        tensors=copied(trainer.tensors()),
+    )

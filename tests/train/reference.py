@@ -35,6 +35,19 @@ class Token:
     advantage: float
 
 
+def adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return the optimizer of a recipe: weights of norms and biases do not decay."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+
+
 class Reference:
     def __init__(
         self,
@@ -57,15 +70,7 @@ class Reference:
         if adapter is not None:
             self._model = load_adapted(model.folder, adapter, is_trainable=True)
         parameters = [each for each in self._model.parameters() if each.requires_grad]
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizer.weight_decay},
-                {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-        )
+        self._adam = adamw(parameters, optimizer)
 
     def distributions(self, sample: TrainSample) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at each response token. [T], [T]"""

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
-from megarl.config.roles import ActorConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import UNUSED_IN_FORWARD
 from megarl.types import TrainSample
+from megarl.weights.algebra.slices import Layout
+from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.filled_shares import pack
 from tests.train import jobs
 from tests.train.cluster import Shares
 from tests.train.reference import Model
+
+Held = jobs.Outcome | jobs.CriticOutcome
 
 TOLERANCE = 1e-5
 TEMPERATURE = 0.8
@@ -98,29 +102,48 @@ def packed(
     return Shares.of(shares, ranks_per_share=actor.tensor * actor.context)
 
 
+def actor_of(parallel: MegatronParallel) -> ActorConfig:
+    """Return the section of a recipe with this split."""
+    return ActorConfig(
+        pool="train",
+        tensor=parallel.tensor,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        is_sequence_parallel=parallel.tensor > 1,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+    )
+
+
 def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO) -> jobs.Setup:
     return jobs.Setup(actor=actor, folder=model.folder, shape=model.shape, optimizer=DESCENT, algorithm=algorithm)
 
 
-def whole_weights(
-    outcomes: Sequence[jobs.Outcome | jobs.RewardsOutcome], model: Model, actor: ActorConfig
-) -> dict[str, Tensor]:
-    """Assemble canonical tensors from every rank's parameters; replicas must be bit-equal."""
-    parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
-    layout = megatron_layout(model.shape, parallel, dtype="float32")
+def whole_weights(outcomes: Sequence[Held], model: Model, actor: ActorConfig | CriticConfig) -> dict[str, Tensor]:
+    """Assemble canonical tensors from every rank's parameters."""
+    shape = model.shape.as_critic() if isinstance(actor, CriticConfig) else model.shape
+    return assembled_tensors(outcomes, megatron_layout(shape, parallel_of(outcomes, actor), dtype="float32"))
+
+
+def parallel_of(outcomes: Sequence[Held], actor: ActorConfig | CriticConfig) -> MegatronParallel:
+    return MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
+
+
+def assembled_tensors(outcomes: Sequence[Held], layout: Layout) -> dict[str, Tensor]:
+    """Assemble the canonical tensors of a layout; replicas must be bit-equal."""
     weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
     for rank, outcome in enumerate(outcomes):
         for piece in layout.by_rank[rank].pieces:
-            target = weights[piece.slice.name][ranges(piece.slice.offsets, piece.slice.shape)]
-            source = torch.from_numpy(outcome.tensors[piece.local_name])[ranges(piece.local_offsets, piece.slice.shape)]
+            target = box_of(weights[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+            local = torch.from_numpy(outcome.tensors[piece.local_name])
+            source = box_of(local, piece.local_offsets, piece.slice.shape)
             if not target.isnan().any():
                 assert torch.equal(target, source), f"{piece.slice} differs between replicas"
             target.copy_(source)
     return weights
-
-
-def ranges(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = TOLERANCE) -> None:

@@ -18,13 +18,12 @@ from megarl.config.model import read_model_shape
 from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.types import FloatArray, TrainSample
 from megarl.weights.layouts.canonical import VALUE_HEAD
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
-from tests.train.reference import Model, checkpoint_weights
+from tests.train.reference import Model, adamw, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.splits import DESCENT, MIXTURE_SPLITS, TOLERANCE, packed
+from tests.train.splits import DESCENT, MIXTURE_SPLITS, TOLERANCE, assert_close, packed, whole_weights
 from tests.train.splits import SPLITS as DENSE_SPLITS
 
 GAE = GaeConfig(kind="gae")
@@ -48,8 +47,9 @@ def of_split(actor: ActorConfig, *, epochs: int = 1) -> CriticConfig:
     return CriticConfig(**actor.model_dump(), optimizer=DESCENT, epochs=epochs)
 
 
-def setup_of(model: Model, critic: CriticConfig) -> jobs.CriticSetup:
-    return jobs.CriticSetup(critic=critic, folder=model.folder, shape=model.shape, algorithm=GAE)
+def setup_of(model: Model, critic: CriticConfig) -> jobs.Setup:
+    shape = model.shape.as_critic()
+    return jobs.Setup(actor=critic, folder=model.folder, shape=shape, optimizer=DESCENT, algorithm=GAE)
 
 
 class SlowCritic:
@@ -63,15 +63,7 @@ class SlowCritic:
         self.head = torch.nn.Linear(model.shape.hidden, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)
         parameters = [*self.body.parameters(), *self.head.parameters()]
-        self._adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DESCENT.weight_decay},
-                {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=DESCENT.learning_rate,
-            betas=(DESCENT.beta1, DESCENT.beta2),
-            eps=DESCENT.eps,
-        )
+        self._adam = adamw(parameters, DESCENT)
         self._parameters = parameters
 
     def values(self, sample: TrainSample) -> Tensor:
@@ -102,22 +94,6 @@ class SlowCritic:
         return {**body, VALUE_HEAD: self.head.weight.detach()}
 
 
-def whole_weights(outcomes: Sequence[jobs.CriticOutcome], model: Model, split: CriticConfig) -> dict[str, Tensor]:
-    parallel = MegatronParallel.of(split, data=len(outcomes) // split.model_parallel)
-    layout = megatron_layout(model.shape.as_critic(), parallel, dtype="float32")
-    weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
-    for rank, outcome in enumerate(outcomes):
-        for piece in layout.by_rank[rank].pieces:
-            box = tuple(
-                slice(start, start + size) for start, size in zip(piece.slice.offsets, piece.slice.shape, strict=True)
-            )
-            local = tuple(
-                slice(start, start + size) for start, size in zip(piece.local_offsets, piece.slice.shape, strict=True)
-            )
-            weights[piece.slice.name][box] = torch.from_numpy(outcome.tensors[piece.local_name])[local]
-    return weights
-
-
 @cache
 def updated_twice(model: Model) -> tuple[SlowCritic, list[tuple[float, float]]]:
     """Return a slow critic after two updates, with loss and gradient norm of each.
@@ -132,7 +108,7 @@ def updated_twice(model: Model) -> tuple[SlowCritic, list[tuple[float, float]]]:
     ("family", "tied", "split"),
     [
         *[("qwen2", True, split) for split in DENSE_SPLITS],
-        *[("llama", False, split) for split in ("TP1", "PP2-VPP2", "TP2-PP2", "CP2")],
+        ("llama", False, "PP2-VPP2"),
         ("qwen3_moe", False, "TP2-EP2"),
     ],
 )
@@ -153,10 +129,7 @@ def test_equals_a_slow_critic_for_every_split(
         assert outcome.stats.loss == pytest.approx(np.mean([loss for loss, _ in losses]), abs=TOLERANCE)
         assert outcome.stats.grad_norm == pytest.approx(np.mean([norm for _, norm in losses]), rel=1e-4)
         assert outcome.state.num_updates == 2
-    found = whole_weights(outcomes, model, critic)
-    for name, tensor in slow.weights().items():
-        difference = (found[name] - tensor).abs().max().item()
-        assert difference < TOLERANCE, f"{name} is off by {difference:.2e}"
+    assert_close(whole_weights(outcomes, model, critic), slow.weights())
 
 
 def test_statistics_are_of_the_values_before_the_step(cluster: Cluster, models: Models) -> None:

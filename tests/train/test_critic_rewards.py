@@ -14,7 +14,7 @@ from megarl.types import TrainSample
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
-from tests.train.reference import Model, checkpoint_weights
+from tests.train.reference import Model, adamw, checkpoint_weights
 from tests.train.samples import make_samples
 from tests.train.splits import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
 
@@ -31,15 +31,7 @@ def slow_update(model: Model, samples: list[TrainSample]) -> tuple[float, float,
     )
     now.model.embed_tokens.padding_idx = None
     parameters = list(now.parameters())
-    adam = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DESCENT.weight_decay},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=DESCENT.learning_rate,
-        betas=(DESCENT.beta1, DESCENT.beta2),
-        eps=DESCENT.eps,
-    )
+    adam = adamw(parameters, DESCENT)
 
     def rewards() -> torch.Tensor:
         return torch.stack([BETA * (_logprob(now, sample) - _logprob(start, sample).detach()) for sample in samples])
@@ -80,7 +72,7 @@ def test_equals_a_slow_reward_model_for_every_split(split: str, budget: int, clu
     outcomes = cluster.run(world, jobs.learn_rewards, setup, batch)
 
     data_parallel = world // actor.model_parallel
-    before = assembled((outcome.before for outcome in outcomes), data_parallel=data_parallel)
+    before = assembled((outcome.values for outcome in outcomes), data_parallel=data_parallel)
     assert not any(part.any() for part in before), "a model that has learned nothing rewards nothing"
     stats = outcomes[0].stats
     assert stats.loss == pytest.approx(loss, abs=1e-6)

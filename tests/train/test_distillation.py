@@ -110,7 +110,7 @@ def with_teacher(shares: Shares, answers: Sequence[SampleColumn]) -> Shares:
     return Shares.of(filled, ranks_per_share=shares.ranks_per_share)
 
 
-@pytest.mark.parametrize("split", ["TP1", "TP2", "TP2-SP", "PP2-VPP2", "DP2", "CP2-TP2"])
+@pytest.mark.parametrize("split", ["TP2-SP", "PP2-VPP2", "DP2", "CP2-TP2"])
 def test_a_teacher_of_any_split_answers_as_transformers_does(split: str, cluster: Cluster, models: Models) -> None:
     teacher = models.get("qwen3", tied=True, seed=3)
     samples = make_samples(6, vocab=teacher.shape.vocab, seed=4)
@@ -126,9 +126,11 @@ def test_a_teacher_of_any_split_answers_as_transformers_does(split: str, cluster
         np.testing.assert_allclose(numbers[:, 1:6], at_ids.numpy(), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_towards_a_teacher_equals_the_slow_one_for_every_split(
-    kind: str, cluster: Cluster, models: Models
+@pytest.mark.parametrize(
+    ("kind", "splits"), [("reverse_kl", ("TP1", "TP2-SP", "CP2")), ("forward_topk", ("PP2-VPP2", "DP2", "CP2"))]
+)
+def test_an_update_towards_a_teacher_equals_the_slow_one(
+    kind: str, splits: Sequence[str], cluster: Cluster, models: Models
 ) -> None:
     model, teacher = models.get("qwen2", tied=False), models.get("llama", tied=True, seed=2)
     samples = make_samples(6, vocab=model.shape.vocab, seed=6)
@@ -137,7 +139,7 @@ def test_an_update_towards_a_teacher_equals_the_slow_one_for_every_split(
     loss, distance = slow.learn(samples, TaughtReference(teacher, DESCENT, config, TEMPERATURE), config)
     assert abs(distance) > 0.01
     answers = asked(cluster, samples, teacher, SPLITS["TP2-SP"], num_top=KINDS[kind].top_k)
-    for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "CP2"):
+    for split in splits:
         world, actor = SPLITS[split]
         batch = with_teacher(packed(samples, world=world, actor=actor), answers)
         outcomes = cluster.run(world, jobs.train, setup_of(model, actor, config), [], batch)
@@ -146,7 +148,7 @@ def test_an_update_towards_a_teacher_equals_the_slow_one_for_every_split(
         assert_close(whole_weights(outcomes, model, actor), slow.weights())
 
 
-@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "CP2"])
+@pytest.mark.parametrize("split", ["TP2-SP", "CP2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_that_equals_the_policy_teaches_exactly_nothing(
     kind: str, split: str, cluster: Cluster, models: Models

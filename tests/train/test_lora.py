@@ -31,7 +31,7 @@ from megarl.results import UpdateResult
 from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.megatron import megatron_layout
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
@@ -46,10 +46,11 @@ from tests.train.splits import (
     SPLITS,
     TEMPERATURE,
     TOLERANCE,
+    assembled_tensors,
     assert_close,
     assert_same_logprobs,
     packed,
-    ranges,
+    parallel_of,
     setup_of,
 )
 from tests.train.test_critic import critic_samples, of_split
@@ -68,21 +69,12 @@ def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *,
 def whole_adapter(
     outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig, lora: LoraConfig
 ) -> dict[str, Tensor]:
-    """Assemble the adapter's tensors from every rank's; replicas must be bit-equal."""
-    parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
-    layout = adapter_layout(megatron_layout(model.shape, parallel, dtype="float32"), LoraShape.of(lora))
-    tensors = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
-    for rank, outcome in enumerate(outcomes):
-        holding = layout.by_rank[rank]
+    """Assemble the adapter's tensors from every rank's."""
+    base = megatron_layout(model.shape, parallel_of(outcomes, actor), dtype="float32")
+    layout = adapter_layout(base, LoraShape.of(lora))
+    for holding, outcome in zip(layout.holdings, outcomes, strict=True):
         assert set(outcome.tensors) == set(holding.tensors), "something else is trained"
-        for piece in holding.pieces:
-            target = tensors[piece.slice.name][ranges(piece.slice.offsets, piece.slice.shape)]
-            local = torch.from_numpy(outcome.tensors[piece.local_name])
-            source = local[ranges(piece.local_offsets, piece.slice.shape)]
-            if not target.isnan().any():
-                assert torch.equal(target, source), f"{piece.slice} differs between replicas"
-            target.copy_(source)
-    return tensors
+    return assembled_tensors(outcomes, layout)
 
 
 class Dropout(torch.nn.Module):
@@ -174,12 +166,10 @@ def check_equals_peft(
     assert all((after[name] - before[name]).abs().max() > 10 * TOLERANCE for name in after), "a gradient is tiny"
 
 
-@pytest.mark.parametrize(
-    ("family", "split"),
-    [*[("qwen2", split) for split in SPLITS], *[("qwen3", split) for split in ("TP2-SP", "PP2-VPP2", "CP2")]],
-)
-def test_equals_peft_for_every_split(family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
-    model = models.get(family, tied=family == "qwen2")
+@pytest.mark.parametrize("split", ["TP2", "PP2", "TP2-SP", "CP2"])
+def test_equals_peft(split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    """The splits below have dropout as well, from the same log-probabilities."""
+    model = models.get("qwen2", tied=True)
     check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ALL_MODULES), cluster)
 
 
@@ -197,15 +187,13 @@ def test_an_update_leaves_out_the_same_inputs_as_peft_in_every_split(
     check_equals_peft(model, (world, actor), lora, cluster)
 
 
-@pytest.mark.parametrize("split", ["TP2-SP", "TP2-PP2"])
-def test_some_modules_of_a_fused_parameter_are_enough(
-    split: str, cluster: Cluster, models: Models, tmp_path: Path
-) -> None:
+def test_some_modules_of_a_fused_parameter_are_enough(cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get("llama", tied=False)
-    check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ["q_proj", "v_proj", "up_proj"]), cluster)
+    lora = random_adapter(tmp_path, model, ["q_proj", "v_proj", "up_proj"])
+    check_equals_peft(model, SPLITS["TP2-SP"], lora, cluster)
 
 
-@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+@pytest.mark.parametrize("is_sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_that_share_a_key_head_hold_the_whole_of_a(
     is_sequence_parallel: bool, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -216,15 +204,12 @@ def test_ranks_that_share_a_key_head_hold_the_whole_of_a(
     check_equals_peft(model, (4, actor), lora, cluster)
 
 
-@pytest.mark.parametrize("split", ["EP2", "TP2-EP2", "EP2-PP2"])
-def test_the_attention_of_a_mixture_can_be_adapted(
-    split: str, cluster: Cluster, models: Models, tmp_path: Path
-) -> None:
+def test_the_attention_of_a_mixture_can_be_adapted(cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get("qwen3_moe", tied=False)
-    check_equals_peft(model, MIXTURE_SPLITS[split], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
+    check_equals_peft(model, MIXTURE_SPLITS["TP2-EP2"], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
 
 
-@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "EP2", "TP2-EP2-ETP1", "PP2-VPP2"])
+@pytest.mark.parametrize("split", ["TP2-EP2-ETP1", "PP2-VPP2"])
 def test_the_shared_expert_of_a_mixture_can_be_adapted(
     split: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:
@@ -236,24 +221,12 @@ def test_the_shared_expert_of_a_mixture_can_be_adapted(
     check_equals_peft(model, MIXTURE_SPLITS[split], lora, cluster)
 
 
-def test_recomputed_layers_have_gradients_above_a_frozen_embedding(
-    cluster: Cluster, models: Models, tmp_path: Path
-) -> None:
-    model = models.get("qwen2", tied=False)
-    world, actor = SPLITS["TP2-SP"]
-    recomputing = actor.model_copy(update={"megatron": FULL})
-    check_equals_peft(model, (world, recomputing), random_adapter(tmp_path, model, ALL_MODULES), cluster)
-
-
-@pytest.mark.parametrize("split", ["TP1", "TP2-PP2"])
-def test_the_reference_is_the_base_without_the_adapter(
-    split: str, cluster: Cluster, models: Models, tmp_path: Path
-) -> None:
+def test_the_reference_is_the_base_without_the_adapter(cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get("qwen2", tied=True)
     samples = make_samples(6, vocab=model.shape.vocab, seed=8)
     expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
     lora = random_adapter(tmp_path, model, ALL_MODULES)
-    world, actor = SPLITS[split]
+    world, actor = SPLITS["TP2-PP2"]
     batch = packed(samples, world=world, actor=actor)
     answers = cluster.run(world, jobs.ask_reference, replace(setup_of(model, actor), lora=lora), model.folder, batch)
     before, reference, after = (assembled(parts, data_parallel=1) for parts in zip(*answers, strict=True))
@@ -271,14 +244,14 @@ def test_a_new_adapter_is_the_same_in_every_split_and_leaves_the_policy_as_the_b
     expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, init="gaussian" if init == "gaussian" else "kaiming")
     found = []
-    for split in ("TP1", "TP2-PP2"):
+    for split in ("TP1", "TP2-PP2") if init == "kaiming" else ("TP2-PP2",):
         world, actor = SPLITS[split]
         setup = replace(setup_of(model, actor), lora=lora, optimizer=DESCENT.model_copy(update={"weight_decay": 0.0}))
         batch = packed(samples, world=world, actor=actor)
         outcomes = cluster.run(world, jobs.train, setup, [batch], batch)
         assert_same_logprobs(assembled([each.logprobs[0] for each in outcomes], data_parallel=1), expected)
         found.append(whole_adapter(outcomes, model, actor, lora))
-    assert_close(found[1], found[0], tolerance=1e-6)
+    assert_close(found[-1], found[0], tolerance=1e-6)
     first, last = (found[0][f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_A.weight"] for layer in (0, 3))
     assert not torch.equal(first, last)
     # B was zero, so that A had no gradient yet.
@@ -438,7 +411,7 @@ def test_a_critic_trains_its_adapter_and_its_value_head(cluster: Cluster, models
         head = found[-1]["base_model.model.score.weight"]
         assert head.shape == (1, model.shape.hidden)
         assert head.abs().max() > 0
-        values = cluster.run(world, jobs.resume_critic, setup, there, outcomes[0].state, batch)
-        assert any(np.abs(part.numbers).max() > 0 for part in values if part is not None)
     for other in found[1:]:
         assert_close(other, found[0])
+    values = cluster.run(world, jobs.resume_critic, setup, there, outcomes[0].state, batch)
+    assert any(np.abs(part.numbers).max() > 0 for part in values if part is not None)

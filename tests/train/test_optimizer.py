@@ -15,10 +15,9 @@ from megarl.data.packing import Packing
 from megarl.train import optimizer as optimizer_module
 from megarl.train.optimizer import buffer_config, learning_rate, optimizer_config
 from tests.filled_shares import pack
-from tests.train import optimizer_jobs as jobs
+from tests.train import jobs
 from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
-from tests.train.jobs import Setup
 from tests.train.reference import Model
 from tests.train.samples import make_samples
 from tests.train.test_build import config_with
@@ -40,8 +39,8 @@ def batch_of(model: Model, *, data_parallel: int, micro_batch_multiple: int = 1)
     )
 
 
-def setup_of(model: Model, actor: ActorConfig) -> Setup:
-    return Setup(
+def setup_of(model: Model, actor: ActorConfig) -> jobs.Setup:
+    return jobs.Setup(
         actor=actor, folder=model.folder, shape=model.shape, optimizer=DECAYING, algorithm=SftConfig(kind="sft")
     )
 
@@ -63,7 +62,9 @@ def test_gradients_that_travel_in_buckets_during_the_backward_pass_are_the_same(
     batch = batch_of(model, data_parallel=world // actor.model_parallel, micro_batch_multiple=multiple)
     assert len(batch[0].mini_batches[0].micro_batches) > 1
     overlapping = actor.model_copy(update={"megatron_ddp": OVERLAPPING})
-    plain, found = (cluster.run(world, jobs.update, setup_of(model, each), batch) for each in (actor, overlapping))
+    plain, found = (
+        cluster.run(world, jobs.update_buckets, setup_of(model, each), batch) for each in (actor, overlapping)
+    )
     for rank in range(world):
         assert plain[rank].num_buckets == actor.virtual_pipeline
         assert (found[rank].num_buckets > 3) == (rank in bucketed)
@@ -76,7 +77,8 @@ def test_adam_with_decay_in_the_gradient_is_another_optimizer(cluster: Cluster, 
     batch = batch_of(model, data_parallel=1)
     coupled = ActorConfig(pool="train", megatron_optimizer={"decoupled_weight_decay": False})
     (usual,), (found,) = (
-        cluster.run(1, jobs.update, setup_of(model, actor), batch) for actor in (ActorConfig(pool="train"), coupled)
+        cluster.run(1, jobs.update_buckets, setup_of(model, actor), batch)
+        for actor in (ActorConfig(pool="train"), coupled)
     )
     assert (usual.adam, found.adam) == ("AdamW", "Adam")
     assert any(np.abs(found.tensors[name] - usual.tensors[name]).max() > 1e-4 for name in usual.tensors)
@@ -97,22 +99,23 @@ def rates(total_steps: int, **options: object) -> list[float]:
     return [learning_rate(step, config, total_steps) for step in range(total_steps)]
 
 
-def test_a_constant_rate_stays() -> None:
-    assert rates(3) == [1.0, 1.0, 1.0]
-
-
-def test_the_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0, 1.0, 1.0]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        # It heads for the floor, which it would reach after the last step.
+        ({"decay": "linear", "min_learning_rate": 0.5, "warmup_steps": 1}, [1.0, 1.0, 0.875, 0.75, 0.625]),
+        ({"decay": "linear", "warmup_steps": 10}, [0.1, 0.2, 0.3]),
+    ],
+    ids=["constant", "warm-up", "linear", "warm-up longer than the run"],
+)
+def test_the_rate_follows_its_schedule(options: dict[str, object], expected: list[float]) -> None:
+    assert rates(len(expected), **options) == pytest.approx(expected)
 
 
 def test_a_share_of_the_steps_warms_up_like_their_number() -> None:
     assert rates(6, warmup_share=0.7, decay="linear") == rates(6, warmup_steps=4, decay="linear")
-
-
-def test_linear_decay_heads_for_the_floor_after_the_last_step() -> None:
-    assert rates(5, decay="linear", min_learning_rate=0.5, warmup_steps=1) == pytest.approx(
-        [1.0, 1.0, 0.875, 0.75, 0.625]
-    )
 
 
 def test_cosine_decay_is_half_way_in_the_middle() -> None:
@@ -127,7 +130,3 @@ def test_cosine_decay_is_half_way_in_the_middle() -> None:
 def test_steps_beyond_the_end_keep_the_floor(decay: str) -> None:
     config = OptimizerConfig.model_validate({"learning_rate": 1.0, "decay": decay, "min_learning_rate": 0.1})
     assert learning_rate(50, config, 10) == pytest.approx(0.1)
-
-
-def test_a_warm_up_longer_than_the_run_never_decays() -> None:
-    assert rates(3, warmup_steps=10, decay="linear") == pytest.approx([0.1, 0.2, 0.3])

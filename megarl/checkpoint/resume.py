@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from megarl.checkpoint.carried import read_groups
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, sync, verify
 from megarl.config.document import leaves
@@ -136,6 +135,8 @@ class ResumePoint:
 
     def carried_groups(self, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
         """Return the groups that were scored and not yet trained on, with the prompts of the resumed run."""
+        from megarl.checkpoint.carried import read_groups  # noqa: PLC0415 - loads torch, which checking a run does not
+
         return read_groups(self.folder, self.state.ledger.num_carried, prompt_at)
 
 

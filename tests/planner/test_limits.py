@@ -100,3 +100,28 @@ def test_a_longer_run_is_planned_with_its_evaluations() -> None:
     assert often.total_s is not None
     assert seldom.total_s is not None
     assert often.total_s - seldom.total_s == pytest.approx(299 * often.evaluation_s)
+
+
+def test_less_recomputation_is_proposed_where_memory_is_left() -> None:
+    planned = plan_of("dapo_32b")
+    faster, timing = planned.faster, planned.plan.sizes.timing
+    assert faster is not None
+    assert timing is not None
+    assert faster.assignments[0] == "roles.actor.megatron.recompute_method=block"
+    reserve = 0.1 * planned.plan.gpu.memory_bytes
+    assert faster.training_margin_bytes >= reserve
+    assert faster.step_s < 0.97 * timing.step_s
+    changed = plan_of("dapo_32b", *faster.assignments).plan.sizes
+    assert changed.timing is not None
+    assert changed.timing.step_s == pytest.approx(faster.step_s)
+    number = int(faster.assignments[1].rpartition("=")[2])
+    one_less = (faster.assignments[0], f"roles.actor.megatron.recompute_num_layers={number - 1}")
+    training = [each for each in plan_of("dapo_32b", *one_less).plan.sizes.ledgers if each.phase == "training"]
+    assert all(each.margin_bytes is not None and each.margin_bytes < reserve for each in training)
+
+
+def test_nothing_is_proposed_to_a_recipe_that_recomputes_nothing_or_is_full() -> None:
+    assert plan_of("grpo_70b").faster is None
+    full = plan_of("dapo_32b", "train.tokens_per_micro_batch=300000")
+    assert full.plan.sizes.fits
+    assert full.faster is None

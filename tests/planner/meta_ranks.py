@@ -1,0 +1,388 @@
+"""Real Megatron ranks of large recipes without memory: torch's fake process group, and tensors that are only shapes.
+
+`python -m tests.planner.meta_ranks layouts RECIPE` builds every rank of every trained model on the meta device, one
+after the other; `activations RECIPE` runs a micro-batch through first stages in a FakeTensorMode. Each prints a line of
+JSON per model. In a process of its own: the CPU stand-in of Megatron replaces functions of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import FunctionCtx
+from torch.nn.attention.varlen import varlen_attn
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config.load import read_recipe
+from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.planner.activations import ModelWork, _kept_bytes_per_token, layer_bytes
+from megarl.planner.deployment import find_shapes
+from megarl.planner.memory import stage_memory
+from megarl.train import attention, cpu, layers
+from megarl.train.attention import PackedSequences, Rotation
+from megarl.train.build import build_chunks
+from megarl.train.long_attention import CAUSAL_GROUPED, ContextPart
+from megarl.train.lora import attach_adapters
+from megarl.train.model import Model, named_weights
+from megarl.train.optimizer import ModelOptimizer
+from megarl.train.topology import Topology
+from megarl.weights.algebra.slices import Layout
+from megarl.weights.executors.tensors import check_holding, specs_of
+from megarl.weights.layouts.lora import LoraShape, adapter_layout
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.pieces import FlatRange, restrict
+
+_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    role: str
+    shape: ModelShape
+    split: TrainedModelConfig
+    lora: LoraConfig | None
+    world: int
+
+    @property
+    def parallel(self) -> MegatronParallel:
+        return MegatronParallel.of(self.split, data=self.world // self.split.model_parallel)
+
+
+def trained_models(recipe: Recipe) -> Iterator[TrainedModel]:
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    for role, split in recipe.roles.megatron_roles.items():
+        if isinstance(split, TrainedModelConfig):
+            world = recipe.pools[recipe.roles.used_pools[role]].gpus
+            yield TrainedModel(role=role, shape=shapes.of(role), split=split, lora=recipe.model.lora, world=world)
+
+
+class _CudaMeans(TorchFunctionMode):
+    """`device="cuda"` means another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if kwargs and str(kwargs.get("device")).startswith("cuda"):
+            return func(*args, **{**kwargs, "device": self._device})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def joined(model: TrainedModel, rank: int, device: torch.device) -> Iterator[Topology]:
+    """Make this process a rank among others that do not exist; a collective returns what it got."""
+    split = model.split
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=model.world)  # type: ignore[no-untyped-call]
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=split.tensor,
+        context_parallel_size=split.context,
+        pipeline_model_parallel_size=split.pipeline,
+        virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=split.expert,
+        expert_tensor_parallel_size=split.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+    model_parallel_cuda_manual_seed(1)
+    try:
+        with _CudaMeans(device):
+            yield Topology(
+                rank=rank,
+                world=model.world,
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor=split.tensor,
+                context_rank=parallel_state.get_context_parallel_rank(),
+                context=split.context,
+                pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+                pipeline=split.pipeline,
+                virtual_pipeline=split.virtual_pipeline,
+                data_rank=parallel_state.get_data_parallel_rank(),
+                data=parallel_state.get_data_parallel_world_size(),
+                tensor_group=parallel_state.get_tensor_model_parallel_group(),
+                context_group=parallel_state.get_context_parallel_group(),
+                pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+                replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+                device=device,
+            )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build(model: TrainedModel, topology: Topology) -> list[Model]:
+    with topology.device:
+        return build_chunks(
+            model.shape, topology, model.split, device="cuda", is_adapted=model.lora is not None, has_float32_head=False
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All ranks of a model against layouts and plan; the lists say what is wrong."""
+
+    role: str
+    ranks: int
+    wrong_layouts: list[str]
+    wrong_sizes: list[str]
+    wrong_shards: list[str]
+
+
+def check_ranks(model: TrainedModel) -> Found:
+    parallel, meta = model.parallel, torch.device("meta")
+    whole = megatron_layout(model.shape, parallel, dtype=_DTYPE)
+    trained = whole if model.lora is None else adapter_layout(whole, LoraShape.of(model.lora), dtype=_DTYPE)
+    stages = stage_memory(model.shape, parallel, dtype=_DTYPE, lora=model.lora)
+    layouts, sizes = list[str](), list[str]()
+    ranges: dict[int, dict[str, FlatRange]] = {}
+    for rank in range(model.world):
+        with joined(model, rank, meta) as topology:
+            chunks = build(model, topology)
+            weights = {name: each.data for name, each in named_weights(chunks).items()}
+            try:
+                check_holding(whole.by_rank[rank], specs_of(weights.items()), holder=f"rank {rank}")
+                if model.lora is not None:
+                    attach_adapters(chunks, trained.by_rank[rank], model.lora, device=meta)
+                    adapters = {name: each.data for name, each in named_weights(chunks).items() if each.requires_grad}
+                    check_holding(trained.by_rank[rank], specs_of(adapters.items()), holder=f"rank {rank}")
+            except AssertionError as error:
+                layouts.append(f"rank {rank}: {str(error)[:300]}")
+                continue
+            with meta:
+                optimizer = ModelOptimizer(chunks, OptimizerConfig(), model.split)
+            ranges[rank] = {name: shard.range for name, shard in optimizer.shards().items()}
+            buffers = [each for chunk in optimizer.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            frozen = sum(2 * each.numel() for chunk in chunks for each in chunk.parameters() if not each.requires_grad)
+            stage = stages[topology.pipeline_rank]
+            held = frozen + sum(buffer.param_data.nbytes for buffer in buffers)
+            summed = sum(buffer.grad_data.nbytes for buffer in buffers)
+            kept = 12 * sum(end - start for start, end in ranges[rank].values())
+            if held > stage.weight_bytes or summed > stage.gradient_bytes or kept > stage.optimizer_bytes:
+                sizes.append(f"rank {rank}: {held, summed, kept} bytes, planned {stage}")
+            if rank % (model.world // parallel.pipeline) == 0 and (held, summed) != (
+                stage.weight_bytes,
+                stage.gradient_bytes,
+            ):
+                sizes.append(f"rank {rank}, the fullest of its stage: {held, summed} bytes, planned {stage}")
+    return Found(
+        role=model.role,
+        ranks=len(ranges),
+        wrong_layouts=layouts,
+        wrong_sizes=sizes,
+        wrong_shards=list(_uncovered(trained, ranges)),
+    )
+
+
+def _uncovered(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]]) -> Iterator[str]:
+    """Yield what the checkpoint boxes of all shards together do not have exactly once per copy of a weight.
+
+    Ranks that hold the same boxes are replicas; their shards are a partition of them.
+    """
+    held, boxed = defaultdict[tuple[object, ...], int](int), defaultdict[tuple[object, ...], int](int)
+    for rank, of_rank in ranges.items():
+        holding = layout.by_rank[rank]
+        shard = restrict(holding, of_rank, dtype="float32")
+        by_name = defaultdict[str, list[object]](list)
+        for piece in holding.pieces:
+            by_name[piece.local_name].append((piece.slice, piece.local_offsets))
+        elements = defaultdict[str, int](int)
+        for piece in shard.pieces:
+            elements[piece.local_name] += piece.slice.num_elements
+        for name, boxes in by_name.items():
+            key = (name, *boxes)
+            held[key] = sum(piece.slice.num_elements for piece in holding.pieces if piece.local_name == name)
+            boxed[key] += elements[name]
+    for key, num_elements in held.items():
+        if boxed[key] % num_elements or not boxed[key]:
+            yield f"{key[0]}: {boxed[key]} elements in shards, {num_elements} in the weight"
+
+
+def install() -> None:
+    """Replace what Megatron asks of torch.cuda in this process; tensors without memory have the type of a GPU's."""
+    cpu.install()
+    type_name = torch.Tensor.type
+
+    def without_device(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        result = type_name(tensor, *args, **kwargs)  # type: ignore[call-overload]
+        return result.replace("cuda.meta.", "cuda.") if isinstance(result, str) else result
+
+    torch.Tensor.type = without_device  # type: ignore[assignment]
+    # Random states are compared by value, which tensors without memory do not have.
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # type: ignore[method-assign,misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Bytes that a chunk of the first stage keeps for its backward pass, and what the planner expects."""
+
+    role: str
+    is_mixture: bool
+    """Then both are without the experts."""
+    kept_bytes: int
+    planned_bytes: int
+
+
+def kept_by_a_micro_batch(model: TrainedModel, *, tokens_per_micro_batch: int) -> Kept:
+    """Run one micro-batch of whole sequences through the first chunk, with the kernels of a GPU replaced by shapes."""
+    work = ModelWork.of(
+        model.shape, model.split, tokens_per_micro_batch=tokens_per_micro_batch, device="cuda", lora=model.lora
+    )
+    host = torch.device("cpu")
+    with joined(model, 0, host) as topology, FakeTensorMode(allow_non_fake_inputs=True):
+        chunk = build(model, topology)[0]
+        if model.lora is not None:
+            layout = megatron_layout(model.shape, model.parallel, dtype=_DTYPE)
+            holding = adapter_layout(layout, LoraShape.of(model.lora), dtype=_DTYPE).by_rank[0]
+            attach_adapters([chunk], holding, model.lora, device=host)
+        planned = _kept_bytes_per_token(work, work.chunk_layers(0))
+        if model.shape.experts is not None:
+            # How many tokens an expert gets is data, which no fake tensor has.
+            planned -= work.chunk_layers(0) * layer_bytes(work).feed_forward
+            for layer in chunk.decoder.layers:
+                layer.mlp.forward = lambda hidden, **_: (_apply(_Kept, hidden), None)
+        own = {each.untyped_storage()._cdata for each in (*chunk.parameters(), *chunk.buffers())}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage.nbytes()
+                alive.append(storage)
+            return tensor
+
+        alive: list[torch.UntypedStorage] = []  # no other gets its address
+        hidden = torch.empty(
+            work.tokens // (model.split.tensor if model.split.is_sequence_parallel else 1),
+            1,
+            model.shape.hidden,
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        )
+        sequences = _sequences(model, work.tokens, topology)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chunk.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=sequences)
+    return Kept(
+        role=model.role,
+        is_mixture=model.shape.experts is not None,
+        kept_bytes=sum(kept.values()),
+        planned_bytes=work.tokens * planned,
+    )
+
+
+def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSequences:
+    """Return one sequence that fills the micro-batch."""
+    angles = torch.empty(tokens, model.shape.head_dim // 2)
+    starts = torch.empty(2, dtype=torch.int32)
+    part = None
+    if topology.context > 1:
+        size = topology.context
+        lengths = [tokens // 2, tokens // 2]
+        # Of the zigzag's two chunks rank r sees r + 1 and 2 size - r of 2 size.
+        keys = [tokens // 2, tokens // 2 * 2 * size]
+        part = ContextPart(
+            group=topology.context_group,
+            seen=torch.empty(sum(keys), dtype=torch.int64),
+            query_starts=torch.empty(3, dtype=torch.int32),
+            key_starts=torch.empty(3, dtype=torch.int32),
+            query_lengths=lengths,
+            key_lengths=keys,
+            whole=PackedSequences(starts=starts, lengths=[tokens]),
+        )
+    rotation = Rotation(cosines=angles, sines=angles.clone())
+    return PackedSequences(starts=starts, lengths=[tokens], rotation=rotation, part=part)
+
+
+def replace_kernels() -> None:
+    """Replace the kernels of a GPU by functions with the same shapes, and choose them where a CPU has others."""
+    kernels = types.ModuleType("megarl.train.kernels")
+    functions: dict[tuple[object, str], Callable[..., object]] = {
+        (kernels, "rotate"): lambda values, *_, **__: torch.empty_like(values),
+        (kernels, "gate"): lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+        (attention, "rotated"): lambda values, by: _apply(attention._Rotated, values, by.cosines, by.sines),
+        (attention, "attend_to_all"): _attend_to_all,
+        (attention, "_group_by_length"): lambda _: None,
+        (attention, "_attend_by_length"): lambda q, k, v, _, scale: _varlen(q, k, v, len(q), scale),
+        (layers, "gated"): lambda gate_up, **_: _apply(layers._Gated, gate_up),
+        (layers.RMSNorm, "forward"): lambda norm, hidden: _apply(_Normed, hidden, norm.weight),
+        (Model, "to"): lambda model, *_, **__: model,  # it is there already
+    }
+    for (owner, name), function in functions.items():
+        setattr(owner, name, function)
+    sys.modules[kernels.__name__] = kernels
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Tensor) -> Tensor:
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Kept(torch.autograd.Function):
+    """Stands for a mixture: keeps its input, and nothing of its experts."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return torch.empty_like(hidden)
+
+
+class _Normed(torch.autograd.Function):
+    """What CUDA's kernel keeps; a CPU keeps the products of its own norm."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
+    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).unbind(1)
+    return _varlen(query, keys, values, max(part.key_lengths), scale)
+
+
+def _varlen(query: Tensor, keys: Tensor, values: Tensor, longest: int, scale: float | None) -> Tensor:
+    starts = torch.empty(2, dtype=torch.int32)
+    output = varlen_attn(query, keys, values, starts, starts, longest, longest, scale=scale, **CAUSAL_GROUPED)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def main(what: str, path: Path) -> None:
+    torch.set_num_threads(1)
+    install()
+    if what == "activations":
+        replace_kernels()
+    recipe = read_recipe(path, []).recipe
+    for model in trained_models(recipe):
+        tokens = recipe.train.tokens_per_micro_batch
+        found = check_ranks(model) if what == "layouts" else kept_by_a_micro_batch(model, tokens_per_micro_batch=tokens)
+        sys.stdout.write(f"{json.dumps(asdict(found))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -102,23 +102,26 @@ class RankCheckpoints:
         verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
-        """Load weights, moments and, if `folder` has them, master weights from a checkpoint of any layout."""
-        self.read(weights_of(folder))
+        """Load master weights and moments from a checkpoint of any layout, and round the weights from them.
+
+        Every rank reads its own shard alone: replicas together read each byte once.
+        """
         shards = self.optimizer.shards()
         ranges = {name: shard.range for name, shard in shards.items()}
         mine = restrict(self.layout.by_rank[self.spec.rank], ranges, dtype=_DTYPE)
         canonical = {name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in self.layout.canonical.items()}
 
-        def load(kind: str) -> dict[str, Tensor]:
+        def load(inner: Path) -> dict[str, Tensor]:
             tensors = {name: torch.empty(spec.shape) for name, spec in mine.tensors.items()}
-            load_hf(folder / OPTIMIZER_FOLDER / kind, mine, canonical, tensors)
+            load_hf(inner, mine, canonical, tensors)
             return {name: tensor.view(-1)[slice(*ranges[name])].clone() for name, tensor in tensors.items()}
 
-        if weights_of(folder).name == _MASTER:
-            for name, values in load(_MASTER).items():
-                shards[name].master.data.copy_(values)
-        for kind in MOMENTS:  # one after the other: host memory holds one copy at most
-            for name, values in load(kind).items():
+        # One kind after the other: host memory holds one copy at most.
+        for name, values in load(weights_of(folder)).items():
+            shards[name].master.data.copy_(values)
+        self.optimizer.adopt_masters()
+        for kind in MOMENTS:
+            for name, values in load(folder / OPTIMIZER_FOLDER / kind).items():
                 shards[name].restore({kind: values}, num_updates=num_updates)
 
     def read(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:

@@ -97,6 +97,17 @@ class ModelOptimizer:
         """Copy the model's weights, changed from outside, to the master weights."""
         self._optimizer.reload_model_params()
 
+    @torch.no_grad()
+    def adopt_masters(self) -> None:
+        """Round this rank's master weights, changed from outside, to the model's, and gather those of the replicas.
+
+        The model then has the bits that an update leaves.
+        """
+        for parameter, shard in self._shards():
+            parameter.detach().view(-1)[slice(*shard.range)].copy_(shard.master)
+        for chunk in self.chunks:
+            chunk.start_param_sync()
+
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -254,7 +254,8 @@ def test_a_run_that_is_asked_to_leave_a_long_update_saves_the_step_before(
     folder: Path, critic: tuple[str, ...]
 ) -> None:
     """Left after the first of two updates of step 2: the weights of step 1 are in no device any more."""
-    overrides = (*STEPS, "checkpoint.save_every_steps=hourly", "train.prompts_per_update=4", *critic)
+    saves = ("checkpoint.save_every_steps=hourly", "checkpoint.grace_s=60")
+    overrides = (*STEPS, *saves, "train.prompts_per_update=4", *critic)
     name = f"left_in_an_update_{len(critic)}"
     whole = run(folder, f"{name}_at_once", *overrides)
     assert whole.exit_code == 0, whole.output
@@ -264,7 +265,7 @@ def test_a_run_that_is_asked_to_leave_a_long_update_saves_the_step_before(
     ]
     step = faults[0]["step"]
     assert isinstance(step, int)
-    with started(folder, name, *overrides, "checkpoint.grace_s=60", faults=faults) as process:
+    with started(folder, name, *overrides, faults=faults) as process:
         run_folder = folder / "runs" / name
         await_event(run_folder, process, StepFinished, count=step)
         while _num_updates(run_folder) <= step:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.checkpoint.manifest import FORMAT, Manifest, read_header, write_manifest
 from megarl.checkpoint.resume import TrainerState
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.train.checkpoint import has_own_master
+from megarl.train import checkpoint
+from megarl.train.checkpoint import RankCheckpoints, has_own_master
+from megarl.train.optimizer import ModelOptimizer, Shard
+from megarl.train.rank_spec import RankSpec
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.hf import load_hf
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs, save_jobs
 from tests.train.cluster import Cluster, Shares
@@ -189,6 +198,59 @@ def test_weights_that_the_model_folder_rounds_are_kept_as_master_weights(
     name = "model.norm.weight"
     assert found[f"model/{name}"].dtype == torch.bfloat16
     assert torch.equal(found[f"optimizer/master/{name}"].bfloat16(), found[f"model/{name}"])
+
+
+class HalfAdam:
+    """The optimizer of one of two replicas, which has half of every parameter."""
+
+    def __init__(self, holding: Holding, rank: int) -> None:
+        sizes = {name: prod(spec.shape) for name, spec in holding.tensors.items()}
+        self.ranges = {name: (size * rank // 2, size * (rank + 1) // 2) for name, size in sizes.items()}
+        self.masters = {name: torch.zeros(end - start) for name, (start, end) in self.ranges.items()}
+        self.adam = torch.optim.Adam(self.masters.values())
+        self.num_gathered = 0
+
+    def shards(self) -> dict[str, Shard]:
+        return {
+            name: Shard(range=self.ranges[name], master=master, optimizer=self.adam, key=master, group_index=0)
+            for name, master in self.masters.items()
+        }
+
+    def adopt_masters(self) -> None:
+        self.num_gathered += 1
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer/master"])
+def test_replicas_that_resume_read_each_byte_once(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the master weights, or of `model/` where they are the same, and of the moments; weights are gathered."""
+    layout = megatron_layout(make_shape(), MegatronParallel(data=2), dtype="float32")
+    kinds = (first, "optimizer/exp_avg", "optimizer/exp_avg_sq")
+    for kind in kinds:
+        (tmp_path / kind).mkdir(parents=True)
+        tensors = {name: torch.rand(spec.shape) for name, spec in layout.canonical.items()}
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+    num_read: Counter[str] = Counter()
+
+    def counted(folder: Path, holding: Holding, *arguments: Any) -> None:
+        num_read[str(folder.relative_to(tmp_path))] += sum(piece.slice.num_elements for piece in holding.pieces)
+        load_hf(folder, holding, *arguments)
+
+    monkeypatch.setattr(checkpoint, "load_hf", counted)
+    replicas = [HalfAdam(layout.by_rank[rank], rank) for rank in range(2)]
+    for rank, optimizer in enumerate(replicas):
+        checkpoints = RankCheckpoints.__new__(RankCheckpoints)
+        checkpoints.spec = cast("RankSpec", SimpleNamespace(rank=rank))
+        checkpoints.layout, checkpoints.optimizer = layout, cast("ModelOptimizer", optimizer)
+        checkpoints.restore(tmp_path, num_updates=3)
+    num_elements = sum(prod(spec.shape) for spec in layout.canonical.values())
+    assert num_read == dict.fromkeys(kinds, num_elements)
+    assert [optimizer.num_gathered for optimizer in replicas] == [1, 1]
+    whole = {name: torch.empty(spec.shape) for name, spec in layout.by_rank[0].tensors.items()}
+    load_hf(tmp_path / first, layout.by_rank[0], layout.canonical, whole)
+    for name, expected in whole.items():
+        halves = [optimizer.masters[name] for optimizer in replicas]
+        assert torch.equal(torch.cat(halves), expected.view(-1)), name
+    assert all(shard.num_updates == 3 for optimizer in replicas for shard in optimizer.shards().values())
 
 
 def test_every_file_is_digested_by_the_rank_that_wrote_it(cluster: Cluster, models: Models, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megarl.config.algorithm import (
     SftConfig,
     TisConfig,
 )
+from megarl.config.section import DtypeName
 from megarl.errors import NumericsError
 from megarl.results import MonitorState
 
@@ -154,9 +155,10 @@ class _Threshold:
 class MismatchMonitor:
     """Owns the algorithm that updates use: the recipe's, until a correction is switched on."""
 
-    def __init__(self, algorithm: AlgorithmConfig, state: MonitorState | None = None) -> None:
-        """`state` is that of a monitor to continue."""
+    def __init__(self, algorithm: AlgorithmConfig, dtype: DtypeName, state: MonitorState | None = None) -> None:
+        """`dtype` is that of the weights; `state` is that of a monitor to continue."""
         self.algorithm = algorithm
+        self._dtype: DtypeName = dtype
         self.state = state or MonitorState()
         if self.state.has_switched_correction_on:
             self._switch_correction_on()
@@ -204,9 +206,10 @@ class MismatchMonitor:
         """Return the thresholds of warning and action; None until the steps of the baseline are complete."""
         key, baseline = "algorithm.mismatch", config.baseline
         if baseline is None:
+            warn_above, act_above = config.limits(self._dtype)
             return (
-                _Threshold(limit=config.warn_above, text=f"{key}.warn_above {config.warn_above:g}"),
-                _Threshold(limit=config.act_above, text=f"{key}.act_above {config.act_above:g}"),
+                _Threshold(limit=warn_above, text=f"{key}.warn_above {warn_above:g}"),
+                _Threshold(limit=act_above, text=f"{key}.act_above {act_above:g}"),
             )
         if self.state.num_baseline_steps < baseline.steps:
             return None

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megarl.config.section import Section, UserCode
+from megarl.config.section import DtypeName, Section, UserCode
 
 Aggregation: TypeAlias = Annotated[
     Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"],
@@ -229,14 +229,20 @@ class MismatchBaselineConfig(Section):
 class MismatchConfig(Section):
     """How far trainer and engine may differ: the mean of |p_train - p_rollout| over a step's loss tokens."""
 
-    warn_above: PositiveFloat = 0.005
-    """A mismatch above this is reported."""
-    act_above: PositiveFloat = 0.01
-    """A mismatch above this leads to `action`."""
+    warn_above: PositiveFloat | None = None
+    """A mismatch above this is reported. null: 0.02 with weights in bfloat16, 0.0001 in float32 on a CPU."""
+    act_above: PositiveFloat | None = None
+    """A mismatch above this leads to `action`. null: 0.05 in bfloat16, 0.001 in float32."""
     baseline: MismatchBaselineConfig | None = None
     """Replaces `warn_above` and `act_above` for engines that always differ, such as FP8: only a change matters."""
     action: Literal["warn", "correct", "stop"] = "warn"
     """`correct` switches `correction: {kind: tis}` on for the rest of the run; `stop` ends it before the update."""
+
+    def limits(self, dtype: DtypeName) -> tuple[float, float]:
+        """Return what a mismatch is reported above and acted on above, with weights of a dtype."""
+        # Healthy runs have had 0.0006 to 0.009 in bfloat16, most with small models, and 5e-7 in float32.
+        warn, act = (1e-4, 1e-3) if dtype == "float32" else (0.02, 0.05)
+        return self.warn_above or warn, self.act_above or act
 
 
 class FilterConfig(Section):

@@ -44,7 +44,8 @@ class ActorRank(TrainedRank):
         self._algorithm = algorithm
         self._is_from_engine = algorithm.needs.has_engines
         self._epochs = epochs
-        self._monitor = MismatchMonitor(algorithm)
+        self._dtype = spec.split.dtype_on(spec.device)
+        self._monitor = MismatchMonitor(algorithm, self._dtype)
         self._reference = Reference(self._models, is_base=spec.lora is not None)
 
     def update(self, batch: TrainBatch) -> UpdateResult:
@@ -174,7 +175,7 @@ class ActorRank(TrainedRank):
 
     def resume(self, folder: Path, state: TrainerState) -> None:
         super().resume(folder, state)
-        self._monitor = MismatchMonitor(self._algorithm, state.monitor)
+        self._monitor = MismatchMonitor(self._algorithm, self._dtype, state.monitor)
 
     @property
     def state(self) -> TrainerState:

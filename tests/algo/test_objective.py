@@ -263,10 +263,11 @@ def monitor(
     action: Literal["warn", "correct", "stop"], *, is_relative: bool = False, state: MonitorState | None = None
 ) -> MismatchMonitor:
     baseline = MismatchBaselineConfig(steps=2, warn_times=3, act_times=10) if is_relative else None
-    return MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(baseline=baseline, action=action)), state)
+    algorithm = GrpoConfig(kind="grpo", mismatch=MismatchConfig(baseline=baseline, action=action))
+    return MismatchMonitor(algorithm, "bfloat16", state)
 
 
-ACTING = "above algorithm.mismatch.act_above 0.01; "
+ACTING = "above algorithm.mismatch.act_above 0.05; "
 OF_BASELINE = "the run's baseline 0.02)"
 
 
@@ -276,10 +277,10 @@ OF_BASELINE = "the run's baseline 0.02)"
         (
             "warn",
             False,
-            (0.001, 0.006, 0.007, 0.02, 0.03, 0.006),
-            {1: "is 0.006, above algorithm.mismatch.warn_above 0.005", 3: f"{ACTING}consider algorithm.correction"},
+            (0.009, 0.021, 0.022, 0.06, 0.07, 0.021),
+            {1: "is 0.021, above algorithm.mismatch.warn_above 0.02", 3: f"{ACTING}consider algorithm.correction"},
         ),
-        ("correct", False, (0.011, 0.001), {0: f"{ACTING}correcting with tis from the next step on"}),
+        ("correct", False, (0.051, 0.001), {0: f"{ACTING}correcting with tis from the next step on"}),
         # The first two steps are what the others are compared with, however large they are.
         (
             "warn",
@@ -307,15 +308,15 @@ def test_each_threshold_is_reported_once(
 def test_only_stop_stops_and_only_above_its_threshold() -> None:
     for action in ("warn", "correct"):
         monitor(action).stop_above(0.5)
-    monitor("stop").stop_above(0.01)
+    monitor("stop").stop_above(0.05)
     with pytest.raises(
-        NumericsError, match=r"is 0\.02, above algorithm\.mismatch\.act_above 0\.01; this update was not"
+        NumericsError, match=r"is 0\.06, above algorithm\.mismatch\.act_above 0\.05; this update was not"
     ):
-        monitor("stop").stop_above(0.02)
+        monitor("stop").stop_above(0.06)
 
 
 def test_imitation_has_no_engine_to_disagree_with() -> None:
-    watching = MismatchMonitor(SftConfig(kind="sft"))
+    watching = MismatchMonitor(SftConfig(kind="sft"), "bfloat16")
     watching.stop_above(1.0)
     assert watching.observe(1.0) == ()
 

@@ -31,7 +31,7 @@ from megarl.config.algorithm import (
     SppoConfig,
     SppoLossConfig,
 )
-from megarl.config.recipe import DataConfig, ModelConfig, Recipe, SamplingConfig, TrainConfig
+from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig, SamplingConfig, TrainConfig
 from megarl.config.reward import (
     BySourceRewardConfig,
     ComposedRewardConfig,
@@ -73,7 +73,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_distillation(algorithm, recipe.roles, recipe.sampling.temperature),
         *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
-        *_mismatch(algorithm, recipe.run.max_steps),
+        *_mismatch(algorithm, recipe.run),
         *_filter(algorithm, sampling),
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
@@ -252,15 +252,13 @@ def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:
             yield Problem(key="algorithm.correction.lowest", message=f"{low} is not below highest {high}")
 
 
-def _mismatch(algorithm: EstimatorConfig, steps: int) -> Iterator[Problem]:
+def _mismatch(algorithm: EstimatorConfig, run: RunConfig) -> Iterator[Problem]:
     mismatch = algorithm.mismatch
+    warn, act = mismatch.limits(run.dtype)
     if mismatch.baseline is not None:
-        yield from _baseline(mismatch, mismatch.baseline, steps)
-    elif mismatch.warn_above >= mismatch.act_above:
-        yield Problem(
-            key="algorithm.mismatch.warn_above",
-            message=f"{mismatch.warn_above} is not below act_above {mismatch.act_above}",
-        )
+        yield from _baseline(mismatch, mismatch.baseline, run.max_steps)
+    elif warn >= act:
+        yield Problem(key="algorithm.mismatch.warn_above", message=f"{warn:g} is not below act_above {act:g}")
     if mismatch.action == "correct" and algorithm.correction is not None:
         yield Problem(
             key="algorithm.mismatch.action",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.config.recipe import CheckpointConfig
 from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
@@ -37,7 +38,8 @@ PAIRS = PreferenceStats(num_pairs=4, loss=0.5, accuracy=0.75, margin=0.5, chosen
 
 class ScriptedRun:
     def __init__(self, folder: Path) -> None:
-        recipe = make_recipe(folder)
+        saves = CheckpointConfig(save_every_steps=2)
+        recipe = make_recipe(folder).model_copy(update={"checkpoint": saves})
         self.meter = Meter("sample")
         self.observer = Observer([Metrics(self.meter)], meter=self.meter)
         self._step = 0

@@ -17,7 +17,8 @@ import pytest
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorers.code_tests import compute_score, last_block
 
-DEADLINE_S = 3.0
+DEADLINE_S = 30.0
+"""Long enough for an interpreter to start on a machine that is busy with other tests."""
 LIMITS = Limits(memory_bytes=1 << 29, disk_bytes=16 << 20, max_processes=16, max_output_bytes=100_000)
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 SUMS = json.dumps({"inputs": ["1 2\n", "-5 5\n"], "outputs": ["3\n", "0"]})
@@ -209,7 +210,7 @@ def test_an_escape_ends_in_time_and_fails(escape: str, port: int, neighbour: int
     target.write_text("untouched")
     began = time.monotonic()
     value = attempt(escape, target=target, port=port, neighbour=neighbour, sandbox="bubblewrap")
-    assert time.monotonic() - began < DEADLINE_S + 1
+    assert time.monotonic() - began < ENDLESS_S.get(escape, DEADLINE_S) + 1
     assert value == 0
     assert target.read_text() == "untouched"
     assert score(ADDS) == 1

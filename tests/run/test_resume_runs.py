@@ -261,10 +261,9 @@ def test_a_run_that_is_asked_to_leave_a_long_update_saves_the_step_before(
     assert whole.exit_code == 0, whole.output
     faults = [
         {"point": "updated", "of": "actor", "rank": 0, "step": step, "kind": "wait", "seconds": seconds}
-        for step, seconds in ((1 + bool(critic), 20), (2 + bool(critic), 600))
+        for step, seconds in ((1, 20), (2, 600))
     ]
-    step = faults[0]["step"]
-    assert isinstance(step, int)
+    step = 1 + bool(critic)  # the actor's first update is in the step after the critic's warm-up
     with started(folder, name, *overrides, faults=faults) as process:
         run_folder = folder / "runs" / name
         await_event(run_folder, process, StepFinished, count=step)

@@ -20,6 +20,7 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from hmac import compare_digest
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -172,7 +173,7 @@ class DirectGeneration:
         self._authorization = b"Bearer " + key
 
     async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
-        if scope.get("path") != "/generate" or dict(scope["headers"]).get(b"authorization") != self._authorization:
+        if scope.get("path") != "/generate" or not self._is_allowed(scope):
             await self._app(scope, receive, send)
             return
         from sglang.srt.entrypoints import http_server  # noqa: PLC0415 - only in the server
@@ -187,6 +188,9 @@ class DirectGeneration:
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
             reply = Response(str(error), status_code=HTTPStatus.BAD_REQUEST)
         await reply(scope, receive, send)
+
+    def _is_allowed(self, scope: _Message) -> bool:
+        return compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._authorization)
 
 
 def guard_doors(arguments: Sequence[str]) -> None:

@@ -129,6 +129,12 @@ def initialize(
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    cuda_or_cpu = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return joined_topology(split, rank=rank, world=world, device=cuda_or_cpu)
+
+
+def joined_topology(split: ModelParallelConfig, *, rank: int, world: int, device: torch.device) -> Topology:
+    """Return the place of a rank in the groups that Megatron has built."""
     return Topology(
         rank=rank,
         world=world,
@@ -145,7 +151,7 @@ def initialize(
         context_group=parallel_state.get_context_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        device=torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
+        device=device,
     )
 
 

@@ -201,7 +201,7 @@ class ScriptedEngine:
 
 
 async def fingerprints_from_disk(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
-    """What SGLang's own loading of a folder leaves in the parameters."""
-    client: EngineClient = fleet.engines[0].client
-    await admin.load_weights_from_disk(client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+    """Return the fingerprints of the parameters after SGLang's own loading of a folder."""
+    for engine in fleet.engines:
+        await admin.load_weights_from_disk(engine.client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
     return await control.fingerprints()

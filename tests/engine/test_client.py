@@ -328,4 +328,10 @@ async def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> Non
             await http.post("/generate", json=body, headers={"Authorization": f"Bearer {endpoint.keys.admin}"}),
             await http.post("/pause_generation", json={}, headers={"Authorization": f"Bearer {endpoint.keys.api}"}),
         ]
+        key = {"Authorization": f"Bearer {endpoint.keys.api}"}
+        bad = [
+            await http.post("/generate", content=content, headers=key) for content in (b"{", b'{"no_field": 1}', b"[]")
+        ]
     assert [attempt.status_code for attempt in attempts] == [401, 401, 401]
+    assert [attempt.status_code for attempt in bad] == [400, 400, 400]
+    assert "no_field" in bad[1].text

@@ -43,7 +43,7 @@ from megarl.train.long_attention import CAUSAL_GROUPED, ContextPart
 from megarl.train.lora import attach_adapters
 from megarl.train.model import Model, named_weights
 from megarl.train.optimizer import ModelOptimizer
-from megarl.train.topology import Topology
+from megarl.train.topology import Topology, joined_topology
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
@@ -111,24 +111,7 @@ def joined(model: TrainedModel, rank: int, device: torch.device) -> Iterator[Top
     model_parallel_cuda_manual_seed(1)
     try:
         with _CudaMeans(device):
-            yield Topology(
-                rank=rank,
-                world=model.world,
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-                tensor=split.tensor,
-                context_rank=parallel_state.get_context_parallel_rank(),
-                context=split.context,
-                pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-                pipeline=split.pipeline,
-                virtual_pipeline=split.virtual_pipeline,
-                data_rank=parallel_state.get_data_parallel_rank(),
-                data=parallel_state.get_data_parallel_world_size(),
-                tensor_group=parallel_state.get_tensor_model_parallel_group(),
-                context_group=parallel_state.get_context_parallel_group(),
-                pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-                replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-                device=device,
-            )
+            yield joined_topology(split, rank=rank, world=model.world, device=device)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -350,7 +333,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """What CUDA's kernel keeps; a CPU keeps the products of its own norm."""
+    """Keeps what CUDA's kernel keeps; a CPU would keep the products of its own norm."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the whole runs of several files share."""
+"""Fixtures that the whole runs of several files share."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class FakeRun:
         """Asked to leave while its ranks compute in this step; they would do so for long."""
         self.now = 0.0
         self.generating_s, self.computing_s = 0.0, 0.0
-        """Of each step, by the clock."""
+        """Seconds of each step, by the clock."""
         self.saved_at_trained: list[tuple[int, int]] = []
         """Step that was trained, newest checkpoint by then."""
         self._accuracies = accuracies

@@ -6,7 +6,7 @@ What an engine has after a publish must be, byte for byte, what SGLang's own loa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +14,14 @@ from pathlib import Path
 import pytest
 
 from megarl.config.roles import ModelParallelConfig
-from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
-from megarl.engine.tool_commands import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
-from tests.engine.engines import REQUEST_TIMEOUT_S, control_of, engine_spec
+from tests.engine.engines import REQUEST_TIMEOUT_S, control_of, engine_spec, fingerprints_from_disk
 from tests.engine.trainers import BUCKET_BYTES, rendezvous_at
 from tests.serving.publish_jobs import load_and_send
 from tests.tiny_models import write_tiny_model
@@ -116,13 +114,6 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             process.stop()
 
 
-async def fingerprints_of(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
-    """What SGLang's own loading of a folder leaves in the parameters."""
-    for engine in fleet.engines:
-        await admin.load_weights_from_disk(engine.client, folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
-    return await control.fingerprints()
-
-
 @pytest.mark.parametrize("name", TRAINERS)
 async def test_published_parameters_are_those_sglang_loads_itself(target: Target, name: str, cluster: Cluster) -> None:
     split = TRAINERS[name]
@@ -142,8 +133,8 @@ async def test_published_parameters_are_those_sglang_loads_itself(target: Target
 
     async with target.fleet() as fleet:
         control = control_of(fleet)
-        expected = await fingerprints_of(control, fleet, target.folder / "published")
-        before = await fingerprints_of(control, fleet, target.folder / "served")
+        expected = await fingerprints_from_disk(control, fleet, target.folder / "published")
+        before = await fingerprints_from_disk(control, fleet, target.folder / "served")
         assert all(old[key] != new[key] for old, new in zip(before, expected, strict=True) for key in old)
         rendezvous = replace(rendezvous_at(control), timeout_s=60.0, bucket_bytes=4 * BUCKET_BYTES)
         ranks = asyncio.create_task(

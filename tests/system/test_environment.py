@@ -1,4 +1,4 @@
-"""What a run writes down of its machine."""
+"""The description of its machine that a run writes."""
 
 from __future__ import annotations
 

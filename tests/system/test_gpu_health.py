@@ -1,4 +1,4 @@
-"""What nvidia-smi and the kernel say about GPUs, as text; the run warns once per problem and exports the sums."""
+"""Texts of nvidia-smi and the kernel about GPUs; the run warns once per problem and exports the sums."""
 
 from __future__ import annotations
 

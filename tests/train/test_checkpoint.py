@@ -222,7 +222,7 @@ class HalfAdam:
 
 @pytest.mark.parametrize("first", ["model", "optimizer/master"])
 def test_replicas_that_resume_read_each_byte_once(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the master weights, or of `model/` where they are the same, and of the moments; weights are gathered."""
+    """Master weights are read, or `model/` where they are the same, and moments; weights are gathered."""
     layout = megatron_layout(make_shape(), MegatronParallel(data=2), dtype="float32")
     kinds = (first, "optimizer/exp_avg", "optimizer/exp_avg_sq")
     for kind in kinds:

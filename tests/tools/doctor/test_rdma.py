@@ -1,4 +1,4 @@
-"""What keeps NCCL from the adapters of a machine."""
+"""Faults that keep NCCL from the adapters of a machine."""
 
 from __future__ import annotations
 

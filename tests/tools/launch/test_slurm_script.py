@@ -158,7 +158,7 @@ def test_a_job_whose_node_is_lost_is_queued_again(tmp_path: Path, tmp_path_facto
 
 
 def test_a_node_where_ray_ends_is_excluded_from_the_next_attempt(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Of two nodes the job needs two: it waits, and says which node it does not take."""
+    """The job needs both of its nodes: it waits, and says which one it does not take."""
     script = job(tmp_path, "sleep 8\nexit 76")
     ray = tmp_path / "bin" / "ray"
     ray.write_text(ray.read_text().replace("exec sleep 1000", "sleep 4; exit 1"))

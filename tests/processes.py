@@ -32,6 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Generic, NoReturn, TypeVar
 
+import psutil
+
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 from megarl.system import guard
 from megarl.system.guard import GuardLease, die_with_parent
@@ -379,6 +381,14 @@ class _ForkedCommand:
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process that was found; nothing, if it has ended since then."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def name_process(words: list[str]) -> None:

@@ -17,6 +17,7 @@ from megarl.episodes.protocol import Call, Environment, Environments, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, RewardError, ScoreLostError
 from megarl.types import JsonValue
 from tests.episodes.conftest import CALCULATOR
+from tests.processes import command_of
 
 Run = Callable[[Any], Any]
 _ROW: dict[str, JsonValue] = {"uid": "1", "ground_truth": "5", "data_source": "sums", "extra_info": {}}
@@ -38,8 +39,7 @@ WORKER = "megarl.episodes.worker"
 
 
 def _workers_alive() -> set[int]:
-    children = psutil.Process().children(recursive=True)
-    return {child.pid for child in children if child.status() != "zombie" and WORKER in " ".join(child.cmdline())}
+    return {child.pid for child in psutil.Process().children(recursive=True) if WORKER in command_of(child)}
 
 
 def test_methods_are_tools_and_the_instance_keeps_its_state(write_class: Callable[[str], Path], run: Run) -> None:

@@ -43,6 +43,7 @@ from tests.episodes.chain_model import (
 )
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
+from tests.processes import command_of
 from tests.serving.pauses import pausing
 
 pytestmark = pytest.mark.slow
@@ -360,12 +361,8 @@ class _FoldersPublisher:
 
 
 def _environment_workers() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it ended meanwhile
-            if "megarl.episodes.worker" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "megarl.episodes.worker" in command_of(child)]
 
 
 async def _kill_workers(count: int) -> int:

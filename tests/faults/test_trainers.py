@@ -27,6 +27,7 @@ from megarl.observe.events import (
 )
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
+from tests.processes import command_of
 from tests.run.runs import Driver, Run, finished, run, started
 
 STEPS = 4
@@ -357,7 +358,7 @@ def _has_restarted(events: Path) -> bool:
 
 
 def _running(footprint: Footprint, program: str) -> list[psutil.Process]:
-    return [process for process in footprint.processes() if program in " ".join(process.cmdline())]
+    return [process for process in footprint.processes() if program in command_of(process)]
 
 
 def _await(condition: object, process: Driver, events: Path, timeout_s: float = 1200) -> None:

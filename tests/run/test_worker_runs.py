@@ -12,6 +12,7 @@ import pytest
 from megarl.checkpoint.resume import read_state
 from megarl.data.rollout_files import list_rollouts, read_list
 from megarl.observe.events import CheckpointSaved, Event, PhaseEnded, PhaseStarted
+from tests.processes import command_of
 from tests.run.runs import Driver, Run, await_events, descendants, kill, run, started
 
 pytestmark = pytest.mark.slow
@@ -99,7 +100,7 @@ def test_workers_change_no_bit_of_a_run_with_an_adapter(folder: Path) -> None:
 
 
 def _kill(process: Driver) -> None:
-    assert any("RolloutHost" in " ".join(each.cmdline()) for each in descendants(process.pid) if each.is_running())
+    assert any("RolloutHost" in command_of(each) for each in descendants(process.pid))
     kill(process)
 
 

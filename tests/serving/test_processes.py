@@ -38,6 +38,7 @@ from megarl.types import PolicyVersion
 from tests.cluster.worker_setup import quick_ray
 from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, ServedModel, engine_spec
 from tests.engine.template import EngineTemplate
+from tests.processes import command_of
 from tests.run.runs import write_recipe
 from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
 
@@ -209,8 +210,7 @@ def _processes_of_node(node: int) -> list[psutil.Process]:
     """The servers of this test's engines, without their workers."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        # A forked engine has its command line as one word.
-        words = " ".join(process.cmdline()).split() if process.status() != psutil.STATUS_ZOMBIE else []
+        words = command_of(process).split()  # a forked engine has its command line as one word
         if words[1:3] != ["-m", "megarl.engine.cpu"] or "--node-rank" not in words:
             continue
         if words[words.index("--node-rank") + 1] == str(node):

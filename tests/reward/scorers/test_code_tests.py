@@ -16,6 +16,7 @@ import pytest
 
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorers.code_tests import compute_score, last_block
+from tests.processes import command_of
 
 DEADLINE_S = 30.0
 """Long enough for an interpreter to start on a machine that is busy with other tests."""
@@ -261,7 +262,7 @@ def test_a_program_whose_caller_is_gone_already_does_not_begin(tmp_path: Path, m
 def program_in(caller: int) -> list[int]:
     """The processes of a program and of its sandbox, once the program runs."""
     processes = psutil.Process(caller).children(recursive=True)
-    has_begun = any(process.name().startswith("python") for process in processes)
+    has_begun = any("python" in Path(command_of(process).partition(" ")[0]).name for process in processes)
     return [process.pid for process in processes] if has_begun else []
 
 

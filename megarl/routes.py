@@ -19,6 +19,8 @@ class RouteShape:
     per_token: int
     """Experts that a layer sends a token to."""
     num_experts: int
+    dense_layers: frozenset[int] = frozenset()
+    """Layers without experts: an engine's record has a row for them too, of zeros."""
 
     @property
     def _is_narrow(self) -> bool:
@@ -39,7 +41,9 @@ class RouteShape:
         if (largest := int(numbers.max())) >= self.num_experts:
             raise ValueError(f"expert {largest} of {self.num_experts}")
         # An engine's buffer is zero where it did not record a token.
-        if self.per_token > 1 and (repeats := numbers[..., 0] == numbers[..., 1]).any():
+        repeats = numbers[..., 0] == numbers[..., 1] if self.per_token > 1 else np.zeros(shape[:2], np.bool_)
+        repeats[:, sorted(self.dense_layers)] = False
+        if repeats.any():
             place = tuple(map(int, np.argwhere(repeats)[0]))
             raise ValueError(f"token {place[0]} has expert {numbers[place][0]} twice in layer {place[1]}")
         return numbers.astype(np.uint8 if self._is_narrow else np.uint16)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,18 @@ from megarl.routes import PackedRoutes, RouteShape, join_routes
 
 SHAPE = RouteShape(num_layers=2, per_token=2, num_experts=8)
 NUMBERS = np.array([[[0, 7], [3, 1]], [[5, 4], [2, 6]], [[1, 0], [6, 5]]], "<i4")
+
+
+def test_layers_without_experts_have_rows_of_zeros() -> None:
+    """An engine records a row for every layer; only those of mixtures must name different experts."""
+    record = np.array([[[0, 0], [3, 5]], [[0, 0], [1, 2]]], "<u4")
+    shape = replace(SHAPE, dense_layers=frozenset({0}))
+    assert shape.read(record.tobytes(), 2).tolist() == record.tolist()
+    with pytest.raises(ValueError, match="token 0 has expert 0 twice in layer 0"):
+        SHAPE.read(record.tobytes(), 2)
+    record[1, 1] = 0
+    with pytest.raises(ValueError, match="token 1 has expert 0 twice in layer 1"):
+        shape.read(record.tobytes(), 2)
 
 
 def test_routes_take_a_byte_for_each_expert_and_two_where_there_are_many() -> None:

@@ -127,6 +127,7 @@ class _Member:
         if self._receiver is None:
             raise WeightSyncError("not in a transfer group; join comes first")
         digests = self._receiver.receive(version)
+        _derive(model)
         if not self._is_probed:
             probe_products(model)
         self._is_probed = True
@@ -134,6 +135,17 @@ class _Member:
             # The next forward pass runs on a stream of its own.
             torch.cuda.synchronize()
         return digests
+
+
+def _derive(model: torch.nn.Module) -> None:
+    """Let a model compute again what it derives from parameters; SGLang does not after a loader that is not its own.
+
+    Latent attention decodes with products of `kv_b_proj`: they would stay those of the version before.
+    """
+    derive = getattr(model, "post_load_weights", None)
+    if derive is not None:
+        with torch.no_grad():
+            derive()
 
 
 _MEMBER = _Member()

@@ -204,6 +204,8 @@ def mixture_fields(shape: ModelShape, split: ModelParallelConfig, *, is_te: bool
         # packed. At the learning rates of this stage the balance learnt in pre-training holds.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        # Megatron would add this to a router's bias, or subtract it, with every update; engines get what was loaded.
+        "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall" if split.dispatcher == "alltoall" else "flex",
         "moe_flex_dispatcher_backend": "deepep",
         "moe_grouped_gemm": is_te,

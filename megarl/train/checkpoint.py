@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -38,7 +39,7 @@ from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import MOMENTS, ModelOptimizer, Shard
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import Topology
-from megarl.weights.algebra.slices import Index, Layout, TensorSpec
+from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
@@ -100,6 +101,8 @@ class RankCheckpoints:
         mine = assign_tensors(self.layout).by_rank[self.spec.rank].tensors
         read = (each.relative_to(checkpoint).as_posix() for each in folders_read(checkpoint / inner))
         verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
+        if frozen := {piece.slice.name for piece in self._frozen().pieces} & mine.keys():
+            verify_tensors(checkpoint, {(Path(inner) / MODEL_FOLDER).as_posix()}, frozen)
 
     def restore(self, folder: Path, *, num_updates: int) -> None:
         """Load master weights and moments from a checkpoint of any layout, and round the weights from them.
@@ -108,8 +111,12 @@ class RankCheckpoints:
         """
         shards = self.optimizer.shards()
         ranges = {name: shard.range for name, shard in shards.items()}
-        mine = restrict(self.layout.by_rank[self.spec.rank], ranges, dtype=_DTYPE)
-        canonical = {name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in self.layout.canonical.items()}
+        mine, frozen = restrict(self.layout.by_rank[self.spec.rank], ranges, dtype=_DTYPE), self._frozen()
+        if frozen.tensors:
+            load_hf(folder / MODEL_FOLDER, frozen, _specs_in(frozen, self.layout), self.tensors())
+        canonical = {
+            name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in _specs_in(mine, self.layout).items()
+        }
 
         def load(inner: Path) -> dict[str, Tensor]:
             tensors = {name: torch.empty(spec.shape) for name, spec in mine.tensors.items()}
@@ -123,6 +130,15 @@ class RankCheckpoints:
         for kind in MOMENTS:
             for name, values in load(folder / OPTIMIZER_FOLDER / kind).items():
                 shards[name].restore({kind: values}, num_updates=num_updates)
+
+    def _frozen(self) -> Holding:
+        """Return what this rank saves but does not train: buffers, which have no master weights and no moments."""
+        holding, trained = self.layout.by_rank[self.spec.rank], self.optimizer.parameters()
+        return replace(
+            holding,
+            tensors={name: spec for name, spec in holding.tensors.items() if name not in trained},
+            pieces=tuple(piece for piece in holding.pieces if piece.local_name not in trained),
+        )
 
     def read(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:
         """Load the trained tensors of a folder."""
@@ -293,6 +309,12 @@ class RankSaver:
             timeout_s=self._of.spec.timeout_s,
             host=_own_address(self._of.store.host),
         )
+
+
+def _specs_in(holding: Holding, layout: Layout) -> dict[str, TensorSpec]:
+    """Return the canonical tensors of which the holding has a part."""
+    names = {piece.slice.name for piece in holding.pieces}
+    return {name: spec for name, spec in layout.canonical.items() if name in names}
 
 
 def _box(tensors: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -244,10 +245,17 @@ class ValueModel(Model):
         return F.linear(hidden[:, 0].float(), self.value_head.weight.float())[:, 0]
 
 
-def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return all parameters by their names in the weights' layout."""
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Return all parameters and saved buffers (the bias of a router) by their names in the weights' layout."""
     return {
-        f"chunk{index}.{layout_name(name)}": parameter
+        f"chunk{index}.{layout_name(name)}": tensor
         for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, tensor in chain(chunk.named_parameters(), _saved_buffers(chunk))
     }
+
+
+def _saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer

@@ -65,7 +65,11 @@ class ModelOptimizer:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are trained, by their names in the weights' layout."""
         weights = named_weights([chunk.module for chunk in self.chunks])
-        return {name: parameter for name, parameter in weights.items() if parameter.requires_grad}
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+        }
 
     def shards(self) -> dict[str, Shard]:
         """Return the states of this rank's Adam by the name of their parameter."""

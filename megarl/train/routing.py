@@ -114,11 +114,12 @@ class EngineChoice:
         """Return the scores and numbers of the engine's experts, and of the best ones where those are unknown."""
         is_routed = self.chosen.sum(dim=1) == topk
         with torch.no_grad():
-            is_other = is_routed[:, None] & ~self.chosen
-            _, followed = compute(scores.masked_fill(is_other, float("-inf")), topk, num_groups, group_topk)
+            _, best = compute(scores, topk, num_groups, group_topk)
+            # Without groups: one that has a single chosen expert would lose against others that have none.
+            engine = scores.masked_fill(~self.chosen, float("-inf")).topk(topk, dim=1).indices
+            followed = torch.where(is_routed[:, None], engine, best)
         # Once per token of an update: layers that are recomputed run without gradients before.
         if torch.is_grad_enabled():
-            _, best = compute(scores.detach(), topk, num_groups, group_topk)
             differs = is_routed & ~self.chosen.gather(1, best).all(dim=1)
             self.router.count(torch.stack([is_routed.sum(), differs.sum()]))
         return scores.gather(1, followed), followed

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from megarl.engine import loader
 from megarl.engine.commands import (
     Command,
     CommandMessage,
@@ -58,6 +59,41 @@ def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: S
         "weight": TensorSpec(shape=(2, 3), dtype="float32"),
         "bias": TensorSpec(shape=(2,), dtype="float32"),
     }
+
+
+class Latent(torch.nn.Module):
+    """Decodes with a copy of its parameter, as SGLang's latent attention does with `w_kc` and `w_vc`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Parameter(torch.zeros(2))
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.w_kc = self.kv_b_proj * 2
+
+
+class Filling:
+    """Receives a version by writing its number into the parameters."""
+
+    def __init__(self, model: Latent) -> None:
+        self._parameter = model.kv_b_proj
+
+    def receive(self, version: int) -> dict[str, int]:
+        self._parameter.detach().fill_(version)
+        return {"kv_b_proj": version}
+
+
+def test_tensors_that_a_model_derives_from_its_parameters_are_those_of_the_version(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Latent()
+    monkeypatch.setattr(loader._MEMBER, "_receiver", Filling(model))
+    for version in (3, 5):
+        reply = give(Receive(version=version), model, server)
+        assert reply.error is None
+        assert model.w_kc.tolist() == [2.0 * version] * 2
+        assert not model.w_kc.requires_grad
 
 
 def test_a_version_cannot_be_received_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.hub import PUBLIC_MODELS
@@ -11,6 +13,7 @@ from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.train import build
 from megarl.train.build import transformer_config
+from megarl.train.model import named_weights
 
 
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
@@ -38,6 +41,33 @@ def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pyt
     own = cast("dict[str, object]", config_with(name))
     assert len(own) > 30
     assert [name for name in own if owned("megatron", name, device="cpu") is None] == []
+
+
+def test_an_update_does_not_move_the_bias_of_a_router() -> None:
+    """Engines get the bias that was loaded; Megatron would balance the experts' load with it after every update."""
+    shape = PUBLIC_MODELS["qwen3-30b-a3b"]
+    assert shape.experts is not None
+    native = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    config = config_with("qwen3-30b-a3b", **native)
+    router, bias = torch.nn.Module(), torch.randn(shape.experts.num, generator=torch.Generator().manual_seed(0))
+    router.register_buffer("expert_bias", bias)
+    router.register_buffer("local_tokens_per_expert", torch.arange(float(shape.experts.num)), persistent=False)
+    before = bias.clone()
+    with (
+        patch("torch.distributed.all_reduce"),
+        patch("megatron.core.parallel_state.get_tensor_and_data_parallel_group"),
+    ):
+        _update_router_expert_bias([router], config)
+    assert torch.equal(bias, before)
+
+
+def test_buffers_that_a_checkpoint_has_are_weights_and_others_are_not() -> None:
+    router = torch.nn.Linear(4, 2, bias=False)
+    router.register_buffer("expert_bias", torch.ones(2))
+    router.register_buffer("local_tokens_per_expert", torch.zeros(2), persistent=False)
+    weights = named_weights([torch.nn.ModuleDict({"router": router})])
+    assert weights.keys() == {"chunk0.router.weight", "chunk0.router.expert_bias"}
+    assert weights["chunk0.router.expert_bias"] is router.expert_bias
 
 
 def test_gradients_are_added_inside_products_where_apex_has_a_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,9 @@ class HalfAdam:
         self.adam = torch.optim.Adam(self.masters.values())
         self.num_gathered = 0
 
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.masters)
+
     def shards(self) -> dict[str, Shard]:
         return {
             name: Shard(range=self.ranges[name], master=master, optimizer=self.adam, key=master, group_index=0)
@@ -251,6 +254,31 @@ def test_replicas_that_resume_read_each_byte_once(first: str, tmp_path: Path, mo
         halves = [optimizer.masters[name] for optimizer in replicas]
         assert torch.equal(torch.cat(halves), expected.view(-1)), name
     assert all(shard.num_updates == 3 for optimizer in replicas for shard in optimizer.shards().values())
+
+
+def test_a_tensor_that_is_not_trained_is_restored_from_the_model_folder(tmp_path: Path) -> None:
+    """The bias of a router is a buffer: it has neither master weights nor moments."""
+    layout = megatron_layout(make_shape(), MegatronParallel(), dtype="float32")
+    frozen, holding = "chunk0.decoder.final_layernorm.weight", layout.by_rank[0]
+    trained = {name: spec for name, spec in holding.tensors.items() if name != frozen}
+    optimizer = HalfAdam(replace(holding, tensors=trained), rank=0)
+    expected = {name: torch.rand(spec.shape) for name, spec in layout.canonical.items()}
+    for kind in ("model", "optimizer/master", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        (tmp_path / kind).mkdir(parents=True)
+        saved = {name: tensor for name, tensor in expected.items() if kind == "model" or name != "model.norm.weight"}
+        save_file(saved, tmp_path / kind / "model.safetensors")
+    checkpoints = RankCheckpoints.__new__(RankCheckpoints)
+    checkpoints.spec = cast("RankSpec", SimpleNamespace(rank=0))
+    checkpoints.layout, checkpoints.optimizer = layout, cast("ModelOptimizer", optimizer)
+    tensors = {name: torch.zeros(spec.shape) for name, spec in holding.tensors.items()}
+    checkpoints.tensors = lambda: tensors
+    checkpoints.restore(tmp_path, num_updates=1)
+    assert torch.equal(tensors[frozen], expected["model.norm.weight"])
+    assert not any(tensor.any() for name, tensor in tensors.items() if name != frozen)
+    name = "chunk0.embedding.word_embeddings.weight"
+    embedding = expected["model.embed_tokens.weight"].view(-1)
+    half = optimizer.masters[name][: len(embedding) // 2]
+    assert torch.equal(half, embedding[: len(half)])
 
 
 def test_every_file_is_digested_by_the_rank_that_wrote_it(cluster: Cluster, models: Models, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
 from megarl.config.roles import ActorConfig
@@ -181,6 +182,31 @@ def test_a_damaged_route_is_no_route() -> None:
     assert router.compared.tolist() == [1, 1]
     (grad,) = torch.autograd.grad(values.sum(), scores)
     assert grad.tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_experts_are_followed_where_a_router_chooses_among_groups() -> None:
+    """A group with one chosen expert would lose against groups without any, if groups were ranked again."""
+    generator = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(400, 256, generator=generator), 0.1 * torch.randn(256, generator=generator)
+    choose = partial(
+        topk_routing_with_score_function, topk=8, num_groups=8, group_topk=4, score_function="sigmoid", expert_bias=bias
+    )
+    _, engine = choose(logits)
+    engine[::10] = False  # unknown
+    own = logits + 0.02 * torch.randn(400, 256, generator=generator)
+    router = EngineRouter.__new__(EngineRouter)
+    torch.nn.Module.__init__(router)
+    weights, followed = choose(own, router_replay=EngineChoice(router=router, chosen=engine))
+    live_weights, live = choose(own)
+    is_known = engine.any(dim=1)
+    assert torch.equal(followed[is_known], engine[is_known])
+    assert torch.equal(followed[~is_known], live[~is_known])
+    assert torch.equal(weights[~is_known], live_weights[~is_known])
+    assert torch.isfinite(weights).all()
+    assert router.compared is not None
+    differs = (live != engine).any(dim=1) & is_known
+    assert router.compared.tolist() == [int(is_known.sum()), int(differs.sum())]
+    assert 0 < differs.sum() < is_known.sum()
 
 
 def test_a_router_rounds_its_logits_like_an_engine_and_weighs_in_float32() -> None:

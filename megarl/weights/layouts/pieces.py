@@ -157,9 +157,15 @@ def restrict(holding: Holding, ranges: Mapping[str, FlatRange], *, dtype: str) -
 
 
 def restrict_all(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]], *, dtype: str) -> Layout:
-    """Return the layout of what every rank has in its ranges; canonical tensors are of `dtype` too."""
-    canonical = {name: TensorSpec(shape=spec.shape, dtype=dtype) for name, spec in layout.canonical.items()}
+    """Return the layout of what every rank has in its ranges; canonical tensors are of `dtype` too.
+
+    Those of which no rank has a range, because they are not trained, are left out.
+    """
     holdings = tuple(restrict(holding, ranges[holding.rank], dtype=dtype) for holding in layout.holdings)
+    held = {piece.slice.name for holding in holdings for piece in holding.pieces}
+    canonical = {
+        name: TensorSpec(shape=spec.shape, dtype=dtype) for name, spec in layout.canonical.items() if name in held
+    }
     return Layout(canonical=canonical, holdings=holdings)
 
 

@@ -62,6 +62,16 @@ def test_ranges_that_split_every_parameter_hold_the_whole_model_once(seed: int, 
     assert all(spec.dtype == "float32" for spec in sharded.canonical.values())
 
 
+def test_a_tensor_that_no_rank_trains_is_not_in_the_layout_of_an_optimizer() -> None:
+    layout = megatron_layout(make_shape(), MegatronParallel(tensor=2), dtype="float32")
+    ranges = {
+        holding.rank: {name: (0, prod(spec.shape)) for name, spec in holding.tensors.items() if "final" not in name}
+        for holding in layout.holdings
+    }
+    sharded = restrict_all(layout, ranges, dtype="float32")
+    assert layout.canonical.keys() - sharded.canonical.keys() == {"model.norm.weight"}
+
+
 def test_a_parameter_without_a_range_is_not_held() -> None:
     layout = megatron_layout(make_shape(), MegatronParallel(), dtype="float32")
     (holding,) = layout.holdings

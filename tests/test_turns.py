@@ -188,12 +188,15 @@ def samples_of(
 
 def mini_batches(samples: Sequence[TrainSample], config: EstimatorConfig, seed: int) -> Iterator[list[MiniBatch]]:
     """Yield the shares of all ranks of each update."""
+    is_cut_up = seed // 2 % 2 == 1
     packing = replace(
         PACKING,
         data_parallel=1 + seed % 3,
-        tokens_per_micro_batch=90 + seed % 40,
+        tokens_per_micro_batch=120 if is_cut_up else 90 + seed % 40,
         samples_per_update=None if seed % 2 else 3 * GROUP,
-        pad_multiple=1 + seed % 4,
+        # Multiples of 4 are those of context parallelism over two ranks.
+        pad_multiple=4 if is_cut_up else 1 + seed % 4,
+        sequence_multiple=4 if is_cut_up else 1,
         keeps_episodes=config.needs.sums_over_episodes,
     )
     batches = [share.fill() for share in make_shares(samples, packing, temperature=1.0)]

@@ -37,6 +37,7 @@ class Outcomes:
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
     penalty_sums: Float64Array | None = None  # [B], instead of `penalties` where their tokens are elsewhere
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
+    are_right: BoolArray | None = None  # [B], by the score alone, for `prime`
     implicit: Float64Array | None = None  # [B], the rewards by which a preference algorithm compares pairs
     earlier_rewards: tuple[Mapping[int, float], ...] | None = None
     """Per rollout the parts of its reward that came earlier than at its end, by the token that they are credited to."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from megarl.algo.advantage import Credit, Float64Array, Outcomes, earlier_rewards, sum_of_parts
 from megarl.algo.estimators import choose_estimator
+from megarl.algo.grade import is_right
 from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.shaping import (
     KlPenalty,
@@ -28,6 +29,7 @@ from megarl.config.algorithm import (
     KlLossConfig,
     KlRewardConfig,
     PairConfig,
+    PrimeConfig,
     SftConfig,
 )
 from megarl.results import PreferenceStats
@@ -192,6 +194,11 @@ class PolicyGradient:
             if isinstance(config, PairConfig) and estimates != Estimates()
             else None,
             values=estimates.values,
+            are_right=np.array(
+                [is_right(score, right_from=config.right_from) for scored in groups for score in scored.scores]
+            )
+            if isinstance(config, PrimeConfig)
+            else None,
             earlier_rewards=earlier_rewards(groups),
         )
 

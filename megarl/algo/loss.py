@@ -7,7 +7,7 @@ ranks is the loss, however the sequences were split. The other losses are in `ot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
@@ -35,6 +35,25 @@ class PolicyTokens:
     reference_logprobs: Tensor | None = None  # [N], if the loss has a KL term
     teacher: Tensor | None = None  # [N, 1 + 2K], see `train.likeliest.top_scores`
     candidates: Tensor | None = None  # [N, K], of the policy being updated for the teacher's tokens, with gradient
+
+    def masked(self) -> PolicyTokens:
+        """Return 0 in every column outside the loss mask: what is not finite there would reach gradients."""
+        mask = self.segments.loss_mask
+
+        def of(column: Tensor) -> Tensor:
+            return torch.where(mask if column.ndim == 1 else mask[:, None], column, torch.zeros_like(column))
+
+        return replace(
+            self,
+            logprobs=of(self.logprobs),
+            entropy=of(self.entropy),
+            old_logprobs=of(self.old_logprobs),
+            rollout_logprobs=of(self.rollout_logprobs),
+            advantages=of(self.advantages),
+            reference_logprobs=None if self.reference_logprobs is None else of(self.reference_logprobs),
+            teacher=None if self.teacher is None else of(self.teacher),
+            candidates=None if self.candidates is None else of(self.candidates),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

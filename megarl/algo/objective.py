@@ -57,7 +57,9 @@ def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens
             )
             return ActorLoss(value=value, is_clipped=none, is_rejected=none, reference_kl=None)
         case PolicyGradientConfig():
-            return _policy_gradient(config, tokens, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
+            return _policy_gradient(
+                config, tokens.masked(), num_loss_tokens=num_loss_tokens, num_sequences=num_sequences
+            )
         case _:
             assert_never(config)
 
@@ -77,8 +79,6 @@ def _policy_gradient(
             rollout_logprobs=tokens.rollout_logprobs,
             segments=tokens.segments,
         )
-        # Not a product outside the mask: a factor that is not finite there would reach the gradient.
-        factors = torch.where(tokens.segments.loss_mask, factors, torch.zeros_like(factors))
         values = values * factors
         is_rejected = factors == 0
     if config.entropy_coef != 0:

@@ -168,6 +168,28 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeTokens:
+    """The targets of `prime`'s reward model: whether answers are right, and what it gave them. [N] each"""
+
+    losses: Tensor
+    """Cross-entropy of the label and the probability of being right."""
+    labels: Tensor
+    """1 in right answers, else 0."""
+    residuals: Tensor
+    """Label - probability: the negative gradient of the loss by the sum of the answer's rewards."""
+
+    @classmethod
+    def of(cls, signed_losses: Tensor) -> OutcomeTokens:
+        """`signed_losses` are negative, -0 included, where the answer is wrong."""
+        losses = signed_losses.abs()
+        return cls(
+            losses=losses,
+            labels=(~signed_losses.signbit()).to(losses.dtype),
+            residuals=torch.copysign(-torch.expm1(-losses), signed_losses),
+        )
+
+
 @torch.no_grad()
 def correction_weights(
     config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments
@@ -240,7 +262,9 @@ def forward_topk(teacher: Tensor, policy: Tensor) -> Tensor:
     It is never negative, at most the KL over the whole vocabulary, and 0 with gradient 0 where both are equal.
     """
     weights = teacher.exp()
-    of_top = (weights * (teacher - policy)).sum(dim=-1)
+    # Log-probability -inf has weight 0, and 0 times infinity is not 0.
+    finite = teacher.clamp(min=torch.finfo(teacher.dtype).min)
+    of_top = (weights * (finite - policy)).sum(dim=-1)
     rest, policy_rest = _rest(weights), _rest(policy.exp())
     return of_top + rest * (rest.log() - policy_rest.log())
 

@@ -89,13 +89,13 @@ def pair_advantages(
 ) -> Float64Array:
     """[B], the negative gradient of the mean loss of the pairs by each token's log-probability; 0 outside the pairs.
 
-    The trainer divides by all rollouts; the factor makes it the mean over pairs.
+    The trainer divides by the rollouts that have loss tokens; the factor makes it the mean over pairs.
     """
     pushes = _pushes(config, implicit[pairs.better] - implicit[pairs.worse])
     advantages = np.zeros_like(implicit)
     np.add.at(advantages, pairs.better, pushes)
     np.subtract.at(advantages, pairs.worse, pushes)
-    return advantages * _per_token(config, lengths) * len(implicit) / max(len(pushes), 1)
+    return advantages * _per_token(config, lengths) * np.count_nonzero(lengths) / max(len(pushes), 1)
 
 
 def measure_pairs(config: PairConfig, pairs: Pairs, implicit: Float64Array) -> PreferenceStats | None:

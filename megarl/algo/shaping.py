@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -203,10 +203,16 @@ def length_penalty(
 ) -> Float64Array:
     """[B], 0 up to `buffer_tokens` before the limit, then linear down to -factor at the limit."""
     excess = lengths - (max_tokens - buffer_tokens)
-    penalty: Float64Array = np.minimum(0.0, -excess / buffer_tokens * factor)
+    penalty: Float64Array = np.clip(-excess / buffer_tokens, -1.0, 0.0) * factor
     return penalty
 
 
 def penalised_length(rollout: Rollout) -> int:
-    """Return the length of a response; tokens that the environment of an episode wrote do not count."""
-    return num_true(rollout.loss_mask) if rollout.episode.turns else rollout.num_tokens
+    """Return the length of a response: of an episode the tokens that the policy chose in one row, where it chose most.
+
+    The limit is one of rows.
+    """
+    if not rollout.episode.turns:
+        return rollout.num_tokens
+    bounds = (0, *rollout.episode.rows, rollout.num_tokens)
+    return max(num_true(rollout.loss_mask[start:end]) for start, end in pairwise(bounds))

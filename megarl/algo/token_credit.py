@@ -77,7 +77,7 @@ def credit_tokens(config: TokenCreditConfig, outcomes: Outcomes) -> RawCredit:
         case GaeConfig():
             return _gae(outcomes, gamma=config.gamma, lam=config.lam)
         case PrimeConfig():
-            return _prime(outcomes, right_from=config.right_from)
+            return _prime(outcomes)
         case ReinforcePpConfig():
             return RawCredit(tokens=_rewards_to_go(outcomes, gamma=config.gamma))
         case RemaxConfig():
@@ -166,14 +166,20 @@ def _token_rewards(outcomes: Outcomes) -> Iterator[Float64Array]:
         yield tokens
 
 
-def _prime(outcomes: Outcomes, *, right_from: float) -> RawCredit:
-    """Return the rewards of tokens, and as returns what the reward model learns from: label - probability of right."""
+def _prime(outcomes: Outcomes) -> RawCredit:
+    """Return the rewards of tokens, and as returns what the reward model learns from (`other_losses.OutcomeTokens`).
+
+    That is the cross-entropy of each answer, negative where the answer is wrong: unlike the probability of being right,
+    which is 1 in float32 from a sum of rewards of 17 on, it has label and loss however sure the model is.
+    """
     assert outcomes.values is not None, "prime without rewards of tokens"
+    assert outcomes.are_right is not None, "prime without labels"
     masks = outcomes.loss_masks
     tokens = [values[mask].astype(np.float64) for values, mask in zip(outcomes.values, masks, strict=True)]
     logits = np.array([part.sum() for part in tokens])
-    residuals = (outcomes.rewards >= right_from) - np.exp(-np.logaddexp(0.0, -logits))
-    return RawCredit(tokens=tokens, returns=over_tokens(residuals, masks).advantages)
+    signs = np.where(outcomes.are_right, 1.0, -1.0)
+    losses = np.copysign(np.logaddexp(0.0, -signs * logits), signs)
+    return RawCredit(tokens=tokens, returns=over_tokens(losses, masks).advantages)
 
 
 def rloo(rewards: Float64Array, groups: Groups) -> Float64Array:
@@ -263,6 +269,7 @@ class CreditTask:
     groups: Groups  # [B]
     masks: tuple[BoolArray | int, ...]  # B of [T_i]; a number of tokens where the policy chose all
     baselines: Float64Array | None
+    are_right: BoolArray | None
     earlier_rewards: tuple[Mapping[int, float], ...] | None
 
     @property
@@ -298,6 +305,7 @@ class CreditTask:
             # All elements of a repeated one would be sent.
             masks=tuple(len(mask) if is_repeated(mask) and mask[0] else mask for mask in outcomes.loss_masks),
             baselines=outcomes.baselines,
+            are_right=outcomes.are_right,
             earlier_rewards=outcomes.earlier_rewards,
         )
 
@@ -312,6 +320,7 @@ class CreditTask:
             groups=self.groups[places],
             masks=tuple(self.masks[place] for place in places),
             baselines=None if self.baselines is None else self.baselines[places],
+            are_right=None if self.are_right is None else self.are_right[places],
             earlier_rewards=None if earlier is None else tuple(earlier[place] for place in places),
         )
 
@@ -371,6 +380,7 @@ class CreditTask:
             groups=np.arange(len(masks)),  # the others of a group may be elsewhere
             loss_masks=masks,
             baselines=self.baselines,
+            are_right=self.are_right,
             penalties=None
             if distances is None
             else tuple((self.kl_coef * distance).astype(np.float32) for distance in distances),

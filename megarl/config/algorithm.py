@@ -105,8 +105,8 @@ class CispoLossConfig(PolicyLossConfig):
     """Clips the weight of a token, never its gradient."""
 
     kind: Literal["cispo"]
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The lowest weight is 1 minus this."""
+    clip_low: PositiveFloat = 0.2
+    """The lowest weight is 1 minus this: from 1 on none is raised."""
     clip_high: PositiveFloat = 0.2
     """The highest weight is 1 plus this."""
 
@@ -564,7 +564,7 @@ class PrimeConfig(PolicyGradientConfig):
     process_coef: PositiveFloat = 1.0
     """Weight of the rewards of tokens beside the outcome's."""
     right_from: float = 1.0
-    """A reward of at least this is labelled right."""
+    """A score of at least this is labelled right, before lengths, turns and tokens change the reward."""
 
     @property
     def needs(self) -> AlgorithmNeeds:

@@ -118,6 +118,8 @@ def plan_rows(lengths: Sequence[int], packing: Packing, *, ends: Sequence[int]) 
     if len(ends) == len(lengths) or not packing.keeps_episodes:
         return plan_packs(lengths, packing, ends=ends)
     starts = [0, *ends[:-1]]
+    # Each row is padded, not their sum.
+    lengths = [round_up(length, packing.sequence_multiple) for length in lengths]
     together = [sum(lengths[start:end]) for start, end in zip(starts, ends, strict=True)]
     if (longest := max(together)) > packing.tokens_per_micro_batch:
         raise DataError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import aggregate
-from megarl.algo.other_losses import CriticLoss, ValueTokens, critic_loss
+from megarl.algo.other_losses import CriticLoss, OutcomeTokens, ValueTokens, critic_loss
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
@@ -143,7 +143,7 @@ class CriticRank(_AnyCriticRank):
 
 
 class ImplicitRewardRank(_AnyCriticRank):
-    """Takes one update a step; `returns` are label - probability of each answer before the step."""
+    """Takes one update a step; `returns` are the signed cross-entropies of answers before the step."""
 
     def __init__(
         self, spec: RankSpec, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int
@@ -172,8 +172,8 @@ class ImplicitRewardRank(_AnyCriticRank):
 
         def loss(index: int, scores: TokenScores) -> tuple[Tensor, Report]:
             micro_batch = micro_batches[index]
-            residuals = micro_batch.returns
-            assert residuals is not None, "samples without labels"
+            assert micro_batch.returns is not None, "samples without labels"
+            outcomes = OutcomeTokens.of(micro_batch.returns)
             segments = micro_batch.segments(self._topology)
 
             def mean(values: Tensor, *, is_sum: bool) -> Tensor:
@@ -185,12 +185,12 @@ class ImplicitRewardRank(_AnyCriticRank):
                     num_sequences=mini_batch.num_sequences,
                 )
 
-            # The gradient of the cross-entropy, with its value: the residual is 1 - p of the label, or -p.
-            gradient = mean(-self._beta * residuals * scores.logprobs, is_sum=True)
-            value = gradient - gradient.detach() + mean(-torch.log1p(-residuals.abs()), is_sum=False)
-            labels = (residuals > 0).to(residuals.dtype)
+            # The gradient of the cross-entropy, with its value.
+            gradient = mean(-self._beta * outcomes.residuals * scores.logprobs, is_sum=True)
+            value = gradient - gradient.detach() + mean(outcomes.losses, is_sum=False)
+            probabilities = outcomes.labels - outcomes.residuals
             tokens = ValueTokens(
-                values=labels - residuals, old_values=labels - residuals, returns=labels, segments=segments
+                values=probabilities, old_values=probabilities, returns=outcomes.labels, segments=segments
             )
             seen = CriticTokens(
                 tokens=tokens, loss=CriticLoss(value=value, is_clipped=torch.zeros_like(micro_batch.loss_mask))

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantage import Outcomes
 from megarl.algo.estimators import choose_estimator
+from megarl.algo.other_losses import OutcomeTokens
 from megarl.config.algorithm import (
     EstimatorConfig,
     GaeConfig,
@@ -260,18 +263,43 @@ def test_prime_has_the_golden_numbers() -> None:
             groups=np.array([0, 0]),
             loss_masks=(np.array([True, False, True]), np.array([True, True])),
             values=(float32(0.2, 9.0, 0.4), float32(-0.3, 0.1)),
+            are_right=np.array([True, False]),
         ),
     )
     # 1 + 2 * (0.3 + 0.5 * 0.5), 1 + 2 * 0.5; -1 + 2 * (-0.6 + 0.5 * -0.2), -1 + 2 * -0.2
     np.testing.assert_allclose(credit.advantages[0], [2.1, 0, 2.0], atol=1e-6)
     np.testing.assert_allclose(credit.advantages[1], [-2.4, -1.4], atol=1e-6)
     assert credit.returns is not None
-    # 1 - sigmoid(0.6) and 0 - sigmoid(-0.2): the negative gradient of the cross-entropy by the sum of rewards
-    np.testing.assert_allclose(credit.returns[0], [0.354344, 0, 0.354344], atol=1e-6)
-    np.testing.assert_allclose(credit.returns[1], [-0.450166, -0.450166], atol=1e-6)
+    # -log sigmoid(0.6) and log(1 - sigmoid(-0.2))
+    np.testing.assert_allclose(credit.returns[0], [0.437488, 0, 0.437488], atol=1e-6)
+    np.testing.assert_allclose(credit.returns[1], [-0.598139, -0.598139], atol=1e-6)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("logit", [-400.0, -104.0, -20.0, -17.0, -0.5, 0.0, 3.0, 17.0, 38.0, 110.0])
+def test_primes_reward_model_learns_the_cross_entropy_however_sure_it_is(logit: float, is_right: bool) -> None:
+    """Loss, gradient and label are those of float64, also where the probability is 0 or 1 in float32."""
+    outcomes = Outcomes(
+        rewards=np.ones(1),
+        groups=np.zeros(1, np.int64),
+        loss_masks=(np.ones(2, np.bool_),),
+        values=(float32(logit, 0.0),),
+        are_right=np.array([is_right]),
+    )
+    returns = choose_estimator(PrimeConfig(kind="prime"))(outcomes).returns
+    assert returns is not None
+    found = OutcomeTokens.of(torch.from_numpy(returns[0].copy()))
+    exact = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(exact, torch.tensor(float(is_right)).double())
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert exact.grad is not None
+    assert found.losses.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6, abs=1e-38)
+    assert found.residuals.tolist() == pytest.approx([-exact.grad.item()] * 2, rel=1e-6, abs=1e-15)
+    assert found.labels.tolist() == [float(is_right)] * 2
 
 
 def test_prime_credits_nothing_to_a_rollout_without_others() -> None:
     mask = (np.array([True]),)
     outcomes = Outcomes(rewards=np.ones(1), groups=np.zeros(1, np.int64), loss_masks=mask, values=(float32(0.3),))
+    outcomes = replace(outcomes, are_right=np.array([True]))
     assert not choose_estimator(PrimeConfig(kind="prime"))(outcomes).advantages[0].any()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from megarl.algo.algorithm import Sft, build_algorithm
+from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
+from megarl.algo.grade import grade
 from megarl.algo.shaping import adapted_kl_coef, length_penalty
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
@@ -14,18 +16,21 @@ from megarl.config.algorithm import (
     FilterConfig,
     GaeConfig,
     GdpoConfig,
+    GroupConfig,
     GrpoConfig,
     KlLossConfig,
     KlRewardConfig,
     OnlineDpoConfig,
     OverlongConfig,
+    PrimeConfig,
     RemaxConfig,
     SftConfig,
     SppoConfig,
 )
 from megarl.stages import Algorithm
-from megarl.types import Estimates, ScoredGroup
+from megarl.types import Episode, Estimates, Rollout, RolloutGroup, Score, ScoredGroup, Turn, TurnKind
 from tests.algo.groups import scored_group, with_baseline
+from tests.values import make_prompt, make_rollout
 
 NOTHING = Estimates()
 ADAPTIVE = AdaptiveKlConfig(target=0.1, horizon=10_000)
@@ -193,6 +198,57 @@ def test_the_length_penalty_has_the_golden_values() -> None:
     penalty = length_penalty(lengths, max_tokens=20480, buffer_tokens=4096, factor=1.0)
     assert penalty.tolist() == pytest.approx([0, 0, -0.5, -1])
     assert length_penalty(np.array([8]), max_tokens=10, buffer_tokens=4, factor=3.0).tolist() == [-1.5]
+
+
+def test_the_length_penalty_of_an_episode_is_that_of_its_longest_row() -> None:
+    """Ten rows of 500 tokens, each under a limit of 1,000, cost nothing; one of 900 costs half, whatever the others."""
+    config = GroupConfig(kind="rloo", overlong=OverlongConfig(buffer_tokens=200, factor=1.0))
+    algorithm = PolicyGradient(config, max_response_tokens=1000)
+
+    def rewards(*episodes: list[int]) -> list[float]:
+        scored = ScoredGroup(
+            group=RolloutGroup(prompt=make_prompt(), rollouts=tuple(in_rows(sizes) for sizes in episodes)),
+            scores=(Score(value=1.0, components={}),) * len(episodes),
+        )
+        samples = algorithm.assign([scored], NOTHING)
+        return [float(sample.advantages[-1]) for sample in samples]
+
+    assert rewards([500] * 10, [10]) == [0.0, 0.0]
+    assert rewards([500] * 4 + [900], [10]) == pytest.approx([-0.5, 0.5])
+    assert length_penalty(np.array([5000]), max_tokens=1000, buffer_tokens=200, factor=0.5).tolist() == [-0.5]
+
+
+def in_rows(sizes: list[int]) -> Rollout:
+    """Return an episode whose rows each have one given token and this many that the policy chose."""
+    starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
+    mask = np.ones(starts[-1], np.bool_)
+    mask[starts[:-1]] = False
+    turns = tuple(Turn(start=start + 1, end=end, kind=TurnKind.SAMPLED) for start, end in pairwise(starts))
+    return make_rollout(range(len(mask)), loss_mask=mask, episode=Episode(turns=turns, rows=tuple(starts[:-1])))
+
+
+@pytest.mark.parametrize(
+    ("scores", "overlong", "tokens"),
+    [
+        # 0.7 + 0.2 + 0.1 of a composed reward is less than 1 by a rounding error.
+        ((0.7 + 0.2 + 0.1, 0.0), None, None),
+        ((1.0, 0.0), OverlongConfig(buffer_tokens=3, factor=0.5), None),
+        ((1.0, 0.0), None, (-0.5, 0.0)),
+    ],
+    ids=["rounding", "overlong", "rewards of tokens"],
+)
+def test_prime_labels_answers_as_an_evaluation_grades_them(
+    scores: tuple[float, float], overlong: OverlongConfig | None, tokens: tuple[float, ...] | None
+) -> None:
+    """A right answer stays one when its reward is shaped: rounding, length and rewards of tokens do not count."""
+    group = scored_group(0, scores, lengths=[3, 3])
+    group = replace(group, scores=(replace(group.scores[0], tokens=tokens), group.scores[1]))
+    algorithm = PolicyGradient(PrimeConfig(kind="prime", overlong=overlong), max_response_tokens=4)
+    samples = algorithm.assign([group], Estimates(values=(np.zeros(3, np.float32),) * 2))
+    assert [grade([group], right_from=1.0).overall.accuracy] == [0.5]
+    returns = np.array([sample.returns for sample in samples])
+    # The cross-entropy of probability 1/2, negative for the wrong answer.
+    assert returns[:, -1].tolist() == pytest.approx([np.log(2), -np.log(2)])
 
 
 @pytest.mark.parametrize(("kl", "direction"), [(0.0, -1), (0.05, -1), (0.1, 0), (0.11, 1), (5.0, 1)])

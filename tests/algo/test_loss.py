@@ -35,6 +35,7 @@ PPO = PpoLossConfig(kind="ppo", clip_low=0.2, clip_high=0.28)
 WIDE_GSPO = GspoLossConfig(kind="gspo", clip_low=0.5, clip_high=0.5)
 GSPO = GspoLossConfig(kind="gspo")
 CISPO = CispoLossConfig(kind="cispo", clip_low=0.2, clip_high=0.28)
+NO_LOWER_CLIP = CispoLossConfig(kind="cispo", clip_low=10.0, clip_high=0.2)
 GPG = GpgLossConfig(kind="gpg")
 SAPO = SapoLossConfig(kind="sapo")
 GMPO = GmpoLossConfig(kind="gmpo", clip_low=0.2, clip_high=0.28)
@@ -63,6 +64,8 @@ LOG_15, LOG_05 = math.log(1.5), math.log(0.5)
             [1, 0, 1],
             [-2.56, -2.0, -1.6],
         ),
+        # verl's CISPO example: a lower clip of 10 is none.
+        (NO_LOWER_CLIP, -1.0, [-9.0, LOG_15], [2, 2], None, [0, 1], [-2 * math.exp(-9), -2.4]),
         # The plain policy gradient, wherever the policy has moved.
         (GPG, -9.0, [7.0], [0.5], [1.0], [0], [-0.5]),
         (SAPO, 0.0, [LOG_15, LOG_15], [1, -1], [-2.489837, 2.393585], [0, 0], None),

@@ -46,7 +46,7 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import NumericsError
 from megarl.results import MonitorState
-from tests.algo.packs import COLUMNS, Sequences, one_sequence, pack, random_sequences
+from tests.algo.packs import Sequences, one_sequence, pack, random_sequences
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoLossConfig(kind="ppo"),
@@ -145,18 +145,6 @@ def test_whatever_is_combined_is_invariant(
     assert_invariant(partial(actor_part, config), seed, split, padding, dtype=dtype, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("correction", [config for config in CORRECTIONS if config is not None], ids=str)
-def test_what_is_not_finite_outside_the_loss_does_not_reach_the_gradient(correction: CorrectionConfig) -> None:
-    sequences = random_sequences(3, [6, 5])
-    for columns, mask in zip(sequences.columns, sequences.loss_masks, strict=True):
-        columns[COLUMNS.index("rollout_logprobs"), ~mask] = torch.nan
-    assert not all(mask.all() for mask in sequences.loss_masks)
-    config = GrpoConfig(kind="grpo", correction=correction)
-    loss, gradients = loss_and_gradient(partial(actor_part, config), sequences, [[0, 1]], 0)
-    assert loss.isfinite()
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
 FIXED: Split = ([3, 9, 1, 5, 4], [[4, 0], [2], [1, 3]])
 """Lengths of sequences, and micro-batches of them in another order."""
 
@@ -196,6 +184,8 @@ def one_part_each() -> dict[str, AlgorithmConfig]:
     parts: dict[str, dict[str, object]] = {}
     for estimate in KLS:
         parts[f"kl {estimate}"] = {"kl": KlLossConfig(kind="loss", estimate=estimate, coef=0.3)}
+    for distillation in DISTILLATIONS:
+        parts[f"distillation {distillation}"] = {"distillation": distillation}
     for correction in CORRECTIONS:
         parts[f"correction {correction}"] = {"correction": correction}
     for loss, aggregation in product(LOSSES, AGGREGATIONS):
@@ -217,6 +207,20 @@ def test_every_part_is_invariant(name: str) -> None:
     """Each alone on one split; the property above combines them on any."""
     for seed in (1, 2):
         assert_invariant(partial(actor_part, PARTS[name]), seed, FIXED, 3)
+
+
+@pytest.mark.parametrize("nothing", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_not_finite_outside_the_loss_changes_neither_loss_nor_gradient(name: str, nothing: float) -> None:
+    sequences = random_sequences(3, [6, 5])
+    assert not all(mask.all() for mask in sequences.loss_masks)
+    expected = loss_and_gradient(partial(actor_part, PARTS[name]), sequences, [[0, 1]], 0)
+    for columns, mask in zip(sequences.columns, sequences.loss_masks, strict=True):
+        columns[1:, ~mask] = nothing  # all but the log-probabilities, whose gradients are compared
+    loss, gradients = loss_and_gradient(partial(actor_part, PARTS[name]), sequences, [[0, 1]], 0)
+    assert loss == expected[0]
+    for gradient, other in zip(gradients, expected[1], strict=True):
+        assert torch.equal(gradient, other)
 
 
 def test_imitation_minimises_the_negative_log_likelihood() -> None:

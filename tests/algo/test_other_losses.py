@@ -142,6 +142,15 @@ def test_a_policy_that_equals_its_teacher_has_neither_distance_nor_gradient() ->
     assert logits.grad.abs().max() < 1e-6
 
 
+def test_a_token_that_the_teacher_excludes_adds_nothing() -> None:
+    policy = torch.tensor([[0.5, 0.3, 0.1]]).log().requires_grad_()
+    distances = forward_topk(torch.tensor([[0.6, 0.3, 0.0]]).log(), policy)
+    distances.sum().backward()  # type: ignore[no-untyped-call]
+    assert distances.tolist() == pytest.approx([0.6 * math.log(0.6 / 0.5)], abs=1e-6)
+    assert policy.grad is not None
+    assert policy.grad.isfinite().all()
+
+
 def test_the_reverse_distance_is_an_advantage_whose_policy_gradient_is_that_of_the_kl() -> None:
     """Every token of the vocabulary is sampled once, with its probability in place of the mean over loss tokens."""
     random = torch.Generator().manual_seed(2)

@@ -77,6 +77,16 @@ def test_advantages_are_the_negative_gradient_of_the_loss(keys: dict[str, object
         np.testing.assert_allclose(-leaf.grad.numpy(), np.where(mask, advantage / 2, 0.0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_empty", [0, 1, 3])
+def test_the_mean_is_over_pairs_whatever_rollouts_have_no_loss_tokens(num_empty: int) -> None:
+    """The trainer divides by the rollouts that have some, which the advantages must make the mean over pairs."""
+    lengths = np.array([3, 3, 3, 3, 3, *[0] * num_empty])
+    pairs = Pairs(better=np.array([0, 2]), worse=np.array([1, 3]))
+    advantages = pair_advantages(config_of(), pairs, np.zeros(len(lengths)), lengths)
+    # sigmoid(0) times beta 0.1, over 2 pairs.
+    assert (advantages[:4] / 5).tolist() == pytest.approx([0.025, -0.025, 0.025, -0.025])
+
+
 def test_extreme_margins_neither_overflow_nor_vanish_from_the_wrong_side() -> None:
     config = config_of()
     far = np.array([1e4, 0.0])

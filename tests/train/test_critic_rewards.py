@@ -61,7 +61,7 @@ def test_equals_a_slow_reward_model_for_every_split(split: str, budget: int, clu
             sample,
             values=np.zeros(len(sample.advantages), np.float32),
             # Before it has learned, the model finds right as likely as wrong.
-            returns=np.where(sample.rollout.loss_mask, label - 0.5, 0.0).astype(np.float32),
+            returns=np.where(sample.rollout.loss_mask, np.log(2) * (2 * label - 1), 0.0).astype(np.float32),
         )
         for sample, label in zip(make_samples(6, vocab=model.shape.vocab, seed=5), LABELS, strict=True)
     ]

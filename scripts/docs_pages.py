@@ -1,7 +1,11 @@
-"""Write the generated pages: docs/cli.md, docs/api.md, docs/llms.txt, figures of the README. `make docs` runs it."""
+"""Write the generated pages: docs/cli.md, docs/api.md, docs/llms.txt, figures of the README, modules in contributing.md.
+
+`make docs` runs it.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -125,14 +129,42 @@ def _described(entry: str | dict[str, str]) -> str:
 
 def readme() -> str:
     """Return the README with its table of figures as they are recorded."""
-    begin, end = "<!-- figures: bench/recorded.json, written by make docs -->", "<!-- end of figures -->"
-    before, _, rest = (ROOT / "README.md").read_text().partition(begin)
-    after = rest.partition(end)[2]
-    return "\n".join([f"{before}{begin}", *readme_table(), f"{end}{after}"])
+    return _with_part(ROOT / "README.md", "figures: bench/recorded.json", readme_table())
+
+
+def contributing() -> str:
+    """Return the page for contributors with the list of all modules."""
+    return _with_part(DOCS / "contributing.md", "modules: their docstrings", list(_modules()))
+
+
+def _modules() -> Iterator[str]:
+    """Yield a table for each package: its modules, and the first sentence of each."""
+    package = ""
+    for path in sorted((ROOT / "megarl").rglob("*.py"), key=lambda path: (path.parent, path)):
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        if text is None:
+            continue
+        if str(path.parent.relative_to(ROOT)) != package:
+            package = str(path.parent.relative_to(ROOT))
+            yield from ("", f"| {package}/ | |", "|---|---|")
+        sentence = re.split(r"(?<=[.;]) (?=[A-Z])", _cell(text.partition("\n\n")[0]))[0]
+        yield f"| `{path.name}` | {sentence.rstrip('.')} |"
+
+
+def _with_part(path: Path, source: str, lines: list[str]) -> str:
+    """Return a page whose part between two comments is made of these lines."""
+    begin, end = f"<!-- {source}, written by make docs -->", f"<!-- end of {source.partition(':')[0]} -->"
+    before, _, rest = path.read_text().partition(begin)
+    return "\n".join([f"{before}{begin}", *lines, f"{end}{rest.partition(end)[2]}"])
 
 
 def pages() -> dict[Path, str]:
-    return {DOCS / "cli.md": cli_page(), DOCS / "api.md": api_page(), ROOT / "README.md": readme()}
+    return {
+        DOCS / "cli.md": cli_page(),
+        DOCS / "api.md": api_page(),
+        DOCS / "contributing.md": contributing(),
+        ROOT / "README.md": readme(),
+    }
 
 
 def main() -> None:

@@ -89,6 +89,22 @@ NCCL_DEBUG = EnvVar(
     reason="Set for trainer ranks and engines unless it is set: NCCL prints nothing otherwise, not even its errors.",
 )
 
+NCCL_MEMORY = EnvVar(
+    name="NCCL_CUMEM_ENABLE",
+    default="0",
+    reason="Set for trainer ranks and engines unless it is set: peers of a publish must agree, and SGLang's default "
+    "differs from NCCL's.",
+)
+
+NCCL_SWITCH = EnvVar(
+    name="NCCL_NVLS_ENABLE",
+    default="0",
+    reason="Set likewise: reductions in NVLink's switches take device memory per communicator; SGLang leaves them out.",
+)
+
+NCCL_VARIABLES = (NCCL_DEBUG, NCCL_MEMORY, NCCL_SWITCH)
+"""What trainer ranks and engines set alike."""
+
 FLIGHT_RECORDER = EnvVar(
     name="TORCH_FR_BUFFER_SIZE",
     default="2000",
@@ -192,9 +208,8 @@ def engine_environment(
     *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
 ) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
-    defaults = {NCCL_DEBUG.name: NCCL_DEBUG.default}
     environment = {
-        **defaults,
+        **{variable.name: variable.default for variable in NCCL_VARIABLES},
         **os.environ,
         **ENGINE_ENVIRONMENT,
         **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {}),

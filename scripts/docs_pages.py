@@ -1,6 +1,6 @@
-"""Write the generated pages: docs/cli.md, docs/api.md, docs/llms.txt, figures of the README, modules in contributing.md.
+"""Write what is generated of the documentation; `make docs` runs it.
 
-`make docs` runs it.
+docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, the modules in docs/contributing.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.env import KERNEL_CACHES, NCCL_DEBUG, ONE_CARD, engine_environment, kernel_caches, visible_gpus
+from megarl.env import KERNEL_CACHES, NCCL_VARIABLES, ONE_CARD, engine_environment, kernel_caches, visible_gpus
 
 
 def test_a_process_sees_the_gpus_it_is_given() -> None:
@@ -52,11 +52,19 @@ def test_a_folder_that_others_can_write_is_not_used_for_kernels(node_disk: Path)
     assert kernel_caches() == {}
 
 
-def test_nccl_prints_its_warnings_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NCCL_DEBUG.name, raising=False)
-    assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "WARN"
-    monkeypatch.setenv(NCCL_DEBUG.name, "INFO")
-    assert engine_environment(device="cuda", tensor=1, interface=None)[NCCL_DEBUG.name] == "INFO"
+def test_engines_have_the_nccl_of_trainer_ranks_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in NCCL_VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    environment = engine_environment(device="cuda", tensor=1, interface=None)
+    assert {variable.name: environment[variable.name] for variable in NCCL_VARIABLES} == {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    for variable in NCCL_VARIABLES:
+        monkeypatch.setenv(variable.name, "INFO")
+    environment = engine_environment(device="cuda", tensor=1, interface=None)
+    assert {environment[variable.name] for variable in NCCL_VARIABLES} == {"INFO"}
 
 
 def test_nccl_meets_on_the_interface_of_the_engines_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,14 @@ from megarl.cluster.stored import cut_at_source, fetch
 from megarl.cluster.worker_group import WorkerGroup, WorkerLateError
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, with_columns
-from megarl.env import FLIGHT_RECORDER, GLOO_INTERFACE, NCCL_DEBUG, kernel_caches, nccl_interface, update_environment
+from megarl.env import (
+    FLIGHT_RECORDER,
+    GLOO_INTERFACE,
+    NCCL_VARIABLES,
+    kernel_caches,
+    nccl_interface,
+    update_environment,
+)
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
@@ -62,7 +69,7 @@ class RankHost(ColumnHost):
 
     def __init__(self, bind: str | None, log: Path | None = None) -> None:
         """Write all output of the process to `log`."""
-        for variable in (NCCL_DEBUG, FLIGHT_RECORDER):
+        for variable in (*NCCL_VARIABLES, FLIGHT_RECORDER):
             if not variable.is_set:
                 variable.set(variable.default)
         if log is not None:

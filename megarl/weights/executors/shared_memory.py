@@ -26,6 +26,12 @@ _DEVICE_FIELD = 0
 A process opens memory of any GPU of its node from its own GPU, which then reads it directly; CUDA allows this even for
 GPUs that the process does not see.
 """
+_WAITS_FIELD = 7
+"""Field of a CUDA handle that says whether the reader waits for an event of the process that made it.
+
+An event is opened on the GPU that it belongs to, which the reader may not see. The sender has waited for its streams
+before it shares their results, so there is nothing left to wait for.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,7 @@ def _open(kind: str, handle: list[Any]) -> torch.UntypedStorage:
     if kind == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         handle[_DEVICE_FIELD] = torch.cuda.current_device()
+        handle[_WAITS_FIELD] = False
         return torch.UntypedStorage._new_shared_cuda(*handle)
     pid, number, num_bytes = handle
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from megarl.config.roles import InFlight
@@ -37,6 +37,7 @@ from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Link
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import Backend, StoreServer, abandon_group
+from megarl.weights.executors.shared_memory import UNREADABLE
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class TransferPublisher:
     failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None
     """Called before an attempt is repeated."""
     _link: _Link | None = field(default=None, init=False)
+    _farthest_read: Link = field(default=Link.NODE, init=False)
     _has_published: bool = field(default=False, init=False)
     _publish_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held during a publish: versions are sent one after the other."""
@@ -181,10 +183,25 @@ class TransferPublisher:
             except WeightSyncError as error:
                 logger.info("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
                 self.failed(version, str(error.__cause__ or error))
+                if UNREADABLE in str(error) and self._sends_more(roster):
+                    continue
                 if await self._are_all_there(roster, str(error)):
                     num_unexplained += 1
                     if num_unexplained > _MAX_UNEXPLAINED:
                         raise
+
+    def _sends_more(self, roster: Sequence[Engine]) -> bool:
+        """Send over the farthest link that engines read over; return False if they read over none.
+
+        Processes in containers of their own, or on GPUs that do not reach each other, may not read each other's memory.
+        """
+        direct = self._transfer_to(roster).direct
+        if direct is Link.PROCESS:
+            return False
+        self._farthest_read = Link(direct - 1)
+        where = "of other GPUs of their node" if direct is Link.NODE else "of their GPU's trainer rank"
+        logger.warning("publish: engines cannot read the memory %s; from now on it is sent to them", where)
+        return True
 
     async def _publish_to_one(self, roster: Sequence[Engine], version: PolicyVersion) -> tuple[int, Plan]:
         """Publish to the first engine that accepts it alone; the others are stale and catch up one by one."""
@@ -263,7 +280,8 @@ class TransferPublisher:
         return self._link
 
     def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
-        return self.transfer().with_engines([engine.index for engine in roster])
+        transfer = replace(self.transfer(), farthest_read=self._farthest_read)
+        return transfer.with_engines([engine.index for engine in roster])
 
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]

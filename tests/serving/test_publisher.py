@@ -18,6 +18,8 @@ from megarl.errors import FleetError, WeightSyncError, WorkerError
 from megarl.serving.publisher import TransferPublisher
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
+from megarl.weights.algebra.slices import Link
+from megarl.weights.executors.shared_memory import UNREADABLE
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import scripted_fleet
@@ -51,6 +53,9 @@ TRANSFER = TransferSpec(
 )
 
 
+ONE_NODE = replace(TRANSFER, trainer_gpus=((0, 0), (0, 1)), engine_gpus=((0, 2), (0, 3)))
+
+
 class FakeRanks:
     """Two ranks that hold version 4; each sends its half of one tensor to every engine."""
 
@@ -59,12 +64,16 @@ class FakeRanks:
         self._dies = dies
         self._num_engines = 0
         self.held = 4
+        self.direct: list[Link] = []
+        self.backends: list[str | None] = []
 
     async def version(self) -> int:
         return self.held
 
     async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         self._num_engines = transfer.num_engines
+        self.direct.append(transfer.direct)
+        self.backends.append(rendezvous.backend)
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         self._calls.append("send")
@@ -116,7 +125,7 @@ def arrives(_engines: Sequence[Engine]) -> int:
 class Scene:
     """Two engines that are there until `gone` says otherwise, and a publisher."""
 
-    def __init__(self, mischief: Mischief = arrives, *, dies: bool = False) -> None:
+    def __init__(self, mischief: Mischief = arrives, *, dies: bool = False, transfer: TransferSpec = TRANSFER) -> None:
         self.calls: list[str] = []
         self.gone: set[int] = set()
         self.fleet = scripted_fleet(self._answer(0), self._answer(1))
@@ -125,7 +134,7 @@ class Scene:
             ranks=LocalRanks(self.ranks),
             fleet=self.fleet,
             control=FakeControl(self.fleet, self.calls, mischief),
-            transfer=lambda: TRANSFER,
+            transfer=lambda: transfer,
             timeout_s=5,
             host=LOOPBACK,
         )
@@ -210,6 +219,33 @@ async def test_a_sender_that_dies_stays_the_trainers_error_and_its_engines_serve
     assert scene.calls == ["join 0 1", "send", "receive 0 1"]
     assert scene.states == [EngineState.STALE, EngineState.STALE]
     assert "received a part of version 4" in scene.fleet.engines[0].reason
+
+
+@pytest.mark.parametrize(
+    ("transfer", "direct", "backends"),
+    [
+        (replace(ONE_NODE, is_cpu_engine=False), [Link.NODE, Link.DEVICE], [None, "nccl"]),
+        (
+            replace(ONE_NODE, shares_devices=True, engine_gpus=ONE_NODE.trainer_gpus),
+            [Link.DEVICE, Link.PROCESS],
+            ["gloo", "gloo"],  # half of each engine's weights is on the other device
+        ),
+    ],
+)
+async def test_memory_that_engines_cannot_open_is_sent_to_them_from_then_on(
+    transfer: TransferSpec, direct: list[Link], backends: list[str | None]
+) -> None:
+    def refuse(_engines: Sequence[Engine]) -> int:
+        if scene.ranks.direct == direct[:1]:
+            raise WeightSyncError(f"engine 0: TP rank 0: receive: {UNREADABLE}: invalid device ordinal")
+        return 12
+
+    scene = Scene(refuse, transfer=transfer)
+    assert (await scene.publisher.publish(PolicyVersion(4))).num_engines == 2
+    await scene.publisher.publish(PolicyVersion(5))
+    assert scene.ranks.direct == direct
+    assert scene.ranks.backends == backends
+    assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
 
 
 async def test_a_stale_engine_catches_up_alone_while_the_other_serves() -> None:

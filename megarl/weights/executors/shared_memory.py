@@ -20,6 +20,8 @@ from megarl.errors import WeightSyncError, first_line
 from megarl.weights.algebra.slices import Index
 from megarl.weights.executors.tensors import torch_dtype
 
+UNREADABLE = "the trainer's memory cannot be opened in this process"
+"""The beginning of the error of a process that may not read another's memory; the bytes can still be sent to it."""
 _DEVICE_FIELD = 0
 """Field of a CUDA handle with the number of the GPU in the process that made it.
 
@@ -81,7 +83,7 @@ def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
         handles = [[_from_json(field) for field in handle] for handle in description["handles"]]
         storages = [_open(description["kind"], handle) for handle in handles]
     except (RuntimeError, OSError) as error:
-        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {first_line(error)}") from error
+        raise WeightSyncError(f"{UNREADABLE}: {first_line(error)}") from error
     tensors = {}
     for name, fields in description["views"].items():
         view = _View(**fields)

@@ -38,6 +38,8 @@ class TransferSpec:
     """Whether nodes of engines forward weights to each other."""
     keeps_open: bool = True
     """Whether engines keep the trainer's memory open between publishes; the trainer cannot free it meanwhile."""
+    farthest_read: Link = Link.NODE
+    """The farthest link over which memory of another process can be opened; nearer than NODE where that has failed."""
     fp8_keep: tuple[str, ...] | None = None
     """Patterns of the modules in `engine_dtype` beside FP8 weights; None: no weights are in FP8."""
 
@@ -47,9 +49,9 @@ class TransferSpec:
 
         GPUs of a node read each other (CUDA IPC). CPU ranks that share no device stand for ranks on different nodes.
         """
-        if self.is_cpu_engine:
-            return Link.DEVICE if self.shares_devices else Link.PROCESS
-        return Link.NODE
+        if self.is_cpu_engine and not self.shares_devices:
+            return Link.PROCESS
+        return min(self.farthest_read, Link.DEVICE if self.is_cpu_engine else Link.NODE)
 
     @property
     def num_targets(self) -> int:

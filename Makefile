@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
-# Processes that share the tests: as many as there are cores, if each has 6 GB of memory.
-WORKERS ?= 2
+# Processes that share the tests: one more than there are cores, since much of a test is waiting, if each has 6 GB of
+# memory. The longest file bounds what more than eight could gain.
+WORKERS ?= $(shell awk -v cores=$$(nproc) '/MemTotal/ {n = int($$2 / 6e6); if (n > cores + 1) n = cores + 1; \
+	if (n > 8) n = 8; if (n < 1) n = 1; print n}' /proc/meminfo)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup hashes kernels packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from _pytest.mark import ParameterSet
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
@@ -31,6 +34,17 @@ _HEAVY_PROGRAMS = ("megarl.engine.cpu", "megarl.engine.server", "/raylet", "/gcs
 """Ends of words in command lines that start an engine or a Ray."""
 _RUN_AGAIN = "run again"
 """The outcome of a test whose process was lost."""
+
+
+def slow(*cases: object) -> list[ParameterSet]:
+    """Return cases of a parametrised test that are slow: others of the same test see the same faults in `make test`."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def slow_except(kept: Sequence[object], cases: Iterable[object]) -> list[ParameterSet]:
+    """Return all cases; those that are not kept are slow."""
+    others = [case for case in cases if case not in kept]
+    return [*map(pytest.param, kept), *slow(*others)]
 
 
 def fixtures_of(item: pytest.Item) -> list[str]:

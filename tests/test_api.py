@@ -270,6 +270,7 @@ def test_a_run_with_an_own_reward_is_trained_read_and_returned_when_it_is_finish
     assert "pass@2" in run_words(project, megarl, "evaluate", "runs/own_reward", "-n", "2", "--max-prompts", "4")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_run")
 def test_one_run_takes_all_stages_of_the_examples(project: Path, engine_template: EngineTemplate) -> None:
     script, output = project / "all_stages.py", project / "all_stages.out"

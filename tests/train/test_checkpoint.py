@@ -26,6 +26,7 @@ from megarl.train.rank_spec import RankSpec
 from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from tests.schedule import slow
 from tests.train import jobs, save_jobs
 from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
@@ -111,9 +112,9 @@ def checkpoints(cluster: Cluster, models: Models, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        *[("qwen3", split) for split in ("TP2-SP", "PP2-VPP2", "DP2", "TP2-PP2")],
+        *[("qwen3", split) for split in ("TP2-SP", "PP2-VPP2")],
         ("qwen3_moe", "TP2-EP2"),
-        pytest.param("qwen3_moe", "EP2-DP2", marks=pytest.mark.slow),
+        *slow(("qwen3", "DP2"), ("qwen3", "TP2-PP2"), ("qwen3_moe", "EP2-DP2")),
     ],
 )
 def test_training_in_two_parts_gives_the_same_bits(
@@ -153,12 +154,10 @@ def test_ranks_verify_a_checkpoint_together(cluster: Cluster, models: Models, tm
     ("family", "first", "second"),
     [
         ("qwen3", "TP2-SP", "PP2"),
-        ("qwen3", "DP2", "TP2-PP2"),
-        ("qwen3", "TP2-PP2", "TP1"),
-        ("qwen3", "CP2", "TP2"),
         ("qwen3", "PP2-VPP2", "CP2"),
         ("qwen3_moe", "TP2-EP2", "TP2-SP"),
-        ("qwen2_moe", "TP2-EP4-ETP1", "EP2-PP2"),
+        *slow(("qwen3", "DP2", "TP2-PP2"), ("qwen3", "TP2-PP2", "TP1"), ("qwen3", "CP2", "TP2")),
+        *slow(("qwen2_moe", "TP2-EP4-ETP1", "EP2-PP2")),
     ],
 )
 def test_another_layout_goes_on_where_the_first_stood(
@@ -358,8 +357,7 @@ def test_ranks_stay_connected_from_save_to_save_until_one_fails(
     "point",
     [
         # Each costs a new set of ranks.
-        pytest.param("snapshot_taken", marks=pytest.mark.slow),
-        pytest.param("ranks_met", marks=pytest.mark.slow),
+        *slow("snapshot_taken", "ranks_met"),
         "file_written",
     ],
 )

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import PrimeConfig
 from megarl.types import TrainSample
+from tests.schedule import slow
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
@@ -53,7 +54,7 @@ def _logprob(model: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize(("split", "budget"), [("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)])
+@pytest.mark.parametrize(("split", "budget"), [("TP2-SP", 30), ("CP2", 20), *slow(("TP1", 400), ("PP2", 24))])
 def test_equals_a_slow_reward_model_for_every_split(split: str, budget: int, cluster: Cluster, models: Models) -> None:
     model = models.get("qwen2", tied=False)
     samples = [

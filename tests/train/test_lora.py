@@ -32,6 +32,7 @@ from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import megatron_layout
+from tests.schedule import slow
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
@@ -166,14 +167,14 @@ def check_equals_peft(
     assert all((after[name] - before[name]).abs().max() > 10 * TOLERANCE for name in after), "a gradient is tiny"
 
 
-@pytest.mark.parametrize("split", ["TP2", "PP2", "TP2-SP", "CP2"])
+@pytest.mark.parametrize("split", ["TP2-SP", *slow("TP2", "PP2", "CP2")])
 def test_equals_peft(split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
     """The splits below have dropout as well, from the same log-probabilities."""
     model = models.get("qwen2", tied=True)
     check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ALL_MODULES), cluster)
 
 
-@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "TP2-PP2", "DP2", "CP2", "PP2-VPP2 recomputed"])
+@pytest.mark.parametrize("split", ["TP2-PP2", "CP2", "PP2-VPP2 recomputed", *slow("TP1", "TP2-SP", "DP2")])
 def test_an_update_leaves_out_the_same_inputs_as_peft_in_every_split(
     split: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ def test_some_modules_of_a_fused_parameter_are_enough(cluster: Cluster, models: 
     check_equals_peft(model, SPLITS["TP2-SP"], lora, cluster)
 
 
-@pytest.mark.parametrize("is_sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_sequence_parallel", [*slow(False), True])
 def test_ranks_that_share_a_key_head_hold_the_whole_of_a(
     is_sequence_parallel: bool, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -209,7 +210,7 @@ def test_the_attention_of_a_mixture_can_be_adapted(cluster: Cluster, models: Mod
     check_equals_peft(model, MIXTURE_SPLITS["TP2-EP2"], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
 
 
-@pytest.mark.parametrize("split", ["TP2-EP2-ETP1", "PP2-VPP2"])
+@pytest.mark.parametrize("split", ["TP2-EP2-ETP1", *slow("PP2-VPP2")])
 def test_the_shared_expert_of_a_mixture_can_be_adapted(
     split: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ from megarl.config.algorithm import (
 )
 from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 from tests.algo.groups import scored_group
+from tests.schedule import slow_except
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
@@ -92,7 +93,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 SPPO = SppoConfig(kind="sppo", correction=TisConfig(kind="tis", max_weight=5.0))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_except(["gspo", "gmpo"], ALGORITHMS))
 def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster: Cluster, models: Models) -> None:
     model = models.get("qwen2", tied=False)
     samples = [_with_reference(sample) for sample in make_samples(8, vocab=model.shape.vocab, seed=5)]
@@ -194,7 +195,7 @@ PREFERENCES: dict[str, AlgorithmConfig] = {
 }
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", slow_except(["dpo", "reward_model"], PREFERENCES))
 def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Cluster, models: Models) -> None:
     """Margins of the pairs by the log-probabilities of a rank, and the update that follows from them."""
     model, config = models.get("qwen2", tied=False), PREFERENCES[name]

@@ -13,6 +13,7 @@ from megarl.config.lora import LoraConfig
 from megarl.train import optimizer as optimizer_module
 from megarl.train.offload import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
+from tests.schedule import slow
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
@@ -101,7 +102,7 @@ def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypa
 
 @pytest.mark.parametrize(
     ("split", "lora"),
-    [("DP2", None), ("PP2-VPP2", None), ("DP2", LoraConfig(rank=4))],
+    [*slow(("DP2", None)), ("PP2-VPP2", None), ("DP2", LoraConfig(rank=4))],
     ids=["DP2", "PP2-VPP2", "DP2-LoRA"],
 )
 def test_a_rank_that_takes_turns_learns_the_same_to_the_last_bit(
@@ -123,7 +124,7 @@ def test_a_rank_that_takes_turns_learns_the_same_to_the_last_bit(
             assert message == "released; reload comes first"
 
 
-@pytest.mark.parametrize(("family", "split"), [("qwen2", "DP2"), ("qwen3_moe", "EP2-DP2")])
+@pytest.mark.parametrize(("family", "split"), [("qwen2", "DP2"), *slow(("qwen3_moe", "EP2-DP2"))])
 def test_states_in_host_memory_are_updated_in_pieces_as_whole_ones_on_the_device(
     family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:

@@ -103,7 +103,7 @@ NCCL_SWITCH = EnvVar(
 )
 
 NCCL_VARIABLES = (NCCL_DEBUG, NCCL_MEMORY, NCCL_SWITCH)
-"""What trainer ranks and engines set alike."""
+"""Variables that trainer ranks and engines set alike."""
 
 FLIGHT_RECORDER = EnvVar(
     name="TORCH_FR_BUFFER_SIZE",

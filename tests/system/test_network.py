@@ -25,34 +25,54 @@ def test_an_address_that_is_no_interface_has() -> None:
 PUBLIC, STORAGE, CLUSTER = "8.8.4.4", "192.168.7.2", "10.1.0.5"
 
 
+HEAD = "10.1.0.1:6379"
+
+
+def routed(monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...], ways: dict[str, str]) -> None:
+    """Let this machine have these addresses, and use them towards some hosts."""
+    monkeypatch.setattr(module, "_own_addresses", lambda: dict.fromkeys(own, "eth"))
+    monkeypatch.setattr(module, "_address_towards", lambda target: ways.get(target[0]))
+
+
 @pytest.mark.parametrize(
-    ("own", "leaving", "expected"),
+    ("own", "ways", "expected"),
     [
-        (("127.0.0.1", CLUSTER), None, CLUSTER),
-        (("127.0.0.1", PUBLIC, CLUSTER), PUBLIC, CLUSTER),
-        (("127.0.0.1", "169.254.3.4", STORAGE, CLUSTER), CLUSTER, CLUSTER),
+        (("127.0.0.1", CLUSTER), {}, CLUSTER),
+        (("127.0.0.1", PUBLIC, CLUSTER), {module._ANYWHERE: PUBLIC}, CLUSTER),
+        (("127.0.0.1", "169.254.3.4", STORAGE, CLUSTER), {module._ANYWHERE: CLUSTER}, CLUSTER),
+        ((STORAGE, CLUSTER), {"10.1.0.1": CLUSTER}, CLUSTER),
+        ((STORAGE, CLUSTER), {module._ANYWHERE: STORAGE, "10.1.0.1": CLUSTER}, CLUSTER),
+        ((PUBLIC, STORAGE, CLUSTER), {module._ANYWHERE: PUBLIC, "10.1.0.1": CLUSTER}, CLUSTER),
     ],
-    ids=["the only one", "never the public one", "the default route's"],
+    ids=["the only one", "never public", "default route", "no default route", "another default route", "a public one"],
 )
 def test_the_private_address_of_this_machine(
-    own: tuple[str, ...], leaving: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    own: tuple[str, ...], ways: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_own_addresses", lambda: dict.fromkeys(own, "eth"))
-    monkeypatch.setattr(module, "_leaving_address", lambda: leaving)
+    routed(monkeypatch, own, ways)
+    assert address_in(PRIVATE, towards=HEAD) == expected
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
     assert address_in(PRIVATE) == expected
 
 
 @pytest.mark.parametrize(
-    ("own", "leaving", "message"),
+    ("own", "message"),
     [
-        (("127.0.0.1", PUBLIC), PUBLIC, "it has no private address; name the network that the machines share"),
-        ((STORAGE, CLUSTER, PUBLIC), PUBLIC, f"none of these is used by its default route: {STORAGE}, {CLUSTER}; name"),
+        (("127.0.0.1", PUBLIC), "it has no private address; name the network that the machines share"),
+        (
+            (STORAGE, CLUSTER, PUBLIC),
+            f"none of these is used towards Ray's head or by its default route: {STORAGE}, {CLUSTER}; name",
+        ),
     ],
 )
 def test_a_machine_without_one_private_address_is_told_to_name_the_network(
-    own: tuple[str, ...], leaving: str, message: str, monkeypatch: pytest.MonkeyPatch
+    own: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_own_addresses", lambda: dict.fromkeys(own, "eth"))
-    monkeypatch.setattr(module, "_leaving_address", lambda: leaving)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    routed(monkeypatch, own, {module._ANYWHERE: PUBLIC})
     with pytest.raises(MachineError, match=message):
         address_in(PRIVATE)
+
+
+def test_the_address_towards_a_host_of_this_machine_is_its_own() -> None:
+    assert module._address_towards(("127.0.0.1", 9)) == "127.0.0.1"

@@ -367,8 +367,9 @@ class NetworkConfig(Section):
 
     bind: str | None = None
     """A network in CIDR form, such as 10.1.0.0/16, or one address: each machine listens on its own address in it.
-    `private` is its only address that is not public, or of several the one towards Ray's head, or of its default route. null is loopback on
-    one machine, and in a Ray cluster the address by which Ray knows the machine; metrics stay on loopback then."""
+    `private` is its only address that is not public, or of several the one towards Ray's head, or of its default route.
+    null is loopback on one machine, and in a Ray cluster the address by which Ray knows the machine; metrics stay on
+    loopback then."""
 
 
 class Recipe(Section):

@@ -32,9 +32,9 @@ from megarl import __version__
 from megarl.checkpoint.folder import begin, below, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, MODEL_FOLDER, FileDigest, Manifest, verify
 from megarl.checkpoint.save import contribution, copy_to_host, save_hf
-from megarl.config.model import Family, ModelShape
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Index, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
@@ -49,7 +49,7 @@ _TIMEOUT_S = 600.0
 _PATTERN_ITEMS = 1 << 22
 _WIDTH = 100
 _SHAPE = ModelShape(
-    family=Family.LLAMA,
+    family="llama",
     num_layers=1,
     hidden=2048,
     ffn_hidden=5632,

@@ -19,11 +19,11 @@ import numpy as np
 
 from bench.figures import Figure
 from bench.one_engine import Server, full_publish, random_prompts, serving
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import graph_sizes
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.hardware import gpu_of
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed

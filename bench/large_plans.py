@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.config.hub import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_from, buckets_to
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import on_gpus

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench.figures import Failure, Figure
 from bench.training import PEAK_TFLOPS, STD, WORKLOADS, TrainWorkload, alone, clear_device, micro_batch
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, scoring_bytes
 from megarl.train.build import accumulate_in_products, build_chunks
 from megarl.train.model import DeviceMicroBatch, named_weights

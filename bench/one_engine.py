@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.manifest import make_header
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device, dtype_on
 from megarl.engine.client import EngineClient, EngineKeys
@@ -25,6 +24,8 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess, EngineSpec
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt

@@ -13,9 +13,9 @@ from dataclasses import fields, replace
 import numpy as np
 
 from bench.dataplane import PlaneFigure
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, plan_packs
 from megarl.data.shares import make_shares
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.flops import forward_flops
 from megarl.tokens import Content
 from megarl.types import FinishReason, Rollout, TrainBatch, TrainSample

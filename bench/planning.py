@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.large_plans import PUBLISHES
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.weights.layouts.canonical import canonical_tensors
 

@@ -22,7 +22,7 @@ import aiohttp
 import torch
 
 from bench.reshard_ranks import SGLANG_GROUP, BenchRanks, Parameter, Sent, canonical_names, parameters_of
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.commands import Rendezvous
@@ -30,6 +30,7 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
+from megarl.families.shape import ModelShape
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from bench.figures import Figure
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.system.network import LOOPBACK
 from megarl.train.build import build_chunks
 from megarl.train.logprob import token_scores, vocab_shard

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.model import Family, ModelShape
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import Move, Plan, plan
 from megarl.weights.algebra.slices import Holding, Layout, Slice, on_gpus
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -28,7 +28,7 @@ _SIZE = (860, 510)
 def example() -> Plan:
     """Return a plan from four ranks on node 0 to two engines of two ranks on node 1 and one on node 2."""
     shape = ModelShape(
-        family=Family.LLAMA,
+        family="llama",
         num_layers=2,
         hidden=8,
         ffn_hidden=8,

@@ -30,7 +30,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
+from megarl.families.shape import ModelShape
 
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

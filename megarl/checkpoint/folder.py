@@ -23,8 +23,8 @@ from megarl.checkpoint.manifest import (
     write_manifest,
 )
 from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig
-from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.system.faults import reach, step_in
 from megarl.system.run_lock import check_held
 from megarl.weights.layouts.canonical import canonical_tensors

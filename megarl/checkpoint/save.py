@@ -24,8 +24,8 @@ import torch
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import TensorFile
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
+from megarl.families.interface import critic_architecture
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, Tree
-from megarl.config.hub import PUBLIC_MODELS, public_model_name
+from megarl.config.hub import public_model_name
 from megarl.config.load import schema_problems, validated
-from megarl.config.model import Family
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem, writing
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
 from megarl.tools.import_verl.translate import translate_file
@@ -297,7 +297,7 @@ def calculator(out: _Out, seed: _Seed = 1) -> None:
 def _random_shape(name: str) -> TinyShape:
     from megarl.tools.quickstart.tiny_model import TinyShape
 
-    known = {known: shape for known, shape in PUBLIC_MODELS.items() if shape.family is Family.QWEN2}
+    known = {known: shape for known, shape in PUBLIC_MODELS.items() if shape.family == "qwen2"}
     if name not in known:
         problem = Problem(key="--like", message=f"{name} is not known; name one of {', '.join(known)}")
         raise ConfigError("megarl data make arithmetic", (problem,))

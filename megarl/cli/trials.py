@@ -22,8 +22,8 @@ from megarl.cli.train import ignore_warnings
 from megarl.errors import ConfigError, MachineError, NumericsError, WeightSyncError
 
 if TYPE_CHECKING:
-    from megarl.config.model import ModelShape
     from megarl.config.recipe import Recipe
+    from megarl.families.shape import ModelShape
     from megarl.tools.check_sync import SyncCheck
     from megarl.tools.diagnose.verdict import Diagnosis, HookPointError
     from megarl.tools.rehearse import RehearsalReport

@@ -11,10 +11,11 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.model import Family, ModelShape
 from megarl.config.roles import ModelParallelConfig, RolesConfig, RolloutRoleConfig
 from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
 
 _PACKAGES = {"te": "transformer_engine", "deepep": "deep_ep"}
 _FP8_COLUMNS = 16
@@ -24,8 +25,6 @@ FP8_BLOCK = 128
 width is a multiple of this."""
 _WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
 _HOPPER: tuple[GpuName, ...] = ("h100", "h200", "h20")
-WITH_CACHE_SCALES: tuple[Family, ...] = (Family.QWEN2, Family.QWEN2_MOE, Family.LLAMA)
-"""Families whose attention gets scales of an FP8 cache in SGLang as soon as weights are in FP8."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Matrices that engines stack in one parameter, which has one precision."""
 _LAYERS = "model.layers."
@@ -129,8 +128,8 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
     """Yield what keeps a model of this shape from being published in FP8: cuts through blocks, unknown modules."""
     if rollout.fp8_keep is None:
         return
-    if shape.family is Family.MIXTRAL:
-        yield Problem(key="roles.rollout.precision", message="fp8 has not been tried with mixtral engines; use bf16")
+    if (reason := family_of(shape).refuses.get("fp8")) is not None:
+        yield Problem(key="roles.rollout.precision", message=reason)
         return
     if shape.hidden % FP8_BLOCK:
         message = f"fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, and it is {shape.hidden}; use bf16"
@@ -157,7 +156,7 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
                 yield Problem(key=f"roles.{role}.tensor", message=message)
     yield from _kept(shape, rollout.fp8_keep)
     cache = rollout.sglang.get("kv_cache_dtype")
-    if rollout.has_fp8_cache and shape.family in WITH_CACHE_SCALES:
+    if rollout.has_fp8_cache and family_of(shape).engine.has_cache_scales:
         message = (
             f"{cache} with FP8 weights: SGLang starts {shape.family} models with random scales of the cache then; "
             "remove it, or set roles.rollout.precision: bf16"

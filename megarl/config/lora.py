@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.model import ModelShape
 from megarl.config.section import Section
 from megarl.errors import Problem
+from megarl.families.shape import ModelShape
 
 LoraModule: TypeAlias = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -14,10 +14,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
 from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
+from megarl.families.shape import ModelShape
 
 LEAST_GRACE_S = 120.0
 LEAST_DEADLINE_S = 1800.0

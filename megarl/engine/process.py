@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.lora import SERVED_AS
-from megarl.config.model import ModelShape
 from megarl.config.native import JSON, read_library
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
@@ -30,6 +29,7 @@ from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.log import EngineLog
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
+from megarl.families.shape import ModelShape
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of, reserve_port
 from megarl.system.proc import ProcessStat, all_processes, read_stat
@@ -97,6 +97,7 @@ class EngineSpec:
     role: str = "rollout"  # its key below `roles`
     is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
     has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
+    options: tuple[str, ...] = ()  # words of the command line that its family needs
 
     @property
     def dtype(self) -> str:
@@ -290,7 +291,15 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     words += [] if spec.device == "cpu" else _graph_words(config)
     module = "cpu" if spec.device == "cpu" else "server"
-    return [sys.executable, "-m", f"megarl.engine.{module}", *words, *flags, *_native_words(config.sglang)]
+    return [
+        sys.executable,
+        "-m",
+        f"megarl.engine.{module}",
+        *words,
+        *flags,
+        *spec.options,
+        *_native_words(config.sglang),
+    ]
 
 
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, Device, round_up
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 

@@ -15,12 +15,14 @@ from functools import cached_property
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.hub import PUBLIC_MODELS, public_model_name
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.hub import public_model_name
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, SamplingConfig
 from megarl.config.roles import EngineRoleConfig, ModelParallelConfig, PoolConfig, RolesConfig, TrainedModelConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork
 from megarl.planner.hardware import GpuModel
 from megarl.planner.memory import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from megarl.config.model import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.weights.layouts.canonical import num_active_parameters
 
 

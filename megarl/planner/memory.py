@@ -8,9 +8,9 @@ from functools import cache
 from math import prod
 
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
+from megarl.families.shape import ModelShape
 from megarl.planner.hardware import GpuModel
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
 from megarl.weights.layouts.fp8 import fp8_engine_layout

@@ -16,9 +16,9 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
-from megarl.config.model import ModelShape
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
+from megarl.families.shape import ModelShape
 from megarl.planner.activations import recomputed_share
 from megarl.planner.deployment import Deployment, Placement, PlannedModel, StepWorkload
 from megarl.planner.flops import ForwardWork, forward_work, num_multiplied

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, teaching_of
 from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import ModelPacking
+from megarl.families.shape import ModelShape
 from megarl.planner.flops import forward_flops
 from megarl.ranks.start import critic_shape
 

@@ -21,11 +21,12 @@ from megarl.cluster.cluster import Pool
 from megarl.cluster.tasks import task_group
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
 from megarl.env import trainer_environment
 from megarl.errors import WorkerError
+from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TrainedCalls
 from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
 from megarl.train.rank_spec import RankSpec

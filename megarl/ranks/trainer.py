@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from megarl.algo.algorithm import PolicyGradient, Sft
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import row_lengths
 from megarl.errors import MachineError, NumericsError
+from megarl.families.shape import ModelShape
 from megarl.planner.flops import forward_flops
 from megarl.planner.hardware import gpu_named
 from megarl.ranks.calls import ActorCalls, CriticCalls

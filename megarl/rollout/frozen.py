@@ -23,13 +23,13 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.tasks import task_group
-from megarl.config.model import ModelShape
 from megarl.config.roles import Teaching, teacher_of
 from megarl.data.tokenizer import Chat, Tokenizer, load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Fleet
 from megarl.errors import DataError, EngineError, EngineLostError, QuarantineError, ScoreError
+from megarl.families.shape import ModelShape
 from megarl.reward.judge import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.following import EngineView, FollowingFleet

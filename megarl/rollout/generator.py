@@ -18,7 +18,6 @@ from uuid import uuid4
 
 import numpy as np
 
-from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
+from megarl.families.shape import ModelShape
 from megarl.routes import RouteRequest, RouteShape
 from megarl.system.faults import reach
 from megarl.tokens import Content, SampledTokens, repeated, shared_if_equal

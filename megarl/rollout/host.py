@@ -25,7 +25,6 @@ import ray
 from megarl.algo.grade import answer_in
 from megarl.cluster.remote_process import RemoteProcess, this_process
 from megarl.cluster.stored import StoredContent, StoredResponses, fetch
-from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
 from megarl.data.group_encoding import ContentArrays, GroupRecord
 from megarl.data.rollout_files import EvaluatedRollout, SampledRollout, make_table, write_generations, write_tables
@@ -33,6 +32,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError
+from megarl.families.shape import ModelShape
 from megarl.observe.summary import repeated_share
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool

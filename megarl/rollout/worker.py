@@ -12,12 +12,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol, cast
 
 from megarl.cluster.tasks import task_group
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import InFlight, Teaching, teaching_of
 from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.episodes.play import EpisodeScorer, Player
+from megarl.families.shape import ModelShape
 from megarl.rollout.frozen import FrozenEngines, TaughtGenerator
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.stages import Generator, Scorer

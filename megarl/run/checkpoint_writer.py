@@ -26,9 +26,9 @@ from megarl.checkpoint.folder import (
 )
 from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, Manifest, digest_file
 from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, TrainerState, identity_digest, write_state
-from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import TrainedCalls

@@ -10,12 +10,13 @@ from pathlib import Path
 from megarl import __version__
 from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
 from megarl.config.algorithm import RowKind
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
 

@@ -12,9 +12,10 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
 from megarl.checkpoint.mirror import Fetched, MirroredRun
 from megarl.checkpoint.resume import Decision, Ledger, ResumePoint, decide, open_complete, open_named
 from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError, WorkerError
+from megarl.families.shape import ModelShape
 from megarl.run.inputs import Inputs
 
 ResumeChoice: TypeAlias = Path | Literal["auto", "never"]

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megarl.cluster.stored_adapter import StoredAdapter
-from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelConfig
 from megarl.engine import admin
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.engine.process import EngineAdapters, EngineSpec
 from megarl.errors import EngineError, WeightSyncError, first_few
+from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult

@@ -11,10 +11,10 @@ from typing import assert_never
 
 from megarl.cluster.cluster import open_cluster
 from megarl.cluster.tasks import task_group
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.engine.control import EngineControl
+from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup

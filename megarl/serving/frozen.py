@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megarl.cluster.cluster import Pool
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
 from megarl.config.roles import FrozenRoleConfig, RolesConfig, TeacherEnginesConfig
 from megarl.engine.admin import check_running, endpoints_of
@@ -23,6 +23,7 @@ from megarl.engine.client import EngineClient, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus
 from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, restart_policy
+from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.rollout.frozen import FrozenRole, FrozenSetup
 from megarl.rollout.worker import AnsweredPrompt, RolloutSource, RolloutTask, WithGreedyScore

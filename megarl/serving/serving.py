@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megarl.cluster.cluster import Cluster, Pool, own_address
-from megarl.config.model import ModelShape
 from megarl.config.recipe import ClusterConfig, Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.engine.admin import endpoints_of
@@ -24,6 +23,7 @@ from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import UNFILLED, Fleet
 from megarl.engine.lifecycle import FellBehind, RestartPolicy
 from megarl.engine.process import EngineDeadlines, deadlines_of, restart_policy
+from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.serving.adapter_publisher import ServedAdapters
 from megarl.serving.nodes import EngineNodes, following_nodes, moving_engines

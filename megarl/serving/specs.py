@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.cluster.cluster import Place, Pool, accelerators, gpu_numbers
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineKeys
 from megarl.engine.process import EngineAdapters, EngineSpec
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_of
 from megarl.planner.memory import adapter_slots, planned_cached_tokens
 from megarl.serving.processes import Engines
@@ -51,6 +52,7 @@ def rollout_engine(
         shares_devices=shares_devices,
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,
+        options=family_of(shape).engine.options,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,12 +19,13 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import TRAITS, ModelShape, YarnScaling
 from megarl.config.recipe import Recipe
 from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import WeightSyncError
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
 from megarl.serving.connect import Roles, started_roles
 from megarl.serving.serving import ManagedServing
 from megarl.serving.specs import transfer_spec
@@ -34,7 +35,7 @@ from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Piece
 from megarl.weights.executors.tensors import box_of, torch_dtype
-from megarl.weights.layouts.canonical import EMBEDDING, HEAD, SHARED_BLOCK, SHARED_GATE, VALUE_HEAD, canonical_tensors
+from megarl.weights.layouts.canonical import EMBEDDING, HEAD, VALUE_HEAD, canonical_tensors
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _STD = 0.05
@@ -158,7 +159,7 @@ def _sync_check(transfer: TransferSpec, verdicts: list[ClassVerdict]) -> SyncChe
 def write_random_model(folder: Path, shape: ModelShape, *, seed: int) -> None:
     """Write config.json and model.safetensors; an engine that gets token ids needs no tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(family_of(shape).config_json(shape), indent=2) + "\n")
     save_file(random_tensors(shape, seed=seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -173,52 +174,6 @@ def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def config_of(shape: ModelShape) -> dict[str, object]:
-    """Return the content of `config.json`."""
-    config: dict[str, object] = {
-        "architectures": [TRAITS[shape.family].architecture],
-        "model_type": shape.family.value,
-        "dtype": shape.dtype,
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn_hidden,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_context_tokens,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": _rope(shape),
-        "tie_word_embeddings": shape.has_tied_embeddings,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-    }
-    if shape.experts is not None:
-        config |= {
-            "moe_intermediate_size": shape.ffn_hidden,
-            "num_experts": shape.experts.num,
-            "num_experts_per_tok": shape.experts.per_token,
-            "norm_topk_prob": shape.experts.is_normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-        if shape.experts.shared:
-            config["shared_expert_intermediate_size"] = shape.experts.shared
-    return config
-
-
-def _rope(shape: ModelShape) -> dict[str, object]:
-    if shape.rope_scaling is None:
-        return {"rope_type": "default", "rope_theta": shape.rope_theta}
-    scaling = {name: value for name, value in asdict(shape.rope_scaling).items() if value is not None}
-    scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
-    kind = "yarn" if isinstance(shape.rope_scaling, YarnScaling) else "llama3"
-    return {"rope_type": kind, "rope_theta": shape.rope_theta, **scaling}
-
-
 def tensor_class(name: str) -> str:
     """Return the kind of weight that a canonical tensor is."""
     for part, kind in (
@@ -226,10 +181,9 @@ def tensor_class(name: str) -> str:
         (HEAD, "output"),
         (VALUE_HEAD, "value head"),
         ("norm", "norms"),
-        (".gate.weight", "router"),
+        (".gate.", "router"),
         (".experts.", "experts"),
-        (SHARED_BLOCK, "shared expert"),
-        (SHARED_GATE, "shared expert"),
+        (".shared_expert", "shared expert"),
         ("o_proj", "attention output"),
         ("self_attn.", "qkv"),
         ("mlp.", "feed-forward"),

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.recipe import (
     CheckpointConfig,
     ClusterConfig,
@@ -38,6 +37,7 @@ from megarl.config.roles import (
     RolesConfig,
 )
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.families.shape import ModelShape
 
 _TRAINER, _ENGINE = "trainer", "engine"
 _MAX_LORA_RANK = 4

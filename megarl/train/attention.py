@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from megarl.config.model import ModelShape, RopeScaling, YarnScaling
+from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
 from megarl.train.long_attention import (
     CAUSAL_GROUPED,
     ContextPart,

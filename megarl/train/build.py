@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.kernels import adds_gradients_in_products, is_te_installed, uses_te
-from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.families.shape import ModelShape
 from megarl.train.attention import PackedAttention
 from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import with_adapter

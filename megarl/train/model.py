@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.config.model import ModelShape
 from megarl.data.packing import zigzag
+from megarl.families.shape import ModelShape
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard

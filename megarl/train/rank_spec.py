@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
+from megarl.families.shape import ModelShape
 from megarl.types import FloatArray
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.model import ModelShape
 from megarl.errors import WeightSyncError
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.executors.digest import MODULUS, digest_tensor, to_ints
 from megarl.weights.executors.tensors import box_of

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.save import assign_tensors, contribution, copy_to_host, save_hf, save_tensors
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Index, Layout, Slice
 from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf

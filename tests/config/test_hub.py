@@ -19,7 +19,6 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.config.hub import (
-    PUBLIC_MODELS,
     HubError,
     hub_folder,
     is_hub_name,
@@ -28,6 +27,7 @@ from megarl.config.hub import (
     with_local_models,
 )
 from megarl.config.load import read_recipe
+from megarl.families import PUBLIC_MODELS
 from megarl.weights.layouts.canonical import num_active_parameters, num_parameters
 
 HERE = Path(__file__).parent

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megarl.config import kernels
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.kernels import check_blocks, check_kernels, check_packages, check_widths, finds_deepep, uses_te
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import Problem
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 
 DENSE = PUBLIC_MODELS["qwen2.5-7b"]
 

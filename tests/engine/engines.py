@@ -13,13 +13,13 @@ import aiohttp
 import httpx
 import numpy as np
 
-from megarl.config.model import ModelShape
 from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply, Send
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
+from megarl.families.shape import ModelShape
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.types import PolicyVersion, Prompt, TokenArray
 from tests.tiny_models import write_tiny_model

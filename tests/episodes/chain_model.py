@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.data.tokenizer import Tokenizer, ToolFunction, load_tokenizer
+from megarl.families.shape import ModelShape
 from megarl.types import Rollout
 from tests.episodes.templates import write_tokenizer
 from tests.tiny_models import QWEN2

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from megarl.config.model import Family
 from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Gpu, Link, on_gpus
@@ -40,7 +39,7 @@ Fault = Literal["killed", "stopped", "late", "corrupted"]
 class PublishCase:
     """Four trainer ranks and up to four engine ranks."""
 
-    family: Family
+    family: str
     parallel: MegatronParallel
     tensor: int
     num_engines: int
@@ -92,7 +91,7 @@ def random_cases(number: int) -> list[PublishCase]:
         tensor = draw.choice([1, 2, 4])
         cases.append(
             PublishCase(
-                family=Family.QWEN3_MOE if is_mixture else draw.choice([Family.QWEN2, Family.QWEN3, Family.LLAMA]),
+                family="qwen3_moe" if is_mixture else draw.choice(["qwen2", "qwen3", "llama"]),
                 parallel=draw.choice(mixtures if is_mixture else dense),
                 tensor=tensor,
                 num_engines=4 // tensor,

@@ -20,12 +20,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.algorithm import SftConfig
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork, activation_bytes, head_bytes
 from megarl.tokens import SampleColumn, assemble
 from megarl.train.actor import ActorRank

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import Experts, Family, ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.commands import Rendezvous
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
 from megarl.engine.tool_commands import ToolControl, _fingerprint
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import Experts, ModelShape
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import DigestSums, Summand, check_digests, digest
@@ -50,16 +50,16 @@ PLAIN: dict[str, object] = {"attention_backend": "triton", "sampling_backend": "
 SLOW: dict[str, object] = {**PLAIN, "disable_cuda_graph": True}
 FAST: dict[str, object] = {**PLAIN, "cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 64}
 ARCHITECTURES = {
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-    Family.QWEN3_MOE: "Qwen3MoeForCausalLM",
-    Family.LLAMA: "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
 }
 LARGE = PUBLIC_MODELS["qwen2.5-7b"]
 
 
-def small_shape(family: Family) -> ModelShape:
-    dense = {Family.QWEN2: "qwen2.5-7b", Family.QWEN3: "qwen3-8b", Family.LLAMA: "llama-3.1-8b"}
+def small_shape(family: str) -> ModelShape:
+    dense = {"qwen2": "qwen2.5-7b", "qwen3": "qwen3-8b", "llama": "llama-3.1-8b"}
     source = PUBLIC_MODELS[dense.get(family, "qwen3-30b-a3b")]
     experts = None if source.experts is None else Experts(num=8, per_token=2, is_normalized=True)
     return replace(
@@ -72,7 +72,7 @@ def write_config(folder: Path, shape: ModelShape, **more: object) -> Path:
     width = "moe_intermediate_size" if shape.experts else "intermediate_size"
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[shape.family]],
-        "model_type": shape.family.value,
+        "model_type": shape.family,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn_hidden,
         width: shape.ffn_hidden,
@@ -310,8 +310,8 @@ def check_same(found: Mapping[str, int], expected: Mapping[str, int]) -> None:
     assert not different, f"{len(different)} of {len(found)} differ: {different[:10]}"
 
 
-@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.QWEN2, Family.QWEN3, Family.LLAMA])
-def test_a_published_engine_has_the_bytes_that_sglang_loads_from_an_fp8_folder(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "qwen3", "llama"])
+def test_a_published_engine_has_the_bytes_that_sglang_loads_from_an_fp8_folder(family: str, tmp_path: Path) -> None:
     shape, model = small_shape(family), random_model(small_shape(family), 2)
     quantization = quantization_config(shape, ())
     assert quantization is not None
@@ -332,7 +332,7 @@ def test_a_published_engine_has_the_bytes_that_sglang_loads_from_an_fp8_folder(f
         async with served(folder, tmp_path / "b", shape, quantization=None, loads=True, sglang=SLOW) as engine:
             (loaded,) = await engine.control.fingerprints()
         # SGLang's Llama leaves the scales of an FP8 folder unread: it looks for them under another name.
-        omitted = (SCALES,) if family is Family.LLAMA else ()
+        omitted = (SCALES,) if family == "llama" else ()
         check_same(of_weights(published, *omitted), of_weights(loaded, *omitted))
         logger.info("%s: %d parameters equal to SGLang's own", family, len(loaded))
 

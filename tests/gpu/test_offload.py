@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megarl.config.algorithm import SftConfig
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.train.actor import ActorRank
 from megarl.train.offload import Offload
 from megarl.train.rank_spec import RankSpec

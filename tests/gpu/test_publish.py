@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.config.model import Family
 from megarl.errors import WeightSyncError
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.gpu.one_card import (
@@ -37,7 +36,7 @@ NUM_PEERS = 8
 DEADLINE_S = 12.0
 GRACE_S = 5.0
 FAR = PublishCase(
-    family=Family.QWEN2,
+    family="qwen2",
     parallel=MegatronParallel(tensor=2, pipeline=2),
     tensor=2,
     num_engines=2,
@@ -102,7 +101,7 @@ def check_loss(peers: list[Peer], lost: int, faults: dict[int, tuple[Fault, int]
 
 def test_a_corrupted_bucket_is_found(peers: list[Peer]) -> None:
     case = PublishCase(
-        family=Family.QWEN2, parallel=MegatronParallel(tensor=4), tensor=4, num_engines=1, expert=1, where="far"
+        family="qwen2", parallel=MegatronParallel(tensor=4), tensor=4, num_engines=1, expert=1, where="far"
     )
     logs = logs_of(publish(peers, case, faults={1: ("corrupted", 0)}))
     with pytest.raises(WeightSyncError, match="has digest"):

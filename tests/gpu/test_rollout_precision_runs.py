@@ -12,8 +12,8 @@ from statistics import mean, median
 import pytest
 from safetensors.torch import save_file
 
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import Experts
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import Experts
 from megarl.observe.events import EVENTS_FILE, Evaluated, StepFinished, Warned, read_events
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape

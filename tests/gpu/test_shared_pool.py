@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.process import EngineProcess
+from megarl.families import PUBLIC_MODELS
 from megarl.observe.events import EVENTS_FILE, EngineChanged, StepFinished, Warned, read_events
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config

@@ -17,9 +17,9 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
+from megarl.families.shape import ModelShape
 from megarl.train.actor import ActorRank
 from megarl.train.lora import adapters_off
 from megarl.train.rank_spec import RankSpec

@@ -30,9 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.load import read_recipe
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork, _kept_bytes_per_token, layer_bytes
 from megarl.planner.deployment import find_shapes
 from megarl.planner.memory import stage_memory

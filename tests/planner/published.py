@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.document import Document, override
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.deployment import RoleShapes, StepWorkload, deploy
 from megarl.planner.fit import size
 from megarl.planner.hardware import parse_gpu

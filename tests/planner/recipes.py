@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.document import Document, Tree, override
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
+from megarl.families.shape import ModelShape
 from megarl.planner.deployment import Placement, RoleShapes, place
 
 RECIPE_TREE: dict[str, Tree] = {

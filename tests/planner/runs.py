@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.families import PUBLIC_MODELS
 from megarl.observe.events import Event, StepFinished
 from megarl.planner.deployment import Deployment, StepWorkload, deploy
 from megarl.planner.fit import size

@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ActorConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.activations import (
     ModelWork,
     activation_bytes,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.deployment import StepWorkload, deploy, engine_requests
 from megarl.planner.hardware import GPUS
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model

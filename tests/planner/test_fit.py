@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.deployment import StepWorkload, deploy
 from megarl.planner.fit import Proposal, Sizes, check_fit, proposals, size
 from megarl.planner.hardware import GPUS, GpuModel, reported_gpu

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import (

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.hardware import GPUS
 from megarl.planner.memory import (
     ENGINE_CONTEXT_BYTES,

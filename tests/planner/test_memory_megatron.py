@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from megarl.families.shape import ModelShape
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import Experts, ModelShape
 from megarl.config.recipe import Recipe
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import Experts, ModelShape
 from megarl.planner.deployment import Deployment, PublishWay, deploy
 from megarl.planner.hardware import GLOO_GB_PER_S, GPUS
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES

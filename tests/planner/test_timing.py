@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.planner.deployment import StepWorkload, deploy
 from megarl.planner.flops import forward_work
 from megarl.planner.hardware import (

@@ -25,7 +25,6 @@ from megarl.algo.token_credit import CreditTask
 from megarl.cluster.local_ray import private_ray
 from megarl.cluster.worker_group import WorkerDiedError
 from megarl.config.algorithm import GaeConfig
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.load import load_recipe
 from megarl.config.recipe import StragglerConfig
 from megarl.config.roles import ModelParallelConfig
@@ -33,6 +32,7 @@ from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.env import trainer_environment
 from megarl.errors import WorkerError
+from megarl.families import PUBLIC_MODELS
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ModelCalls

@@ -13,10 +13,10 @@ import pytest
 from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.algo.token_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.data.packing import Packing
 from megarl.data.shares import ModelPacking, Share
 from megarl.errors import NumericsError
+from megarl.families import PUBLIC_MODELS
 from megarl.ranks import forward_passes
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.forward_passes import Columns, ForwardPasses

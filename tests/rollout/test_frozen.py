@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.reward import EngineJudgeRewardConfig, RewardModelRewardConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.client import EngineClient
@@ -20,6 +20,7 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
 from megarl.engine.process import EngineProcess
 from megarl.errors import EngineError, ScoreError
+from megarl.families.shape import ModelShape
 from megarl.reward.build import build_scorer
 from megarl.reward.judge import WrittenReply
 from megarl.reward.pool import MachineFaultError

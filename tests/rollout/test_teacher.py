@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.config.model import TRAITS
 from megarl.config.roles import Teaching
 from megarl.engine.client import EngineClient
 from megarl.engine.process import EngineProcess
 from megarl.errors import DataError, EngineError, QuarantineError, ScoreError
+from megarl.families import FAMILIES
 from megarl.rollout.frozen import FrozenEngines, TaughtGenerator
 from megarl.rollout.teacher import token_scores
 from megarl.tokens import Content
 from megarl.types import Episode, FinishReason, FloatArray, Prompt, Rollout, RolloutGroup, TokenArray
 from tests.engine.engines import ServedModel, engine_spec, prompt_of, scripted_client
-from tests.repository import ROOT
 from tests.tiny_models import write_tiny_model
 
 TOKENS = np.array([5, 6, 7, 8, 40, 12, 2], np.int32)
@@ -100,9 +100,14 @@ def test_a_teacher_at_another_temperature_answers_as_transformers_does(
 
 
 def test_every_family_can_be_a_teacher_at_another_temperature() -> None:
-    """A class that is missing there is SGLang's own, which does not know the temperature and says nothing."""
-    source = (ROOT / "megarl/engine/model_classes/heads.py").read_text()
-    assert [each.architecture for each in TRAITS.values() if f".{each.architecture}, _scale_logits" not in source] == []
+    """Our classes, which know the temperature, are made of those that a family names: they must be where it says."""
+    spec = find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations, "sglang is not installed"
+    models = Path(spec.submodule_search_locations[0]) / "srt/models"
+    for family in FAMILIES:
+        served = {family.engine.module: family.architecture, family.engine.classifier: family.critic}
+        for module, name in served.items():
+            assert module is None or f"class {name}(" in (models / f"{module}.py").read_text(), name
 
 
 def reply_of(body: dict[str, Any], logprobs: list[float | None], ids: list[int], *, num_top: int = 0) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.manifest import digest_file, read_manifest
 from megarl.checkpoint.resume import Decision, Ledger, ResumePoint, open_complete, read_state
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.run.inputs import Inputs
 from megarl.run.resume import checked_resume_point, choose, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint

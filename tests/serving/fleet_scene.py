@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.config.model import ModelShape
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.commands import Rendezvous
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.process import EngineProcess
 from megarl.engine.tool_commands import ToolControl
+from megarl.families.shape import ModelShape
 from megarl.serving.processes import Engines
 from megarl.serving.publisher import TransferPublisher
 from megarl.serving.supervisor import Supervisor

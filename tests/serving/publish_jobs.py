@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.engine.commands import Rendezvous
+from megarl.families.shape import ModelShape
 from megarl.train.rank import ModelRank
 from megarl.train.rank_spec import RankSpec
 from megarl.weights.executors.digest import fastest_digest

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from megarl.cluster.stored_adapter import Content, StoredAdapter
 from megarl.config.lora import ADAPTER_FILE, LoraConfig, served_name
-from megarl.config.model import ModelShape
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess
 from megarl.errors import EngineError, WeightSyncError
+from megarl.families.shape import ModelShape
 from megarl.ranks.adapters import store_adapter
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.processes import EngineHost

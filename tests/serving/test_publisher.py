@@ -9,12 +9,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from megarl.config.model import Family, ModelShape
 from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
 from megarl.errors import FleetError, WeightSyncError, WorkerError
+from megarl.families.shape import ModelShape
 from megarl.serving.publisher import TransferPublisher
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
@@ -27,7 +27,7 @@ from tests.ranks.local_ranks import LocalRanks
 
 TRANSFER = TransferSpec(
     shape=ModelShape(
-        family=Family.QWEN2,
+        family="qwen2",
         num_layers=2,
         hidden=8,
         ffn_hidden=16,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig
 from megarl.engine import admin
 from megarl.engine.process import EngineProcess
+from megarl.families.shape import ModelShape
 from megarl.stages import SeparatePhases
 from megarl.tools.diagnose.comparison import compare
 from megarl.tools.diagnose.verdict import Diagnosis, Verdict

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from megarl.config.checks.recipe import check_without_files
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.load import read_recipe
-from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError, MachineError
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.planner.deployment import find_shapes
 from megarl.serving.specs import transfer_spec
 from megarl.tools.small_recipe import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.model import ModelShape
+from megarl.families.shape import ModelShape
 from tests.tiny_models import write_tiny_model
 from tests.train.reference import Model
 

@@ -18,9 +18,9 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
+from megarl.families.shape import ModelShape
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleColumn
 from megarl.train import cpu, offload

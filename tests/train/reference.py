@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
-from megarl.config.model import ModelShape
 from megarl.config.roles import OptimizerConfig
+from megarl.families.shape import ModelShape
 from megarl.types import TrainSample
 from tests.tiny_models import load_adapted
 

@@ -8,9 +8,9 @@ import torch
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.native import owned
 from megarl.config.roles import ActorConfig, CriticConfig
+from megarl.families import PUBLIC_MODELS
 from megarl.train import build
 from megarl.train.build import transformer_config
 from megarl.train.model import named_weights

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import FORMAT, Manifest, read_header, write_manifest
 from megarl.checkpoint.resume import TrainerState
-from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
+from megarl.families.shape import ModelShape
 from megarl.train import checkpoint
 from megarl.train.checkpoint import RankCheckpoints, has_own_master
 from megarl.train.optimizer import ModelOptimizer, Shard

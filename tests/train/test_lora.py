@@ -24,7 +24,6 @@ from megarl.config.lora import (
     adapter_problem,
     read_adapter_config,
 )
-from megarl.config.model import Family
 from megarl.config.roles import ActorConfig
 from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, layer_bytes
 from megarl.results import UpdateResult
@@ -334,8 +333,8 @@ class Plain(_Adapted):
     tp_group = None
 
 
-@pytest.mark.parametrize("family", [Family.QWEN2, Family.QWEN2_MOE])
-def test_the_planner_counts_what_torch_keeps_of_inputs_that_are_left_out(family: Family) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_the_planner_counts_what_torch_keeps_of_inputs_that_are_left_out(family: str) -> None:
     shape, num_tokens = make_shape(family), 16
     lora = LoraConfig(rank=RANK, alpha=ALPHA, dropout=0.25)
     width = shape.ffn_hidden if shape.experts is None else shape.experts.shared

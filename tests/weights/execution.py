@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hypothesis import strategies as st
 
-from megarl.config.model import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.buckets import (
     Bucket,
     PeerNumbers,

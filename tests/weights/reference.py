@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from megarl.config.model import Experts, Family, ModelShape
+from megarl.families import FAMILIES
+from megarl.families.shape import Experts, ModelShape
 from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -26,14 +27,14 @@ Arrays = dict[str, Array]
 PADDING = -1
 
 _EXPERTS = {
-    Family.MIXTRAL: Experts(num=4, per_token=2, is_normalized=True),
-    Family.QWEN2_MOE: Experts(num=4, per_token=2, is_normalized=False, shared=96),
-    Family.QWEN3_MOE: Experts(num=4, per_token=2, is_normalized=True),
+    "mixtral": Experts(num=4, per_token=2, is_normalized=True),
+    "qwen2_moe": Experts(num=4, per_token=2, is_normalized=False, shared=96),
+    "qwen3_moe": Experts(num=4, per_token=2, is_normalized=True),
 }
 
 
 def make_shape(
-    family: Family = Family.QWEN2,
+    family: str = "qwen2",
     *,
     layers: int = 4,
     heads: int = 4,
@@ -56,14 +57,14 @@ def make_shape(
         rope_theta=1e4,
         rope_scaling=None,
         has_tied_embeddings=tied,
-        has_qkv_bias=family in (Family.QWEN2, Family.QWEN2_MOE),
-        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
+        has_qkv_bias=family in ("qwen2", "qwen2_moe"),
+        has_qk_norm=family in ("qwen3", "qwen3_moe"),
         dtype="float32",
         experts=_EXPERTS.get(family),
     )
 
 
-def block_shape(family: Family, *, layers: int = 2) -> ModelShape:
+def block_shape(family: str, *, layers: int = 2) -> ModelShape:
     """Return a model whose matrices consist of whole blocks, with cuts for two ranks."""
     small = make_shape(family, heads=4, kv_heads=2, layers=layers, ffn=512)
     experts = small.experts
@@ -97,7 +98,7 @@ def placed_transfer() -> TransferSpec:
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
     return make_shape(
-        draw(st.sampled_from(list(Family))),
+        draw(st.sampled_from([family.name for family in FAMILIES])),
         layers=4,
         heads=8,
         kv_heads=draw(st.sampled_from([1, 2, 4, 8])),
@@ -329,7 +330,7 @@ def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, s
             arrays |= _sglang_experts(shape.experts, model, f"{prefix}mlp.", tensor, size, expert)
         else:
             arrays |= _sglang_block(model, f"{prefix}mlp.", tensor, size)
-    block = ".block_sparse_moe." if shape.family is Family.MIXTRAL else ".mlp."
+    block = ".block_sparse_moe." if shape.family == "mixtral" else ".mlp."
     return {name.replace(".mlp.", block): array for name, array in arrays.items()}
 
 

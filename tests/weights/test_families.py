@@ -1,19 +1,18 @@
 """Every family: Hugging Face folder -> trainer ranks -> engine ranks -> Hugging Face folder, byte for byte.
 
-A new family is tested by being in `Family` and in `tests/tiny_models.py`.
+A new family is tested by being in `families.FAMILIES` and in `tests/tiny_models.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import Family, ModelShape
-from megarl.errors import ConfigError
+from megarl import families
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.hf import load_hf
@@ -23,7 +22,6 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.tiny_models import FAMILIES, write_tiny_model
-from tests.weights.reference import make_shape
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,7 +33,7 @@ SPLITS = [
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert set(FAMILIES) == {str(family) for family in Family}
+    assert set(FAMILIES) == {family.name for family in families.FAMILIES}
 
 
 @pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen2", True)])
@@ -79,9 +77,3 @@ def zeros(holding: Holding) -> Tensors:
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
-
-
-def test_attention_bias_is_refused_where_it_would_also_sit_on_the_output() -> None:
-    shape = make_shape(Family.LLAMA)
-    with pytest.raises(ConfigError, match="attention_bias is not supported for llama"):
-        canonical_tensors(replace(shape, has_qkv_bias=True))

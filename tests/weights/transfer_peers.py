@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from megarl.config.model import Family
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Holding, Link, on_gpus
@@ -48,7 +47,7 @@ def peers_of(placed: Placed) -> int:
 
 def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one node") -> Plan:
     """Return a plan; other nodes have two ranks of two engines each, and ranks of one number hold the same."""
-    shape = make_shape(Family.QWEN2, layers=2)
+    shape = make_shape("qwen2", layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
     first = 0 if placed in SHARED else NUM_TRAINERS

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig, MirrorConfig, ObserveConfig
 from megarl.config.roles import EngineRoleConfig
 from megarl.errors import ConfigError, Problem
+from megarl.families.shape import ModelShape
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")

@@ -9,7 +9,6 @@ from pathlib import Path
 from megarl.config.checks.files import check_model_folder, shape_or_problem
 from megarl.config.checks.roles import check_role_split
 from megarl.config.checks.splits import check_engine_split
-from megarl.config.model import ModelShape
 from megarl.config.reward import (
     EngineJudgeRewardConfig,
     RewardConfig,
@@ -20,6 +19,7 @@ from megarl.config.reward import (
 from megarl.config.roles import RolesConfig, TeacherRanksConfig
 from megarl.config.section import Device
 from megarl.errors import Problem
+from megarl.families.shape import ModelShape
 
 _DEFAULT_LABELS = 2
 """Outputs of a classifier whose config.json names none, in transformers."""

@@ -32,7 +32,7 @@ from megarl.config.checks.roles import (
 )
 from megarl.config.kernels import check_engine_precision, check_kernels
 from megarl.config.lora import check_adapter_file, check_served_modules
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.native import check_native
 from megarl.config.recipe import (
     CheckpointConfig,
@@ -45,6 +45,7 @@ from megarl.config.recipe import (
 )
 from megarl.config.roles import CriticConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, Problem
+from megarl.families.shape import ModelShape
 
 _HOT = 1.5
 """Above this temperature most of the probability goes to tokens the model would never choose."""

@@ -14,7 +14,6 @@ from megarl.config.checks.splits import (
 )
 from megarl.config.kernels import check_blocks, check_widths
 from megarl.config.lora import LoraConfig, check_lora
-from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import (
     CriticConfig,
@@ -28,6 +27,7 @@ from megarl.config.roles import (
 )
 from megarl.config.section import Device
 from megarl.errors import Problem
+from megarl.families.shape import ModelShape
 
 _KEYS_OF_STARTED_ENGINES = (
     "tensor",

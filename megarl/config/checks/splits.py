@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from megarl.config.model import ModelShape
 from megarl.errors import Problem
+from megarl.families.shape import ModelShape
 
 ENGINE_VOCAB_STEP = 64
 """SGLang pads the vocabulary to a multiple of this before it divides it."""

@@ -3,7 +3,7 @@
 SGLang's heads of Qwen classifiers have a bias, which no checkpoint fills: every score is off by the number that it is
 initialised with. Its log-probabilities of given tokens are at temperature 1 whatever a request says; a language model
 whose config.json has `logit_scale` multiplies its logits by it, before everything that is computed from them. The
-layers of its Mixtral choose experts without saying which layer they are, so that no choice could be recorded.
+layers of some families choose experts without saying which layer they are, so that no choice could be recorded.
 
 SGLang takes the names gate_up_proj and down_proj in a mixture as those of all experts: it reserves adapters for each of
 them and computes with them. The layers of the shared expert have other names here (`config.lora.SERVED_AS`), each of
@@ -12,24 +12,18 @@ which SGLang knows as one plain layer. Where config.json has no `has_adapted_sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from sglang.srt.lora.utils import get_default_hidden_dim
-from sglang.srt.models import (
-    llama,
-    mixtral,
-    qwen2,
-    qwen2_classification,
-    qwen2_moe,
-    qwen3,
-    qwen3_classification,
-    qwen3_moe,
-)
 
 from megarl.config.lora import SERVED_AS, SHARED_EXPERT, served_name
+from megarl.families import FAMILIES
+from megarl.families.interface import Family
 
 
 def _drop_bias(model: Any) -> None:
@@ -40,9 +34,9 @@ def _scale_logits(model: Any) -> None:
     model.logits_processor.logit_scale = getattr(model.config, "logit_scale", None)
 
 
-def _number_layers(model: Any) -> None:
+def _number_layers(model: Any, *, name: str) -> None:
     for index, layer in enumerate(model.model.layers):
-        layer.block_sparse_moe.topk.layer_id = index
+        layer.get_submodule(name).layer_id = index
 
 
 def _changed(base: type[torch.nn.Module], *changes: Callable[[Any], None]) -> type[torch.nn.Module]:
@@ -122,13 +116,21 @@ def with_shared_expert(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return _named(Adaptable, base)
 
 
-EntryClass = [
-    _changed(qwen2_classification.Qwen2ForSequenceClassification, _drop_bias),
-    _changed(qwen3_classification.Qwen3ForSequenceClassification, _drop_bias),
-    _changed(llama.LlamaForCausalLM, _scale_logits),
-    _changed(mixtral.MixtralForCausalLM, _scale_logits, _number_layers),
-    _changed(qwen2.Qwen2ForCausalLM, _scale_logits),
-    with_shared_expert(_changed(qwen2_moe.Qwen2MoeForCausalLM, _scale_logits)),
-    _changed(qwen3.Qwen3ForCausalLM, _scale_logits),
-    _changed(qwen3_moe.Qwen3MoeForCausalLM, _scale_logits),
-]
+def _classes(family: Family) -> Iterator[type[torch.nn.Module]]:
+    """Yield a family's models as SGLang serves them here."""
+    engine = family.engine
+    if engine.classifier is not None:
+        yield _changed(_sglang_class(engine.classifier, family.critic), _drop_bias)
+    changes: list[Callable[[Any], None]] = [_scale_logits]
+    if engine.unnumbered is not None:
+        changes.append(partial(_number_layers, name=engine.unnumbered))
+    model = _changed(_sglang_class(engine.module, family.architecture), *changes)
+    yield with_shared_expert(model) if engine.adapts_shared_expert else model
+
+
+def _sglang_class(module: str, name: str) -> type[torch.nn.Module]:
+    model: type[torch.nn.Module] = getattr(import_module(f"sglang.srt.models.{module}"), name)
+    return model
+
+
+EntryClass = [model for family in FAMILIES for model in _classes(family)]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, verify
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engine.tool_commands import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.run.inputs import read_inputs

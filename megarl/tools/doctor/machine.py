@@ -14,12 +14,13 @@ from pathlib import Path
 
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.kernels import check_packages
-from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import GIB, MIB
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError
+from megarl.families.shape import ModelShape
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
 from megarl.tools.doctor import Check, CheckStatus

@@ -6,8 +6,9 @@ import math
 import re
 from pathlib import Path
 
-from megarl.config.hub import PUBLIC_MODELS, public_model_name
+from megarl.config.hub import public_model_name
 from megarl.config.lora import ALL_MODULES
+from megarl.families import PUBLIC_MODELS
 from megarl.tools.import_verl.translation import ACTOR, KeyVerdict, Translation, whole
 
 SIZES = {

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors import TensorSpec, serialize_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megarl.config.model import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.types import FloatArray
 
 PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"

@@ -2,63 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from itertools import groupby
 from math import prod
 
-from megarl.config.model import TRAITS, ModelShape
-from megarl.errors import ConfigError, Problem
-from megarl.weights.algebra.slices import Index, TensorSpec
+from megarl.families import family_of, uniform_shapes
+from megarl.families.interface import Block
+from megarl.families.shape import ModelShape
+from megarl.weights.algebra.slices import TensorSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
-DENSE_BLOCK = "mlp."
-"""Prefix of the matrices of a feed-forward block; like the next ones, named within a layer."""
-SHARED_BLOCK = "mlp.shared_expert."
-SHARED_GATE = "mlp.shared_expert_gate.weight"
-"""A token's share of the shared expert's output is the sigmoid of this row times the token."""
+EXPERT = "{e}"
+"""In the name of a tensor of a family: the number of an expert."""
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
     """Return name and spec of every tensor, in the order of the model. Tied embeddings are one tensor."""
-    _refuse_unsupported(shape)
-    shapes: dict[str, Index] = {EMBEDDING: (shape.vocab, shape.hidden)}
-    layer = _layer_shapes(shape)
-    for index in range(shape.num_layers):
+    vocabulary = TensorSpec(shape=(shape.vocab, shape.hidden), dtype=shape.dtype)
+    tensors = {EMBEDDING: vocabulary}
+    layers = layer_tensors(shape)
+    for index, kind in enumerate(family_of(shape).kinds(shape)):
         prefix = layer_prefix(index)
-        shapes.update({prefix + name: extent for name, extent in layer.items()})
-    shapes[FINAL_NORM] = (shape.hidden,)
+        tensors.update({prefix + name: spec for name, spec in layers[kind].items()})
+    tensors[FINAL_NORM] = TensorSpec(shape=(shape.hidden,), dtype=shape.dtype)
     if shape.has_value_head:
-        shapes[VALUE_HEAD] = (1, shape.hidden)
+        tensors[VALUE_HEAD] = TensorSpec(shape=(1, shape.hidden), dtype=shape.dtype)
     elif not shape.has_tied_embeddings:
-        shapes[HEAD] = (shape.vocab, shape.hidden)
-    specs = {extent: TensorSpec(shape=extent, dtype=shape.dtype) for extent in set(shapes.values())}
-    return {name: specs[extent] for name, extent in shapes.items()}
+        tensors[HEAD] = vocabulary
+    return tensors
 
 
 def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 
 
-def layer_of(canonical: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors of one layer, named within it; all layers are alike."""
-    prefix = layer_prefix(0)
-    return {name.removeprefix(prefix): spec for name, spec in canonical.items() if name.startswith(prefix)}
+def layer_tensors(shape: ModelShape) -> dict[str, dict[str, TensorSpec]]:
+    """Return the tensors of a layer of each kind, named within it."""
+    num_experts = shape.experts.num if shape.experts else 0
+    return {
+        kind: dict(_layer(block, num_experts=num_experts, dtype=shape.dtype))
+        for kind, block in family_of(shape).blocks(shape).items()
+    }
 
 
-def router_name(shape: ModelShape) -> str:
-    return f"{TRAITS[shape.family].block}gate.weight"
-
-
-def expert_block(shape: ModelShape, index: int) -> str:
-    return f"{TRAITS[shape.family].block}experts.{index}."
-
-
-def matrix_names(shape: ModelShape) -> tuple[str, str, str]:
-    """Return how the matrices of an expert, a shared one or a dense block end: gate, up and down."""
-    gate, up, down = TRAITS[shape.family].matrices
-    return f"{gate}.weight", f"{up}.weight", f"{down}.weight"
+def _layer(block: Block, *, num_experts: int, dtype: str) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield the tensors of a layer; those of one expert are together."""
+    specs = {weight.name: TensorSpec(shape=weight.shape, dtype=weight.dtype or dtype) for weight in block.weights}
+    for is_expert, names in groupby(specs, key=lambda name: EXPERT in name):
+        together = tuple(names)
+        for index in range(num_experts if is_expert else 1):
+            for name in together:
+                yield name.replace(EXPERT, str(index)), specs[name]
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -67,8 +64,12 @@ def num_parameters(shape: ModelShape) -> int:
 
 def num_active_parameters(shape: ModelShape) -> int:
     """Return the parameters that one token uses: all, less the experts that it is not sent to."""
-    idle = 0 if shape.experts is None else shape.experts.num - shape.experts.per_token
-    return num_parameters(shape) - idle * shape.num_layers * 3 * shape.ffn_hidden * shape.hidden
+    idle = 0
+    for each, num_layers in uniform_shapes(shape):
+        if each.experts is not None:
+            num_idle = each.experts.num - each.experts.per_token
+            idle += num_idle * num_layers * 3 * each.ffn_hidden * each.hidden
+    return num_parameters(shape) - idle
 
 
 def head_name(shape: ModelShape) -> str:
@@ -76,35 +77,13 @@ def head_name(shape: ModelShape) -> str:
     return EMBEDDING if shape.has_tied_embeddings else HEAD
 
 
-def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
-    query_rows = shape.num_heads * shape.head_dim
-    kv_rows = shape.num_kv_heads * shape.head_dim
-    shapes: dict[str, Index] = {"input_layernorm.weight": (shape.hidden,)}
-    for projection, rows in (("q_proj", query_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
-        shapes[f"self_attn.{projection}.weight"] = (rows, shape.hidden)
-        if shape.has_qkv_bias:
-            shapes[f"self_attn.{projection}.bias"] = (rows,)
-    if shape.has_qk_norm:
-        shapes["self_attn.q_norm.weight"] = (shape.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (shape.head_dim,)
-    shapes["self_attn.o_proj.weight"] = (shape.hidden, query_rows)
-    shapes["post_attention_layernorm.weight"] = (shape.hidden,)
-    blocks = {DENSE_BLOCK: shape.ffn_hidden}
-    if shape.experts is not None:
-        shapes[router_name(shape)] = (shape.experts.num, shape.hidden)
-        blocks = {expert_block(shape, index): shape.ffn_hidden for index in range(shape.experts.num)}
-        if shape.experts.shared:
-            shapes[SHARED_GATE] = (1, shape.hidden)
-            blocks[SHARED_BLOCK] = shape.experts.shared
-    gate, up, down = matrix_names(shape)
-    for block, rows in blocks.items():
-        shapes[block + gate] = shapes[block + up] = (rows, shape.hidden)
-        shapes[block + down] = (shape.hidden, rows)
-    return shapes
-
-
-def _refuse_unsupported(shape: ModelShape) -> None:
-    # In transformers, Llama and Qwen3 with `attention_bias` also have a bias on o_proj, which Qwen2 never has.
-    if shape.has_qkv_bias and not TRAITS[shape.family].has_qkv_bias:
-        message = f"attention_bias is not supported for {shape.family}; supported are models without it"
-        raise ConfigError("model.path", (Problem(key="model.path", message=message),))
+def frozen_names(shape: ModelShape) -> frozenset[str]:
+    """Return the tensors that no gradient changes: buffers of the trainer."""
+    family = family_of(shape)
+    blocks = family.blocks(shape)
+    return frozenset(
+        layer_prefix(index) + weight.name
+        for index, kind in enumerate(family.kinds(shape))
+        for weight in blocks[kind].weights
+        if not weight.is_trained
+    )

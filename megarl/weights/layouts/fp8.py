@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megarl.config.kernels import FP8_BLOCK, WITH_CACHE_SCALES, is_in_fp8, kept_modules
-from megarl.config.model import ModelShape
+from megarl.config.kernels import FP8_BLOCK, is_in_fp8, kept_modules
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.canonical import layer_prefix
 
@@ -64,7 +65,7 @@ def fp8_engine_layout(layout: Layout, shape: ModelShape, keep: Sequence[str]) ->
                 tensors[piece.local_name] = replace(spec, dtype=ELEMENT)
                 tensors[piece.local_name + SCALES] = TensorSpec(shape=_blocks(spec.shape), dtype=SCALE)
                 pieces.append(_scales_of(piece))
-        if shape.family in WITH_CACHE_SCALES:
+        if family_of(shape).engine.has_cache_scales:
             names = [layer_prefix(index) + name for index in range(shape.num_layers) for name in _CACHE_SCALES]
             tensors |= dict.fromkeys(names, TensorSpec(shape=(), dtype=SCALE))
         return replace(holding, tensors=tensors, pieces=tuple(pieces))

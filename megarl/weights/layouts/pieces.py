@@ -35,6 +35,8 @@ class LocalTensor:
     name: str
     shape: Index
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    """None: that of the holder."""
 
 
 def row_window(
@@ -82,7 +84,7 @@ def stacked(local_name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
 def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Iterator[LocalTensor]:
     """Yield the tensors of a layer: those of `template` with the prefixes `local` and `source`.
 
-    Layers are alike, and renaming one layer's tensors is much faster than deriving each layer's again.
+    Layers of a kind are alike, and renaming one layer's tensors is much faster than deriving each layer's again.
     """
     for tensor in template:
         name = local + tensor.name
@@ -94,7 +96,7 @@ def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Ite
             )
             for piece in tensor.pieces
         )
-        yield LocalTensor(name=name, shape=tensor.shape, pieces=pieces)
+        yield LocalTensor(name=name, shape=tensor.shape, pieces=pieces, dtype=tensor.dtype)
 
 
 def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:
@@ -108,7 +110,7 @@ def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:
 def replicate(ranks: Sequence[int], tensors: Iterable[LocalTensor], *, dtype: str) -> list[Holding]:
     """Return equal holdings for replicas, which share one table: a large layout stays small in memory."""
     listed = tuple(tensors)
-    specs = {tensor.name: TensorSpec(shape=tensor.shape, dtype=dtype) for tensor in listed}
+    specs = {tensor.name: TensorSpec(shape=tensor.shape, dtype=tensor.dtype or dtype) for tensor in listed}
     assert len(specs) == len(listed), f"{len(listed)} tensors, {len(specs)} different names"
     pieces = tuple(piece for tensor in listed for piece in tensor.pieces)
     return [Holding(rank=rank, tensors=specs, pieces=pieces) for rank in ranks]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megarl.config.model import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Gpu, Layout, Link, Locations, on_gpus
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout

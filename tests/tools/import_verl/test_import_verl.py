@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, GrpoConfig, KlLossConfig, KlRewardConfig
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import ObserveConfig, Recipe
 from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.errors import ConfigError
+from megarl.families import PUBLIC_MODELS
 from megarl.tools.import_verl.algorithm import ESTIMATORS
 from megarl.tools.import_verl.translate import DECAYS, LOGGERS, translate_file
 from megarl.tools.import_verl.translation import (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.checks.recipe import check_without_files
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
+from megarl.families import PUBLIC_MODELS
 from megarl.tools.import_verl.shell import Script
 from megarl.tools.import_verl.translate import translate_file
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.config.hub import PUBLIC_MODELS
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig
 from megarl.data.prompts import PromptReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError
+from megarl.families import PUBLIC_MODELS
 from megarl.tools.quickstart.arithmetic import (
     CARELESS_PROBABILITY,
     SHAPE,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.config.hub import PUBLIC_MODELS
-from megarl.config.model import ModelShape
 from megarl.errors import WeightSyncError
+from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Holding, Layout, Link, Piece, Slice, TensorSpec, same_processes
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.hub import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.routing import Box, _best_tp_ranks, atoms, bundles, nearest_order
 from megarl.weights.algebra.slices import Gpu, Holding, Layout, Link, Piece, Slice, TensorSpec, on_gpus

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.hf import load_hf, read_hf_layout
 from megarl.weights.executors.tensors import specs_of, torch_dtype

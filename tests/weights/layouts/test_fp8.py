@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.kernels import is_in_fp8, kept_modules
-from megarl.config.model import Family, ModelShape
+from megarl.families import FAMILIES
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_tensors, fp8_trainer_layout, quantization_config
@@ -23,7 +24,7 @@ def engines_in_fp8(shape: ModelShape, *, tensor: int = 1, keep: tuple[str, ...] 
 
 
 def test_a_dense_model_has_sglangs_parameters_of_an_fp8_checkpoint() -> None:
-    tensors = engines_in_fp8(block_shape(Family.QWEN3), tensor=2).by_rank[1].tensors
+    tensors = engines_in_fp8(block_shape("qwen3"), tensor=2).by_rank[1].tensors
     found = {name: (spec.shape, spec.dtype) for name, spec in tensors.items() if name.startswith("model.layers.1.")}
     assert found == {
         "model.layers.1.self_attn.qkv_proj.weight": ((512, 256), "float8_e4m3fn"),
@@ -43,7 +44,7 @@ def test_a_dense_model_has_sglangs_parameters_of_an_fp8_checkpoint() -> None:
 
 
 def test_experts_have_stacked_scales_and_the_router_none() -> None:
-    tensors = engines_in_fp8(block_shape(Family.QWEN3_MOE), tensor=2).by_rank[0].tensors
+    tensors = engines_in_fp8(block_shape("qwen3_moe"), tensor=2).by_rank[0].tensors
     mlp = {name.removeprefix("model.layers.0.mlp."): spec for name, spec in tensors.items() if "layers.0.mlp." in name}
     assert {name: (spec.shape, spec.dtype) for name, spec in mlp.items()} == {
         "gate.weight": ((4, 256), "bfloat16"),
@@ -55,7 +56,7 @@ def test_experts_have_stacked_scales_and_the_router_none() -> None:
 
 
 def test_a_shared_expert_is_in_fp8_and_its_gate_is_not() -> None:
-    shape = block_shape(Family.QWEN2_MOE)
+    shape = block_shape("qwen2_moe")
     tensors = engines_in_fp8(shape, tensor=2).by_rank[0].tensors
     prefix = "model.layers.0.mlp.shared_expert"
     shared = {name.removeprefix(prefix): spec for name, spec in tensors.items() if name.startswith(prefix)}
@@ -71,16 +72,16 @@ def test_a_shared_expert_is_in_fp8_and_its_gate_is_not() -> None:
     )
 
 
-@pytest.mark.parametrize("family", [Family.QWEN2, Family.QWEN2_MOE, Family.LLAMA])
-def test_families_with_scales_of_the_cache_have_them_without_a_source(family: Family) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "llama"])
+def test_families_with_scales_of_the_cache_have_them_without_a_source(family: str) -> None:
     holding = engines_in_fp8(block_shape(family)).by_rank[0]
     names = {f"model.layers.{index}.self_attn.attn.{name}" for index in (0, 1) for name in ("k_scale", "v_scale")}
     assert {name for name, spec in holding.tensors.items() if spec.shape == ()} == names
     assert not names & {piece.local_name for piece in holding.pieces}
 
 
-@pytest.mark.parametrize("family", list(Family))
-def test_a_plan_of_fp8_weights_moves_half_the_bytes(family: Family) -> None:
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_a_plan_of_fp8_weights_moves_half_the_bytes(family: str) -> None:
     shape = block_shape(family)
     transfer = TransferSpec(
         shape=shape,
@@ -102,7 +103,7 @@ def test_a_plan_of_fp8_weights_moves_half_the_bytes(family: Family) -> None:
 
 
 def test_every_target_element_comes_from_a_rank_that_derives_it() -> None:
-    shape = block_shape(Family.QWEN3_MOE)
+    shape = block_shape("qwen3_moe")
     parallel = MegatronParallel(tensor=2, data=2, expert=2, expert_tensor=1)
     source = fp8_trainer_layout(megatron_layout(shape, parallel, dtype="bfloat16"), ())
     for holding in source.holdings:
@@ -113,7 +114,7 @@ def test_every_target_element_comes_from_a_rank_that_derives_it() -> None:
 
 
 def test_kept_modules_stay_in_bfloat16_on_both_sides() -> None:
-    shape, keep = block_shape(Family.QWEN3), ("model.layers.0.*", "*.o_proj")
+    shape, keep = block_shape("qwen3"), ("model.layers.0.*", "*.o_proj")
     canonical = fp8_tensors(canonical_tensors(shape), keep)
     in_fp8 = {name for name, spec in canonical.items() if spec.dtype == "float8_e4m3fn"}
     modules = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -124,7 +125,7 @@ def test_kept_modules_stay_in_bfloat16_on_both_sides() -> None:
 
 
 def test_sglang_is_given_the_config_of_an_fp8_checkpoint_with_the_kept_modules_by_name() -> None:
-    shape = block_shape(Family.QWEN3_MOE)
+    shape = block_shape("qwen3_moe")
     assert quantization_config(shape, None) is None
     whole = json.loads(quantization_config(shape, ()) or "")["quantization_config"]
     assert whole == {
@@ -139,6 +140,6 @@ def test_sglang_is_given_the_config_of_an_fp8_checkpoint_with_the_kept_modules_b
 
 
 def test_a_cut_through_a_block_is_no_layout() -> None:
-    shape = replace(block_shape(Family.QWEN3), head_dim=64)
+    shape = replace(block_shape("qwen3"), head_dim=64)
     with pytest.raises(AssertionError, match="cuts a block of 128"):
         engines_in_fp8(shape, tensor=2)

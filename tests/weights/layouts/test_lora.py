@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.model import Family, ModelShape
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -39,7 +39,7 @@ LORA = LoraShape(rank=3, modules=ALL)
 
 
 def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
-    shape = make_shape(Family.QWEN3, layers=1, heads=4, kv_heads=2)
+    shape = make_shape("qwen3", layers=1, heads=4, kv_heads=2)
     adapters = adapter_tensors(canonical_tensors(shape), LoraShape(rank=3, modules=frozenset({"k_proj"})))
     assert {name: spec.shape for name, spec in adapters.items()} == {
         "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight": (3, 8),
@@ -48,7 +48,7 @@ def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
 
 
 def test_of_the_experts_of_a_mixture_the_shared_one_has_an_adapter() -> None:
-    shape = make_shape(Family.QWEN2_MOE, layers=1)
+    shape = make_shape("qwen2_moe", layers=1)
     assert shape.experts is not None
     width, lora = shape.experts.shared, LoraShape(rank=3, modules=frozenset({"gate_proj", "up_proj", "down_proj"}))
     prefix = "base_model.model.model.layers.0.mlp.shared_expert."

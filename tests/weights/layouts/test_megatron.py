@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from megatron.core.parallel_state import RankGenerator
 
-from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
+from megarl.families.shape import ModelShape
 from megarl.weights.layouts.megatron import MegatronParallel, layout_name, megatron_layout, padded_vocab
 from tests.weights.reference import (
     assert_equal,
@@ -51,7 +51,7 @@ def test_ranks_are_in_megatrons_default_order() -> None:
 
 
 def test_ranks_that_share_sequences_hold_the_same_parameters_as_data_parallel_ones() -> None:
-    for family in (Family.QWEN2, Family.QWEN3_MOE):
+    for family in ("qwen2", "qwen3_moe"):
         shape = make_shape(family, heads=8, kv_heads=2, ffn=64)
         expert = 2 if shape.experts else 1
         shared = megatron_layout(shape, MegatronParallel(tensor=2, context=2, data=2, expert=expert), dtype="float32")
@@ -80,7 +80,7 @@ def test_experts_are_on_the_ranks_that_megatron_groups() -> None:
 
 
 def test_a_split_of_experts_that_cannot_be_is_refused() -> None:
-    shape = make_shape(Family.QWEN3_MOE)
+    shape = make_shape("qwen3_moe")
     with pytest.raises(ConfigError) as caught:
         megatron_layout(shape, MegatronParallel(tensor=2, data=2, expert=3), dtype="float32")
     text = str(caught.value)

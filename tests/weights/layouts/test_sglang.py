@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
+from megarl.families.shape import ModelShape
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import assert_equal, fill_from_canonical, make_shape, numbered, sglang_rank, shapes
 
@@ -50,7 +50,7 @@ def test_a_cpu_engine_pads_heads_and_feed_forward_rows() -> None:
     ("tensor", "expert", "what"), [(2, 4, "the 2 gpus of an engine"), (3, 3, "the model's 4 experts")]
 )
 def test_experts_that_do_not_divide_are_refused(tensor: int, expert: int, what: str) -> None:
-    shape = make_shape(Family.QWEN3_MOE, heads=6, kv_heads=6)
+    shape = make_shape("qwen3_moe", heads=6, kv_heads=6)
     with pytest.raises(ConfigError, match=f"expert: {expert} does not divide {what}"):
         sglang_layout(shape, tensor=tensor, expert=expert, dtype="float32", is_cpu_engine=True)
 

@@ -1,0 +1,30 @@
+"""The families of models, one file each; `interface` says how one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.families.interface import Family
+from megarl.families.llama import Llama
+from megarl.families.mixtral import Mixtral
+from megarl.families.qwen2 import Qwen2
+from megarl.families.qwen2_moe import Qwen2Moe
+from megarl.families.qwen3 import Qwen3
+from megarl.families.qwen3_moe import Qwen3Moe
+from megarl.families.shape import ModelShape
+
+FAMILIES: tuple[Family, ...] = (Llama(), Mixtral(), Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe())
+BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
+PUBLIC_MODELS: Mapping[str, ModelShape] = {name: shape for family in FAMILIES for name, shape in family.models.items()}
+"""Shapes that can be planned without a folder."""
+
+
+def family_of(shape: ModelShape) -> Family:
+    return BY_NAME[shape.family]
+
+
+def uniform_shapes(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
+    """Return for each kind of layer a model with layers of that kind only, and the number of these layers."""
+    family = family_of(shape)
+    kinds = family.kinds(shape)
+    return tuple((family.alone(shape, kind), kinds.count(kind)) for kind in dict.fromkeys(kinds))

@@ -1,0 +1,115 @@
+"""The shape of a model: the numbers that its tensors, its layers and its costs follow from. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarl.routes import RouteShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's scaling of the rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN's scaling of the rotary frequencies (arXiv 2309.00071), as Qwen uses it for long contexts."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Channels that turn more often than the first in the original context are kept, less often than the second
+    stretched by `factor`."""
+    truncate: bool = True
+    """The bounds between them are whole channels."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated queries and keys."""
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture in place of the feed-forward block: a router sends each token to a few of them."""
+
+    num: int
+    per_token: int
+    is_normalized: bool
+    """A token's weights add up to 1 over the experts it is sent to; false: over all experts."""
+    shared: int = 0
+    """Inner size of the expert that every token is sent to; 0 is none."""
+    is_shared_gated: bool = True
+    """Whether a gate of its own weighs the output of the shared expert."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's logits into the weights of experts."""
+    has_bias: bool = False
+    """Whether a bias, which no gradient changes, is added to the scores before experts are chosen by them."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts are in groups of equal size, and a token is sent to those of the best few groups."""
+    num_dense_layers: int = 0
+    """Layers in front with a dense block of `ModelShape.dense_hidden` in place of a mixture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    family: str
+    """A `Family.name`."""
+    num_layers: int
+    hidden: int
+    ffn_hidden: int
+    """Inner size of a feed-forward block; in a mixture, of one expert."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context_tokens: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | YarnScaling | None
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    dtype: str
+    """The checkpoint's: float32, bfloat16 or float16."""
+    experts: Experts | None = None
+    """None in a dense model."""
+    has_value_head: bool = False
+    """True for a critic: one number per token in the place of logits."""
+    dense_hidden: int = 0
+    """Inner size of the dense blocks of a mixture; 0 where every layer is a mixture."""
+    rotary_dim: int | None = None
+    """Channels of a head that turn with the position, the first ones; None: all."""
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """None in a dense model."""
+        experts = self.experts
+        if experts is None:
+            return None
+        return RouteShape(num_layers=self.num_layers, per_token=experts.per_token, num_experts=experts.num)
+
+    def as_critic(self) -> ModelShape:
+        """Return the same shape with a value head in place of the language head."""
+        return replace(self, has_value_head=True, has_tied_embeddings=False)

@@ -18,8 +18,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -35,7 +39,9 @@ from megarl.families.shape import ModelShape
 
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -80,6 +86,8 @@ def write_tiny_model(
         sizes["norm_topk_prob"] = family == "qwen3_moe"  # as in the released ones
     if family == "mixtral":
         sizes |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
+    if family == "mistral":
+        sizes |= {"head_dim": 32, "sliding_window": None}  # as in Nemo
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 2 * ffn
     if rope is not None:
@@ -90,7 +98,8 @@ def write_tiny_model(
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+        for name, parameter in [*model.named_parameters(), *biases]:
             mean = 1.0 if "norm" in name else 0.0
             parameter.normal_(mean=mean, std=0.05, generator=generator)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -14,7 +14,8 @@ from pathlib import Path
 from megarl.config.roles import ModelParallelConfig, RolesConfig, RolloutRoleConfig
 from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
-from megarl.families import family_of
+from megarl.families import family_of, uniform_shapes
+from megarl.families.interface import Block
 from megarl.families.shape import ModelShape
 
 _PACKAGES = {"te": "transformer_engine", "deepep": "deep_ep"}
@@ -25,10 +26,9 @@ FP8_BLOCK = 128
 width is a multiple of this."""
 _WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
 _HOPPER: tuple[GpuName, ...] = ("h100", "h200", "h20")
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Matrices that engines stack in one parameter, which has one precision."""
 _LAYERS = "model.layers."
-_EXPERTS = ".mlp.experts."
+_EXPERTS = ".experts."
+_MATRIX = "_proj.weight"
 _BF16_LAYERS = 2
 """The first and the last."""
 ENGINE_ONLY = {
@@ -134,6 +134,20 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
     if shape.hidden % FP8_BLOCK:
         message = f"fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, and it is {shape.hidden}; use bf16"
         yield Problem(key="roles.rollout.precision", message=message)
+    for each, _ in uniform_shapes(shape):
+        yield from _cut_blocks(each, actor, rollout)
+    yield from _kept(shape, rollout.fp8_keep)
+    cache = rollout.sglang.get("kv_cache_dtype")
+    if rollout.has_fp8_cache and family_of(shape).engine.has_cache_scales:
+        message = (
+            f"{cache} with FP8 weights: SGLang starts {shape.family} models with random scales of the cache then; "
+            "remove it, or set roles.rollout.precision: bf16"
+        )
+        yield Problem(key="roles.rollout.sglang.kv_cache_dtype", message=message)
+
+
+def _cut_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: RolloutRoleConfig) -> Iterator[Problem]:
+    """Yield splits that cut through blocks, in a model whose layers are of one kind."""
     is_mixture = shape.experts is not None
     parts = {
         "actor": (actor.tensor, actor.ranks_per_expert if is_mixture else actor.tensor),
@@ -154,30 +168,24 @@ def check_blocks(shape: ModelShape, actor: ModelParallelConfig, rollout: Rollout
                     f"{FP8_BLOCK}; choose another {name_of_split}, or set roles.rollout.precision: bf16"
                 )
                 yield Problem(key=f"roles.{role}.tensor", message=message)
-    yield from _kept(shape, rollout.fp8_keep)
-    cache = rollout.sglang.get("kv_cache_dtype")
-    if rollout.has_fp8_cache and family_of(shape).engine.has_cache_scales:
-        message = (
-            f"{cache} with FP8 weights: SGLang starts {shape.family} models with random scales of the cache then; "
-            "remove it, or set roles.rollout.precision: bf16"
-        )
-        yield Problem(key="roles.rollout.sglang.kv_cache_dtype", message=message)
 
 
 def _kept(shape: ModelShape, keep: Sequence[str]) -> Iterator[Problem]:
     key = "roles.rollout.keep_bf16"
     for pattern in keep:
         if not kept_modules(shape, [pattern]):
-            message = f"{pattern} matches no module in FP8; they are such as {', '.join(_modules(shape, 0))}"
+            some = ", ".join(name for name in _modules(shape) if name.startswith(f"{_LAYERS}0."))
+            message = f"{pattern} matches no module in FP8; they are such as {some}"
             yield Problem(key=key, message=message)
-    in_bf16 = set(kept_modules(shape, keep))
-    for index in range(shape.num_layers):
-        modules = {name.rpartition(".")[2]: name for name in _modules(shape, index)}
-        for fused in (names for names in _FUSED if names[0] in modules):
-            apart = {modules[name] in in_bf16 for name in fused}
+    in_bf16, family = set(kept_modules(shape, keep)), family_of(shape)
+    fused = {kind: _fused(block) for kind, block in family.blocks(shape).items()}
+    for index, kind in enumerate(family.kinds(shape)):
+        for names in fused[kind]:
+            apart = {f"{_LAYERS}{index}.{name}" in in_bf16 for name in names}
             if len(apart) > 1:
+                parts = ", ".join(name.rpartition(".")[2] for name in names)
                 message = (
-                    f"keeps a part of {', '.join(fused)} in layer {index}, which engines stack in one parameter; "
+                    f"keeps a part of {parts} in layer {index}, which engines stack in one parameter; "
                     "keep all of them or none"
                 )
                 yield Problem(key=key, message=message)
@@ -189,25 +197,39 @@ def is_in_fp8(name: str, keep: Sequence[str]) -> bool:
 
     The experts of a layer are one module, `mlp.experts`, to the patterns of `keep`.
     """
-    if not (name.startswith(_LAYERS) and name.endswith("_proj.weight")):
+    if not (name.startswith(_LAYERS) and name.endswith(_MATRIX)):
         return False
-    block, experts, _ = name.partition(_EXPERTS)
-    module = block + _EXPERTS[:-1] if experts else name.removesuffix(".weight")
-    return not any(fnmatchcase(module, pattern) for pattern in keep)
+    return not any(fnmatchcase(_module(name), pattern) for pattern in keep)
 
 
 def kept_modules(shape: ModelShape, keep: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that would be in FP8, and stay in bfloat16 by a pattern of `keep`."""
-    names = (name for index in range(shape.num_layers) for name in _modules(shape, index))
-    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in keep))
+    return tuple(name for name in _modules(shape) if any(fnmatchcase(name, pattern) for pattern in keep))
 
 
-def _modules(shape: ModelShape, index: int) -> list[str]:
-    attention = [f"self_attn.{name}" for name in (*_FUSED[0], "o_proj")]
-    feed_forward = [*_FUSED[1], "down_proj"]
-    if shape.experts is not None:
-        feed_forward = ["experts", *(f"shared_expert.{name}" for name in feed_forward if shape.experts.shared)]
-    return [f"{_LAYERS}{index}.{name}" for name in (*attention, *(f"mlp.{name}" for name in feed_forward))]
+def _modules(shape: ModelShape) -> list[str]:
+    """Return the modules of all layers that are in FP8."""
+    family = family_of(shape)
+    names = {
+        kind: [*dict.fromkeys(_module(weight.name) for weight in block.weights if weight.name.endswith(_MATRIX))]
+        for kind, block in family.blocks(shape).items()
+    }
+    return [f"{_LAYERS}{index}.{name}" for index, kind in enumerate(family.kinds(shape)) for name in names[kind]]
+
+
+def _module(name: str) -> str:
+    """Return the module of a matrix; the experts of a layer are one."""
+    block, experts, _ = name.partition(_EXPERTS)
+    return block + _EXPERTS[:-1] if experts else name.removesuffix(".weight")
+
+
+def _fused(block: Block) -> list[tuple[str, ...]]:
+    """Return the modules, within their layer, that engines stack in one parameter, which has one precision."""
+    return [
+        tuple(_module(part.name) for part in param.parts)
+        for param in block.sglang
+        if len(param.parts) > 1 and not param.is_expert and param.parts[0].name.endswith(_MATRIX)
+    ]
 
 
 def _options(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
@@ -284,6 +306,12 @@ def check_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) 
         yield Problem(key=f"{prefix}context_exchange", message=message)
     if split.precision != "fp8":
         return
+    for each, _ in uniform_shapes(shape):
+        yield from _fp8_widths(each, split, prefix=prefix)
+
+
+def _fp8_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) -> Iterator[Problem]:
+    """Yield what keeps a model whose layers are of one kind from being computed in FP8."""
     key = f"{prefix}precision"
     if split.fp8_scaling != "delayed" and shape.num_layers <= _BF16_LAYERS:
         message = f"fp8 leaves the first and last layer in bf16, and the model has {shape.num_layers}; use bf16"

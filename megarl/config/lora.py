@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section
 from megarl.errors import Problem
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 
 LoraModule: TypeAlias = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -128,7 +129,11 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
     if twice:
         yield Problem(key="model.lora.modules", message=f"{twice[0]} is given twice; name it once")
     dense = [module for module in lora.modules if module not in ATTENTION_MODULES]
-    if shape.experts is not None and not shape.experts.shared and dense:
+    family = family_of(shape)
+    if (reason := family.refuses.get("lora")) is not None:
+        yield Problem(key="model.lora", message=reason)
+    adapts_block = shape.experts is None or (shape.experts.shared > 0 and family.engine.adapts_shared_expert)
+    if not adapts_block and dense:
         yield Problem(
             key="model.lora.modules",
             message=f"{dense[0]} is part of each expert, and experts have no adapters; "

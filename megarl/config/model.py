@@ -24,5 +24,4 @@ def read_model_shape(folder: Path) -> ModelShape:
         if architecture in (family.architecture, family.critic):
             shape = family.read(Fields(content=raw, source=str(path)))
             return shape.as_critic() if architecture == family.critic else shape
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    raise refused(f"{path}: architecture {architecture} is not supported; supported are {supported}")
+    raise refused(f"{path}: architecture {architecture} is not supported; docs/models.md lists those that are")

@@ -29,6 +29,7 @@ from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.log import EngineLog
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of, reserve_port
@@ -291,15 +292,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     words += [] if spec.device == "cpu" else _graph_words(config)
     module = "cpu" if spec.device == "cpu" else "server"
-    return [
-        sys.executable,
-        "-m",
-        f"megarl.engine.{module}",
-        *words,
-        *flags,
-        *spec.options,
-        *_native_words(config.sglang),
-    ]
+    words += [*flags, *spec.options, *_native_words(config.sglang)]
+    return [sys.executable, "-m", f"megarl.engine.{module}", *words]
 
 
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
@@ -432,6 +426,11 @@ def deadlines_of(
         start_s=rollout.start_timeout_s or _BASE_S + _START_S_PER_GB * weights_gb,
         request_s=rollout.request_timeout_s or _BASE_S + token_s * max_response_tokens,
     )
+
+
+def family_options(shape: ModelShape) -> tuple[str, ...]:
+    """Return the words of the command line that a model's family needs."""
+    return family_of(shape).engine.options
 
 
 def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:

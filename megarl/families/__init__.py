@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from megarl.families.interface import Family
 from megarl.families.llama import Llama
+from megarl.families.mistral import Mistral
 from megarl.families.mixtral import Mixtral
+from megarl.families.phi3 import Phi3
 from megarl.families.qwen2 import Qwen2
 from megarl.families.qwen2_moe import Qwen2Moe
 from megarl.families.qwen3 import Qwen3
 from megarl.families.qwen3_moe import Qwen3Moe
 from megarl.families.shape import ModelShape
 
-FAMILIES: tuple[Family, ...] = (Llama(), Mixtral(), Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe())
+FAMILIES: tuple[Family, ...] = (
+    Llama(),
+    Mistral(),
+    Mixtral(),
+    Phi3(),
+    Qwen2(),
+    Qwen2Moe(),
+    Qwen3(),
+    Qwen3Moe(),
+)
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 PUBLIC_MODELS: Mapping[str, ModelShape] = {name: shape for family in FAMILIES for name, shape in family.models.items()}
 """Shapes that can be planned without a folder."""
@@ -24,7 +36,13 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def uniform_shapes(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
-    """Return for each kind of layer a model with layers of that kind only, and the number of these layers."""
+    """Return for each kind of layer a model with layers of that kind only, and the number of these layers.
+
+    Kinds that differ in nothing that a shape has are one.
+    """
     family = family_of(shape)
-    kinds = family.kinds(shape)
-    return tuple((family.alone(shape, kind), kinds.count(kind)) for kind in dict.fromkeys(kinds))
+    counts = Counter(family.kinds(shape))
+    numbers: Counter[ModelShape] = Counter()
+    for kind, count in counts.items():
+        numbers[family.alone(shape, kind)] += count
+    return tuple(numbers.items())

@@ -1,4 +1,4 @@
-"""What a family of models is: one file of this package, which everything else is derived from. Pure.
+"""A family of models: one file of this package, which everything else is derived from. Pure.
 
 How a file is written
 ---------------------
@@ -10,9 +10,10 @@ documentation names it.
    differently: `fields.shape(...)` reads what families have in common.
 3. `blocks` describes the tensors of one layer of each kind, by adding blocks of `families/blocks.py`. A `Block` has the
    tensors of the files (`Weight`) and the parameters of both sides (`Param`), each of which consists of rows of these
-   tensors (`Part`) that are cut among ranks in one of six ways (`Cut`). Names are within the layer. Models of which the
-   layers differ also override `kinds`, the kind of each layer, and `alone`, a model with layers of one kind only:
-   memory, times and divisibility are computed for it, and added up over the layers.
+   tensors (`Part`) that are cut among ranks in one of six ways (`Cut`). Names are within the layer. Layers are of
+   the kinds `dense` and `mixture` (`Experts.num_dense_layers`). A family with others overrides `kinds`, the kind of
+   each layer, and `alone`, a model with layers of one kind only: what is built, its memory, times and divisibility
+   are derived from it, and added up over the layers.
 4. `options` has the further options of Megatron's TransformerConfig. What a layer computes is chosen in
    `train/build.py` from the shape, not from the family's name.
 5. `engine` says what is special about the model in SGLang: its module, its options, what it records and rounds.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from typing import ClassVar, Literal, TypeAlias
 
@@ -48,7 +49,7 @@ class Cut(Enum):
     STACK = auto()
     """The parts are laid end to end, group by group, and these rows are cut: Megatron's queries, keys and values."""
     HEADS = auto()
-    """As EACH, by heads; a part with fewer heads than ranks is repeated: SGLang's queries, keys and values."""
+    """Each part is cut by heads; one with fewer heads than ranks is repeated: SGLang's queries, keys and values."""
     COLUMNS = auto()
     """The columns of the one part are cut."""
     FIRST = auto()
@@ -114,8 +115,8 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """What is special about a family in SGLang."""
+class EngineTraits:
+    """The particularities of a family in SGLang."""
 
     module: str
     """Module of `sglang.srt.models` that has the architecture's class."""
@@ -140,6 +141,8 @@ class AttentionCost:
     queries: int
     keys: int
     values: int
+    outputs: int
+    """Elements that the output's projection reads."""
     cached_heads: int
     """Heads of the cache, which ranks divide; 1 for a cache that every rank has."""
     cached: int
@@ -155,7 +158,7 @@ class Family(ABC):
 
     name: ClassVar[str]
     architecture: ClassVar[str]
-    engine: ClassVar[Engine]
+    engine: ClassVar[EngineTraits]
     refuses: ClassVar[Mapping[Feature, str]] = {}
 
     @abstractmethod
@@ -176,21 +179,25 @@ class Family(ABC):
         return critic_architecture(self.architecture)
 
     def kinds(self, shape: ModelShape) -> tuple[str, ...]:
-        """Return the kind of each layer."""
-        (kind,) = self.blocks(shape)
-        return (kind,) * shape.num_layers
+        """Return the kind of each layer: dense, mixture, or some dense ones before mixtures."""
+        num_dense = shape.experts.num_dense_layers if shape.experts else shape.num_layers
+        return tuple("dense" if index < num_dense else "mixture" for index in range(shape.num_layers))
 
     def alone(self, shape: ModelShape, kind: str) -> ModelShape:
         """Return the shape of a model with layers of one kind only."""
-        del kind
-        return shape
+        if shape.experts is None:
+            return shape
+        if kind == "dense":
+            return replace(shape, experts=None, ffn_hidden=shape.dense_hidden, dense_hidden=0)
+        return replace(shape, experts=replace(shape.experts, num_dense_layers=0), dense_hidden=0)
 
     def attention(self, shape: ModelShape) -> AttentionCost:
-        keys = shape.num_kv_heads * shape.head_dim
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         return AttentionCost(
-            queries=shape.num_heads * shape.head_dim,
+            queries=queries,
             keys=keys,
             values=keys,
+            outputs=queries,
             cached_heads=shape.num_kv_heads,
             cached=2 * shape.head_dim,
         )

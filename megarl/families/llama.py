@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.families.blocks import attention, gated, input_norm, post_norm
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family
+from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
 from megarl.families.shape import ModelShape, RopeScaling
 
@@ -15,7 +15,7 @@ from megarl.families.shape import ModelShape, RopeScaling
 class Llama(Family):
     name = "llama"
     architecture = "LlamaForCausalLM"
-    engine = Engine(module="llama", has_cache_scales=True)
+    engine = EngineTraits(module="llama", has_cache_scales=True)
 
     def read(self, fields: Fields) -> ModelShape:
         # With `attention_bias` transformers has a bias on o_proj as well.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megarl.families.blocks import attention, input_norm, mixture, post_norm, router
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family, Feature
+from megarl.families.interface import Block, EngineTraits, Family, Feature
 from megarl.families.public import public_shape
 from megarl.families.shape import Experts, ModelShape
 
@@ -18,7 +18,7 @@ _BLOCK = "block_sparse_moe."
 class Mixtral(Family):
     name = "mixtral"
     architecture = "MixtralForCausalLM"
-    engine = Engine(module="mixtral", unnumbered="block_sparse_moe.topk")
+    engine = EngineTraits(module="mixtral", unnumbered="block_sparse_moe.topk")
     refuses: ClassVar[Mapping[Feature, str]] = {"fp8": "fp8 has not been tried with mixtral engines; use bf16"}
 
     def read(self, fields: Fields) -> ModelShape:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.families.blocks import attention, gated, input_norm, post_norm
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family
+from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
 from megarl.families.shape import ModelShape
 
@@ -15,7 +15,7 @@ from megarl.families.shape import ModelShape
 class Qwen2(Family):
     name = "qwen2"
     architecture = "Qwen2ForCausalLM"
-    engine = Engine(module="qwen2", classifier="qwen2_classification", has_cache_scales=True)
+    engine = EngineTraits(module="qwen2", classifier="qwen2_classification", has_cache_scales=True)
 
     def read(self, fields: Fields) -> ModelShape:
         fields.refuse_window("use_sliding_window")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.families.blocks import attention, gated, input_norm, mixture, post_norm, router, same
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family
+from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
 from megarl.families.shape import Experts, ModelShape
 
@@ -15,7 +15,7 @@ from megarl.families.shape import Experts, ModelShape
 class Qwen2Moe(Family):
     name = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
-    engine = Engine(module="qwen2_moe", has_cache_scales=True, adapts_shared_expert=True)
+    engine = EngineTraits(module="qwen2_moe", has_cache_scales=True, adapts_shared_expert=True)
 
     def read(self, fields: Fields) -> ModelShape:
         if fields.get("qkv_bias") is False:

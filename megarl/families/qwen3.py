@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.families.blocks import attention, gated, input_norm, post_norm
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family
+from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
 from megarl.families.shape import ModelShape, YarnScaling
 
@@ -15,7 +15,7 @@ from megarl.families.shape import ModelShape, YarnScaling
 class Qwen3(Family):
     name = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    engine = Engine(module="qwen3", classifier="qwen3_classification")
+    engine = EngineTraits(module="qwen3", classifier="qwen3_classification")
 
     def read(self, fields: Fields) -> ModelShape:
         # With `attention_bias` transformers has a bias on o_proj as well.

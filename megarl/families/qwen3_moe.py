@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.families.blocks import attention, input_norm, mixture, post_norm, router
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, Engine, Family
+from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
 from megarl.families.shape import Experts, ModelShape
 
@@ -15,7 +15,7 @@ from megarl.families.shape import Experts, ModelShape
 class Qwen3Moe(Family):
     name = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    engine = Engine(module="qwen3_moe")
+    engine = EngineTraits(module="qwen3_moe")
 
     def read(self, fields: Fields) -> ModelShape:
         fields.refuse_biases(self.name)

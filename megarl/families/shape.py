@@ -58,7 +58,7 @@ class Experts:
     is_shared_gated: bool = True
     """Whether a gate of its own weighs the output of the shared expert."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's logits into the weights of experts."""
+    """The function that turns the router's logits into the weights of experts."""
     has_bias: bool = False
     """Whether a bias, which no gradient changes, is added to the scores before experts are chosen by them."""
     scale: float = 1.0
@@ -108,7 +108,12 @@ class ModelShape:
         experts = self.experts
         if experts is None:
             return None
-        return RouteShape(num_layers=self.num_layers, per_token=experts.per_token, num_experts=experts.num)
+        return RouteShape(
+            num_layers=self.num_layers,
+            per_token=experts.per_token,
+            num_experts=experts.num,
+            dense_layers=frozenset(range(experts.num_dense_layers)),
+        )
 
     def as_critic(self) -> ModelShape:
         """Return the same shape with a value head in place of the language head."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeAlias
 
 from megarl.config.lora import LoraConfig
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, Device, round_up
+from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
@@ -71,6 +74,21 @@ class ModelWork:
         parallel = MegatronParallel.of(self.split, data=1)
         return len(parallel.chunk_layers(self.shape.num_layers, stage=stage, chunk=0))
 
+    def chunks(self, stage: int) -> list[Runs]:
+        """Return the layers of each chunk of a stage."""
+        family, parallel = family_of(self.shape), MegatronParallel.of(self.split, data=1)
+        kinds = family.kinds(self.shape)
+        alone = {kind: replace(self, shape=family.alone(self.shape, kind)) for kind in dict.fromkeys(kinds)}
+        return [
+            [(alone[kind], len([*group])) for kind, group in groupby(kinds[layer] for layer in layers)]
+            for chunk in range(self.split.virtual_pipeline)
+            for layers in (parallel.chunk_layers(self.shape.num_layers, stage=stage, chunk=chunk),)
+        ]
+
+
+Runs: TypeAlias = list[tuple[ModelWork, int]]
+"""Layers in their order: the work of a model with layers of one kind only, and how many of them follow each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
@@ -99,8 +117,8 @@ class Recomputation:
 
 def activation_bytes(work: ModelWork, stage: int) -> int:
     """Return what the micro-batches in flight on a stage keep for backward, and what one layer's backward needs."""
-    kept = chunks_in_flight(work.split, stage) * _kept_bytes_per_token(work, work.chunk_layers(stage))
-    return work.tokens * kept + _passing_bytes(work, stage)
+    kept = max(_kept_bytes_per_token(runs) for runs in work.chunks(stage))
+    return work.tokens * chunks_in_flight(work.split, stage) * kept + _passing_bytes(work, stage)
 
 
 def head_bytes(work: ModelWork, stage: int) -> int:
@@ -114,23 +132,31 @@ def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
     """Return the copies of a stage's weights in FP8, one for the forward and one for the backward pass."""
     if work.split.precision != "fp8":
         return 0
-    shape, split = work.shape, work.split
-    projections = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) * shape.hidden // split.tensor
+    runs = [run for chunk in work.chunks(stage) for run in chunk]
+    elements = [number * _matrix_elements(layer) for layer, number in runs]
+    if work.split.fp8_scaling != "delayed":
+        # The first and the last layer of the model are not in FP8.
+        elements.append(-_matrix_elements(runs[0][0]) if stage == 0 else 0)
+        elements.append(-_matrix_elements(runs[-1][0]) if stage == work.split.pipeline - 1 else 0)
+    return 2 * _FP8_BYTES * sum(elements)
+
+
+def _matrix_elements(work: ModelWork) -> int:
+    """Return the elements of a layer's matrices on a rank."""
+    shape, split, attention = work.shape, work.split, family_of(work.shape).attention(work.shape)
+    widths = attention.queries + attention.keys + attention.values + attention.outputs
+    projections = widths * shape.hidden // split.tensor
     matrices = 3 * shape.ffn_hidden * shape.hidden
     if shape.experts is None:
-        matrices //= split.tensor
-    else:
-        matrices = matrices * shape.experts.num // (split.expert * split.ranks_per_expert)
-        matrices += 3 * shape.experts.shared * shape.hidden // split.tensor
-    layers = split.virtual_pipeline * work.chunk_layers(stage)
-    if split.fp8_scaling != "delayed":
-        layers -= (stage == 0) + (stage == split.pipeline - 1)
-    return 2 * _FP8_BYTES * layers * (projections + matrices)
+        return projections + matrices // split.tensor
+    matrices = matrices * shape.experts.num // (split.expert * split.ranks_per_expert)
+    return projections + matrices + 3 * shape.experts.shared * shape.hidden // split.tensor
 
 
 def forward_bytes(work: ModelWork) -> int:
     """Return the activations of a pass without gradients: one layer at a time, nothing is kept."""
-    return work.tokens * layer_bytes(replace(work, lora=None)).total
+    kinds = (replace(work, shape=each, lora=None) for each, _ in uniform_shapes(work.shape))
+    return work.tokens * max(layer_bytes(kind).total for kind in kinds)
 
 
 def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
@@ -175,16 +201,17 @@ class LayerBytes:
 
 
 def layer_bytes(work: ModelWork) -> LayerBytes:
+    """Return the tensors of a layer; all layers of the model are of one kind."""
     shape, tensor, item = work.shape, work.split.tensor, work.item_bytes
-    split = tensor if work.split.is_sequence_parallel else 1
-    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    projected = (query + 2 * kv) // tensor
-    rotated = (query + kv) // tensor * (2 if shape.has_qk_norm else 1)
+    split, cost = tensor if work.split.is_sequence_parallel else 1, family_of(shape).attention(shape)
+    query = cost.queries
+    projected = (query + cost.keys + cost.values) // tensor
+    rotated = (query + cost.keys) // tensor * (2 if shape.has_qk_norm else 1)
     if work.split.context > 1 and not shape.has_qk_norm:
         # Keys and values are kept as they were gathered or exchanged.
         projected, rotated = 0, query // tensor
     angles = 4 * shape.head_dim  # sine and cosine, for queries and for keys
-    attended = query // tensor
+    attended = cost.outputs // tensor
     if work.split.context > 1 and work.split.context_exchange == "all_to_all":
         attended *= 2  # before and after its heads are exchanged for tokens
     # Gate and up for the activation, and their product for the second matrix.
@@ -223,7 +250,7 @@ def _dropped_width(work: ModelWork, layer: str) -> int:
         return 0
     match layer:
         case "o_proj":
-            return shape.num_heads * shape.head_dim // tensor
+            return family_of(shape).attention(shape).outputs // tensor
         case "down_proj":
             return (shape.ffn_hidden if shape.experts is None else shape.experts.shared) // tensor
         case _:
@@ -234,7 +261,7 @@ def _kept_of_others(shape: ModelShape, split: ModelParallelConfig) -> int:
     """Return the elements per token of keys and values that attention keeps in buffers of its own: gathered ones, or
     as many as a rank has of its own, which backward exchanges again."""
     if split.context > 1 and split.context_exchange != "gather":
-        return 2 * -(-shape.num_kv_heads // split.tensor) * shape.head_dim
+        return family_of(shape).attention(shape).cached_on(split.tensor)
     return _gathered(shape, split)
 
 
@@ -268,30 +295,39 @@ def recomputed_share(work: ModelWork) -> float:
         return 0.0
     if recomputation.is_full:
         return 1.0 if recomputation.method == "uniform" else min(1.0, recomputation.num_layers / work.chunk_layers(0))
-    shape = work.shape
-    feed_forward = 3 * shape.ffn_hidden
-    if shape.experts is not None:
-        feed_forward = feed_forward * shape.experts.per_token + 3 * shape.experts.shared
-    projections = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    module = "mlp" if shape.experts is None else "moe"
-    return feed_forward / (feed_forward + projections) if module in recomputation.modules else 0.0
+    repeated, total = 0, 0
+    for shape, layers in uniform_shapes(work.shape):
+        attention, feed_forward = family_of(shape).attention(shape), 3 * shape.ffn_hidden
+        if shape.experts is not None:
+            feed_forward = feed_forward * shape.experts.per_token + 3 * shape.experts.shared
+        total += layers * (feed_forward + attention.queries + attention.keys + attention.values + attention.outputs)
+        module = "mlp" if shape.experts is None else "moe"
+        repeated += layers * feed_forward if module in recomputation.modules else 0
+    return repeated / total
 
 
-def _kept_bytes_per_token(work: ModelWork, layers: int) -> int:
-    """Return what all layers of a chunk keep."""
-    layer, recomputation = layer_bytes(work), Recomputation.of(work.split)
-    if recomputation is None:
-        return layers * layer.total
-    if not recomputation.is_full:
-        return layers * (layer.total - layer.recomputed(recomputation.modules))
-    if recomputation.method == "uniform":
-        return -(-layers // recomputation.num_layers) * layer.layer_input
-    recomputed = min(layers, recomputation.num_layers)
-    return recomputed * layer.layer_input + (layers - recomputed) * layer.total
+def _kept_bytes_per_token(runs: Runs) -> int:
+    """Return what the layers of a chunk keep."""
+    recomputation = Recomputation.of(runs[0][0].split)
+    kept, num_recomputed = 0, 0 if recomputation is None else recomputation.num_layers
+    for work, layers in runs:
+        layer = layer_bytes(work)
+        if recomputation is None:
+            kept += layers * layer.total
+        elif not recomputation.is_full:
+            kept += layers * (layer.total - layer.recomputed(recomputation.modules))
+        elif recomputation.method != "uniform":
+            again = min(layers, num_recomputed)
+            num_recomputed -= again
+            kept += again * layer.layer_input + (layers - again) * layer.total
+    if recomputation is not None and recomputation.is_full and recomputation.method == "uniform":
+        number = sum(layers for _, layers in runs)
+        kept = -(-number // recomputation.num_layers) * layer_bytes(runs[0][0]).layer_input
+    return kept
 
 
 def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
-    """Return the recomputed tensors that exist while their layers run backward."""
+    """Return the recomputed tensors that exist while layers of one kind run backward."""
     layer, recomputation = layer_bytes(work), Recomputation.of(work.split)
     if recomputation is None:
         return 0
@@ -302,8 +338,12 @@ def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
 
 def _passing_bytes(work: ModelWork, stage: int) -> int:
     """Return what exists while one layer runs backward, beside what was kept."""
-    recomputed = _recomputed_bytes_per_token(work, work.chunk_layers(stage))
-    return work.tokens * (recomputed + _backward_bytes_per_token(work))
+    number = work.chunk_layers(stage)
+    return work.tokens * max(
+        _recomputed_bytes_per_token(kind, number) + _backward_bytes_per_token(kind)
+        for runs in work.chunks(stage)
+        for kind, _ in runs
+    )
 
 
 def _backward_bytes_per_token(work: ModelWork) -> int:

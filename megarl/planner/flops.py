@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.weights.layouts.canonical import num_active_parameters
 
@@ -27,13 +28,16 @@ def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: fl
 
     `num_squared_tokens` is the sum over all sequences of their length squared.
     """
-    in_experts = 0
-    if shape.experts is not None:
-        in_experts = shape.num_layers * shape.experts.per_token * 3 * shape.ffn_hidden * shape.hidden
+    in_experts = sum(
+        layers * each.experts.per_token * 3 * each.ffn_hidden * each.hidden
+        for each, layers in uniform_shapes(shape)
+        if each.experts is not None
+    )
+    attention = family_of(shape).attention(shape)
     return ForwardWork(
         dense=2.0 * (num_multiplied(shape) - in_experts) * num_tokens,
         expert=2.0 * in_experts * num_tokens,
-        attention=2.0 * shape.num_layers * shape.num_heads * shape.head_dim * num_squared_tokens,
+        attention=float(shape.num_layers * (attention.queries + attention.outputs)) * num_squared_tokens,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -10,9 +11,10 @@ from math import prod
 from megarl.config.lora import LoraConfig
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
+from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import GpuModel
-from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
+from megarl.weights.algebra.slices import ITEM_BYTES, Layout, TensorSpec
 from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -21,6 +23,9 @@ from megarl.weights.layouts.sglang import sglang_layout
 PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 """Elements. Megatron starts a parameter at a multiple of the first, and ends a bucket at a multiple of the second."""
+
+BUFFERS = (".expert_bias",)
+"""Ends of the names of Megatron's buffers, which have no gradients."""
 
 ENGINE_CONTEXT_BYTES = 1 << 30
 """Allowance for CUDA context, loaded kernels and workspaces of an engine, without its graphs."""
@@ -63,20 +68,16 @@ def stage_memory(
     float32 master weights and two moments. Under an adapter the model has weights alone."""
     # Float32 weights are their own master weights.
     state_bytes = 8 if dtype == "float32" else 12
-    layout, ranks_of = _one_layer_per_chunk(shape, parallel, dtype=dtype)
     frozen_bytes = [0] * parallel.pipeline
     if lora is not None:
-        layout = adapter_layout(layout, LoraShape.of(lora))
         frozen_bytes = [stage.num_bytes for stage in bare_weights(shape, parallel, dtype=dtype)]
         if shape.has_value_head:
             # It is trained as a whole, and counted with the adapter.
             frozen_bytes[-1] -= shape.hidden * ITEM_BYTES[dtype]
     stages = []
     for stage in range(parallel.pipeline):
-        buffers = max(
-            (gradient_buffers(layout.by_rank[rank], shape, parallel, stage) for rank in ranks_of[stage]),
-            key=lambda each: each.num_elements,
-        )
+        ranks = held_tensors(shape, parallel, stage, dtype=dtype, lora=lora)
+        buffers = max((gradient_buffers(shape, parallel, held) for held in ranks), key=lambda each: each.num_elements)
         sharded = buffers.dense // parallel.replicas + buffers.expert // parallel.expert_data
         stages.append(
             StageMemory(
@@ -103,29 +104,62 @@ class BareWeights:
 @cache
 def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[BareWeights, ...]:
     """Return the weights per pipeline stage."""
-    layout, ranks_of = _one_layer_per_chunk(shape, parallel, dtype=dtype)
     stages = []
     for stage in range(parallel.pipeline):
-        layers = {
-            f"chunk{chunk}": len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
-            for chunk in range(parallel.virtual_pipeline)
-        }
-        held = [layout.by_rank[rank].tensors for rank in ranks_of[stage]]
-        sizes = [
-            {name: repeats(name, layers[name.partition(".")[0]]) * spec.num_bytes for name, spec in tensors.items()}
-            for tensors in held
-        ]
-        fullest = max(sizes, key=lambda each: sum(each.values()))
+        held = held_tensors(shape, parallel, stage, dtype=dtype)
+        fullest = max(held, key=lambda tensors: sum(each.num_bytes for each in tensors))
         stages.append(
             BareWeights(
-                num_bytes=sum(fullest.values()),
-                dense_bytes=sum(size for name, size in fullest.items() if not _is_expert(name)),
-                largest_bytes=max(spec.num_bytes for tensors in held for spec in tensors.values()),
+                num_bytes=sum(each.num_bytes for each in fullest),
+                dense_bytes=sum(each.num_bytes for each in fullest if not _is_expert(each.name)),
+                largest_bytes=max(each.spec.num_bytes for tensors in held for each in tensors),
             )
         )
     return tuple(stages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor of a rank, and how many equal ones the rank has: one in each layer of a kind."""
+
+    name: str
+    spec: TensorSpec
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.spec.num_bytes
+
+
+def held_tensors(
+    shape: ModelShape, parallel: MegatronParallel, stage: int, *, dtype: str, lora: LoraConfig | None = None
+) -> list[list[HeldTensor]]:
+    """Return the tensors of each rank of one replica of a stage; under an adapter those of the adapter."""
+    family = family_of(shape)
+    kinds = family.kinds(shape)
+    ranks: list[list[HeldTensor]] = [[] for _ in range(parallel.tensor)]
+    for place, kind in enumerate(dict.fromkeys(kinds)):
+        numbers = [
+            sum(kinds[layer] == kind for layer in parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
+            for chunk in range(parallel.virtual_pipeline)
+        ]
+        layout, ranks_of = _one_layer_per_chunk(family.alone(shape, kind), parallel, dtype=dtype)
+        if lora is not None:
+            layout = adapter_layout(layout, LoraShape.of(lora))
+        for rank, held in zip(ranks_of[stage], ranks, strict=True):
+            for name, spec in layout.by_rank[rank].tensors.items():
+                # What is outside of the layers is in the layout of every kind.
+                count = numbers[_chunk_of(name)] if ".layers." in name else int(place == 0)
+                if count:
+                    held.append(HeldTensor(name=name, spec=spec, count=count))
+    return ranks
+
+
+def _chunk_of(name: str) -> int:
+    return int(name.partition(".")[0].removeprefix("chunk"))
+
+
+@cache
 def _one_layer_per_chunk(
     shape: ModelShape, parallel: MegatronParallel, *, dtype: str
 ) -> tuple[Layout, list[list[int]]]:
@@ -155,32 +189,26 @@ class GradientBuffers:
         return self.dense + self.expert
 
 
-def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronParallel, stage: int) -> GradientBuffers:
-    """Return the buffers of a rank; `holding` has one layer per chunk, which stands for all layers of the chunk.
+def gradient_buffers(shape: ModelShape, parallel: MegatronParallel, held: Sequence[HeldTensor]) -> GradientBuffers:
+    """Return the buffers of a rank.
 
     A chunk is one bucket, because gradients are reduced after the backward pass; tied embeddings on two stages have a
     bucket of their own, and so have divided experts.
     """
     dense, expert = 0, 0
     for chunk in range(parallel.virtual_pipeline):
-        layers = len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
-        sizes = {
-            name: repeats(name, layers) * round_up(prod(spec.shape), PARAM_ALIGNMENT)
-            for name, spec in holding.tensors.items()
-            if name.startswith(f"chunk{chunk}.")
-        }
+        sizes = [
+            (each.name, each.count * round_up(prod(each.spec.shape), PARAM_ALIGNMENT))
+            for each in held
+            if _chunk_of(each.name) == chunk and not each.name.endswith(BUFFERS)
+        ]
         is_tied_apart = shape.has_tied_embeddings and parallel.pipeline > 1
-        tied = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
-        experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
-        rest = sum(sizes.values()) - sum(tied) - experts
+        tied = [size for name, size in sizes if is_tied_apart and _is_vocabulary(name)]
+        experts = sum(size for name, size in sizes if parallel.expert > 1 and _is_expert(name))
+        rest = sum(size for _, size in sizes) - sum(tied) - experts
         dense += sum(round_up(size, math.lcm(parallel.replicas, BUCKET_ALIGNMENT)) for size in (*tied, rest))
         expert += round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
     return GradientBuffers(dense=dense, expert=expert)
-
-
-def repeats(name: str, layers: int) -> int:
-    """Return how often a tensor of a one-layer model occurs in a model of `layers` equal layers."""
-    return layers if ".layers." in name else 1
 
 
 def planned_cached_tokens(
@@ -222,7 +250,7 @@ def engine_memory(
     adapter_bytes = 0
     if lora is not None:
         adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
-    per_token = 2 * shape.num_layers * -(-shape.num_kv_heads // rollout.tensor) * shape.head_dim * item_bytes
+    per_token = shape.num_layers * family_of(shape).attention(shape).cached_on(rollout.tensor) * item_bytes
     if rollout.max_cached_tokens is not None:
         cached_tokens = rollout.max_cached_tokens
     elif capacity_bytes is None:
@@ -252,34 +280,37 @@ def _engine_weights(
     shape: ModelShape, tensor: int, expert: int, device: Device, fp8_keep: tuple[str, ...] | None
 ) -> _EngineWeights:
     """Return the weights of the fullest TP rank; cached, because a search for proposals computes few engines often."""
-    # All layers are alike, unless patterns name some of them.
-    layers = shape.num_layers if not fp8_keep else 1
-    one = shape if fp8_keep else replace(shape, num_layers=1)
-    layout = sglang_layout(one, tensor=tensor, expert=expert, dtype=dtype_on(device), is_cpu_engine=device == "cpu")
-    if fp8_keep is not None:
-        layout = fp8_engine_layout(layout, one, fp8_keep)
-    return _EngineWeights(
-        held_bytes=max(
-            sum(repeats(name, layers) * spec.num_bytes for name, spec in holding.tensors.items())
-            for holding in layout.holdings
-        ),
-        expert_bytes=layers
-        * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name)),
-    )
+    # All layers of a kind are alike, unless patterns name some of them.
+    kinds = ((shape, 1),) if fp8_keep else tuple((replace(each, num_layers=1), n) for each, n in uniform_shapes(shape))
+    held, in_experts = [0] * tensor, 0
+    for place, (one, layers) in enumerate(kinds):
+        layout = sglang_layout(one, tensor=tensor, expert=expert, dtype=dtype_on(device), is_cpu_engine=device == "cpu")
+        if fp8_keep is not None:
+            layout = fp8_engine_layout(layout, one, fp8_keep)
+        for rank, holding in enumerate(layout.holdings):
+            # What is outside of the layers is in the layout of every kind.
+            for name, spec in holding.tensors.items():
+                held[rank] += spec.num_bytes * (layers if ".layers." in name else int(place == 0))
+        experts = (spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name))
+        in_experts += layers * sum(experts)
+    return _EngineWeights(held_bytes=max(held), expert_bytes=in_experts)
 
 
 @cache
 def _adapter_bytes(shape: ModelShape, tensor: int, expert: int, device: Device, lora: LoraConfig) -> int:
     """Return the memory of one adapter in the fullest TP rank."""
-    layout = sglang_layout(
-        replace(shape, num_layers=1),
-        tensor=tensor,
-        expert=expert,
-        dtype=dtype_on(device),
-        is_cpu_engine=device == "cpu",
-    )
-    held = adapter_layout(layout, LoraShape.of(lora))
-    return shape.num_layers * max(holding.num_bytes for holding in held.holdings)
+    held = [0] * tensor
+    for each, layers in uniform_shapes(shape):
+        layout = sglang_layout(
+            replace(each, num_layers=1),
+            tensor=tensor,
+            expert=expert,
+            dtype=dtype_on(device),
+            is_cpu_engine=device == "cpu",
+        )
+        for rank, holding in enumerate(adapter_layout(layout, LoraShape.of(lora)).holdings):
+            held[rank] += layers * holding.num_bytes
+    return max(held)
 
 
 def _is_vocabulary(local_name: str) -> bool:

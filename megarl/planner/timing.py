@@ -18,6 +18,7 @@ from typing import TypeAlias
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import recomputed_share
 from megarl.planner.deployment import Deployment, Placement, PlannedModel, StepWorkload
@@ -435,10 +436,10 @@ class TrainingTime:
     def _context_s(self) -> float:
         """Return the gathering of keys and values in a forward pass; a backward pass scatters as many gradients."""
         parallel, shape = self._model.placement.parallel, self._work.shape
-        heads = -(-shape.num_kv_heads // parallel.tensor)
+        cached = family_of(shape).attention(shape).cached_on(parallel.tensor)
         layers = shape.num_layers / parallel.pipeline
         others_tokens = (parallel.context - 1) * self._rank_tokens
-        num_bytes = others_tokens * 2 * heads * shape.head_dim * _ITEM_BYTES * layers
+        num_bytes = others_tokens * cached * _ITEM_BYTES * layers
         return num_bytes / self._rate(spans_nodes=parallel.tensor * parallel.context > self._gpus_per_node)
 
     def _expert_s(self) -> float:
@@ -446,7 +447,7 @@ class TrainingTime:
         parallel, shape = self._model.placement.parallel, self._work.shape
         if shape.experts is None or parallel.expert == 1:
             return 0.0
-        layers = shape.num_layers / parallel.pipeline
+        layers = (shape.num_layers - shape.experts.num_dense_layers) / parallel.pipeline
         tokens = self._rank_tokens / parallel.tensor * parallel.ranks_per_expert
         copies = 2 * shape.experts.per_token * tokens * shape.hidden * _ITEM_BYTES * layers
         ranks = parallel.expert * parallel.ranks_per_expert

@@ -22,7 +22,7 @@ from megarl.engine.admin import check_running, endpoints_of
 from megarl.engine.client import EngineClient, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus
-from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, restart_policy
+from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, family_options, restart_policy
 from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.rollout.frozen import FrozenRole, FrozenSetup
@@ -148,6 +148,7 @@ class _Start:
             has_grammars=self.longest_reply is not None,
             shares_devices=shares_devices,
             temperature=self.temperature,
+            options=family_options(shape),
         )
 
 

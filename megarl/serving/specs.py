@@ -9,8 +9,7 @@ from megarl.cluster.cluster import Place, Pool, accelerators, gpu_numbers
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineKeys
-from megarl.engine.process import EngineAdapters, EngineSpec
-from megarl.families import family_of
+from megarl.engine.process import EngineAdapters, EngineSpec, family_options
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_of
 from megarl.planner.memory import adapter_slots, planned_cached_tokens
@@ -52,7 +51,7 @@ def rollout_engine(
         shares_devices=shares_devices,
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,
-        options=family_of(shape).engine.options,
+        options=family_options(shape),
     )
 
 

@@ -37,6 +37,7 @@ from megarl.config.roles import (
     RolesConfig,
 )
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 
 _TRAINER, _ENGINE = "trainer", "engine"
@@ -305,7 +306,7 @@ def _describe_split(split: ModelParallelConfig) -> str:
 def tiny_shape(shape: ModelShape, actor: ActorConfig) -> ModelShape:
     """Return a tiny model of the same family that the layouts of `small_layouts` divide."""
     experts = shape.experts
-    return replace(
+    tiny = replace(
         shape,
         num_layers=_num_layers(actor),
         hidden=64,
@@ -317,7 +318,9 @@ def tiny_shape(shape: ModelShape, actor: ActorConfig) -> ModelShape:
         max_context_tokens=_MAX_CONTEXT,
         dtype="float32",
         experts=None if experts is None else replace(experts, num=8, per_token=2, shared=min(128, experts.shared)),
+        dense_hidden=min(128, shape.dense_hidden),
     )
+    return family_of(shape).tiny(tiny)
 
 
 def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig, ModelShape]:
@@ -343,7 +346,9 @@ def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig
         experts=None
         if experts is None
         else replace(experts, num=2 * lcm(actor.expert, rollout.expert), shared=min(ffn, experts.shared)),
+        dense_hidden=min(ffn, shape.dense_hidden),
     )
+    tiny = family_of(shape).tiny(tiny)
     return roles.model_copy(update={"actor": actor, "rollout": rollout.model_copy(update=_IN_BF16)}), tiny
 
 

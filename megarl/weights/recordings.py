@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
+from megarl.families import family_of
+from megarl.families.interface import Block
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.executors.digest import MODULUS, digest_tensor, to_ints
@@ -36,19 +38,9 @@ LOGPROBS = "logprobs"
 _WEIGHT = ".weight"
 _INPUT_NORM, _POST_NORM = "input_layernorm", "post_attention_layernorm"
 _ATTENTION, _ACTIVATION = "self_attn.attention", "mlp.activation"
-_LAYER = (
-    _INPUT_NORM,
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    _ATTENTION,
-    "self_attn.o_proj",
-    _POST_NORM,
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    _ACTIVATION,
-    "mlp.down_proj",
-)
+_ATTENTION_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_BEFORE = {"self_attn.o_proj": _ATTENTION, "mlp.down_proj": _ACTIVATION}
+"""The computation without weights that comes before a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +60,25 @@ def hook_points(shape: ModelShape) -> tuple[HookPoint, ...]:
         return HookPoint(name=name, weights=tuple(tensor for tensor in candidates if tensor in tensors))
 
     points = [point(_module(EMBEDDING), _module(EMBEDDING))]
-    for index in range(shape.num_layers):
-        for module in _LAYER:
+    family = family_of(shape)
+    modules = {kind: layer_modules(block) for kind, block in family.blocks(shape).items()}
+    for index, kind in enumerate(family.kinds(shape)):
+        for module in modules[kind]:
             name = f"{layer_prefix(index)}{module}"
             # Queries and keys are normalised between their projections and the attention.
-            owners = [f"{layer_prefix(index)}self_attn.{norm}" for norm in ("q_norm", "k_norm")]
+            owners = [f"{layer_prefix(index)}{norm}" for norm in _ATTENTION_NORMS]
             points.append(point(name, *(owners if module == _ATTENTION else [name])))
     points.append(point(_module(FINAL_NORM), _module(FINAL_NORM)))
     return (*points, HookPoint(name=LM_HEAD, weights=(head_name(shape),)), HookPoint(name=LOGPROBS, weights=()))
+
+
+def layer_modules(block: Block) -> tuple[str, ...]:
+    """Return the modules of a layer with an output that is compared, in the order of the forward pass."""
+    names: list[str] = []
+    for module in dict.fromkeys(weight.name.rpartition(".")[0] for weight in block.weights):
+        if module not in _ATTENTION_NORMS:
+            names += [_BEFORE[module], module] if module in _BEFORE else [module]
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

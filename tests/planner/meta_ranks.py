@@ -241,7 +241,7 @@ def kept_by_a_micro_batch(model: TrainedModel, *, tokens_per_micro_batch: int) -
             layout = megatron_layout(model.shape, model.parallel, dtype=_DTYPE)
             holding = adapter_layout(layout, LoraShape.of(model.lora), dtype=_DTYPE).by_rank[0]
             attach_adapters([chunk], holding, model.lora, device=host)
-        planned = _kept_bytes_per_token(work, work.chunk_layers(0))
+        planned = _kept_bytes_per_token(work.chunks(0)[0])
         if model.shape.experts is not None:
             # How many tokens an expert gets is data, which no fake tensor has.
             planned -= work.chunk_layers(0) * layer_bytes(work).feed_forward

@@ -52,6 +52,7 @@ def test_every_tensor_of_every_family_has_a_class(family: str) -> None:
     classes = {tensor_class(name) for name in canonical_tensors(make_shape(family))}
     dense = {"embedding", "qkv", "attention output", "norms", "output"}
     block = {"router", "experts"} if experts else {"feed-forward"}
+    block |= {"feed-forward"} if experts and experts.num_dense_layers else set()
     assert classes == dense | block | ({"shared expert"} if experts and experts.shared else set())
 
 

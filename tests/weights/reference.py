@@ -25,6 +25,7 @@ Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]
 
 PADDING = -1
+_BIAS = "e_score_correction_bias"
 
 _EXPERTS = {
     "mixtral": Experts(num=4, per_token=2, is_normalized=True),
@@ -194,24 +195,42 @@ def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping
         target[...] = given
 
 
-_OF_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+_OTHERS = {
+    "block_sparse_moe.": "mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+    ".shared_experts.": ".shared_expert.",
+}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def _renamed(model: Mapping[str, Array]) -> Arrays:
-    """Return a Mixtral with the names of the other families, which it has none of."""
-    arrays = {}
+def _renamed(shape: ModelShape, model: Mapping[str, Array]) -> Arrays:
+    """Return the model with the names of Qwen2's families, and with one matrix for each projection."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    cuts = {"qkv_proj": [queries, queries + keys], "gate_up_proj": [shape.ffn_hidden]}
+    arrays: Arrays = {}
     for name, array in model.items():
-        for own, other in _OF_MIXTRAL.items():
+        for own, other in _OTHERS.items():
             name = name.replace(own, other)
-        arrays[name] = array
+        module = name.split(".")[-2]
+        if module in _FUSED:
+            parts = zip(_FUSED[module], np.split(array, cuts[module]), strict=True)
+            arrays |= {name.replace(module, part): rows for part, rows in parts}
+        else:
+            arrays[name] = array
     return arrays
+
+
+def _is_mixture(shape: ModelShape, layer: int) -> bool:
+    return shape.experts is not None and layer >= shape.experts.num_dense_layers
 
 
 def megatron_rank(
     shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, data: int, stage: int
 ) -> Arrays:
     """Return the parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
-    model = _renamed(model)
+    model = _renamed(shape, model)
     size, num_chunks = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     fixed = (first or 0) + (last or 0)
@@ -237,16 +256,16 @@ def megatron_rank(
             hf, local = f"model.layers.{layer}.", f"chunk{chunk}.decoder.layers.{index}."
             arrays |= {local + name: array for name, array in _megatron_layer(shape, model, hf, tensor, size).items()}
             blocks = {f"{local}mlp.": f"{hf}mlp."}
-            if shape.experts is not None:
-                arrays[f"{local}mlp.router.weight"] = model[f"{hf}mlp.gate.weight"]
-                shared = _megatron_shared(shape.experts, model, hf, tensor, size)
-                arrays |= {f"{local}mlp.shared_experts.{key}": array for key, array in shared.items()}
+            is_mixture = _is_mixture(shape, layer)
+            if shape.experts is not None and is_mixture:
+                around = _megatron_around(shape.experts, model, hf, tensor, size)
+                arrays |= {f"{local}mlp.{key}": array for key, array in around.items()}
                 of_set = np.split(np.arange(shape.experts.num), parallel.expert)[expert_set]
                 blocks = {
                     f"{local}mlp.experts.local_experts.{i}.": f"{hf}mlp.experts.{expert}."
                     for i, expert in enumerate(of_set)
                 }
-            split = (part, grid.shape[2]) if shape.experts else (tensor, size)
+            split = (part, grid.shape[2]) if is_mixture else (tensor, size)
             for name, block in blocks.items():
                 arrays |= {name + key: array for key, array in _megatron_block(model, block, *split).items()}
         if position == num_chunks - 1:
@@ -290,16 +309,22 @@ def _megatron_block(model: Mapping[str, Array], block: str, rank: int, size: int
     return {"linear_fc1.weight": np.concatenate([gate, up]), "linear_fc2.weight": down}
 
 
-def _megatron_shared(experts: Experts, model: Mapping[str, Array], hf: str, tensor: int, size: int) -> Arrays:
+def _megatron_around(experts: Experts, model: Mapping[str, Array], hf: str, tensor: int, size: int) -> Arrays:
+    """Return the parameters of a mixture outside of its routed experts."""
+    arrays = {"router.weight": model[f"{hf}mlp.gate.weight"]}
+    if experts.has_bias:
+        arrays["router.expert_bias"] = model[f"{hf}mlp.gate.{_BIAS}"]
     if not experts.shared:
-        return {}
-    gate = model[f"{hf}mlp.shared_expert_gate.weight"]
-    return {"gate_weight": gate} | _megatron_block(model, f"{hf}mlp.shared_expert.", tensor, size)
+        return arrays
+    if experts.is_shared_gated:
+        arrays["shared_experts.gate_weight"] = model[f"{hf}mlp.shared_expert_gate.weight"]
+    shared = _megatron_block(model, f"{hf}mlp.shared_expert.", tensor, size)
+    return arrays | {f"shared_experts.{key}": array for key, array in shared.items()}
 
 
 def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int, expert: int = 1) -> Arrays:
     """Return the parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
-    model = _renamed(model)
+    model = _renamed(shape, model)
     kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
     kv_heads = np.split(kv_rows, size)[tensor]
 
@@ -326,12 +351,13 @@ def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, s
         for suffix in ("weight", "bias") if shape.has_qkv_bias else ("weight",):
             arrays[f"{prefix}self_attn.qkv_proj.{suffix}"] = qkv(f"{prefix}self_attn.", suffix)
         arrays[f"{prefix}self_attn.o_proj.weight"] = split(f"{prefix}self_attn.o_proj.weight", 1)
-        if shape.experts is not None:
+        if shape.experts is not None and _is_mixture(shape, index):
             arrays |= _sglang_experts(shape.experts, model, f"{prefix}mlp.", tensor, size, expert)
         else:
             arrays |= _sglang_block(model, f"{prefix}mlp.", tensor, size)
     block = ".block_sparse_moe." if shape.family == "mixtral" else ".mlp."
-    return {name.replace(".mlp.", block): array for name, array in arrays.items()}
+    shared = ".shared_expert." if shape.experts is None or shape.experts.is_shared_gated else ".shared_experts."
+    return {name.replace(".mlp.", block).replace(".shared_expert.", shared): array for name, array in arrays.items()}
 
 
 def _sglang_block(model: Mapping[str, Array], block: str, tensor: int, size: int) -> Arrays:
@@ -351,7 +377,9 @@ def _sglang_experts(
 
     shared: Arrays = {}
     if experts.shared:
-        shared = {f"{mlp}shared_expert_gate.weight": model[f"{mlp}shared_expert_gate.weight"]}
+        whole = ["shared_expert_gate.weight"] if experts.is_shared_gated else []
+        whole += [f"gate.{_BIAS}"] if experts.has_bias else []
+        shared = {mlp + name: model[mlp + name] for name in whole}
         shared |= _sglang_block(model, f"{mlp}shared_expert.", tensor, size)
     return shared | {
         f"{mlp}gate.weight": model[f"{mlp}gate.weight"],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megarl.errors import Problem
+from megarl.families import uniform_shapes
 from megarl.families.shape import ModelShape
 
 ENGINE_VOCAB_STEP = 64
@@ -57,12 +58,13 @@ def check_expert_ranks(split: MegatronSplit, *, stage_ranks: int, prefix: str = 
 def check_megatron_split(shape: ModelShape, split: MegatronSplit, *, prefix: str = "") -> Iterator[Problem]:
     """Yield each size by which Megatron cannot split a model of this shape."""
     yield from _heads(shape, split.tensor, key=f"{prefix}tensor")
-    if shape.experts is None:
-        yield from _feed_forward(shape, split.tensor, key=f"{prefix}tensor")
-    else:
-        yield from _shared_expert(shape, split.tensor, key=f"{prefix}tensor")
-        yield from _feed_forward(shape, split.ranks_per_expert, key=f"{prefix}expert_tensor")
-        yield from check_experts(shape, split.expert, prefix=prefix)
+    for each, _ in uniform_shapes(shape):
+        if each.experts is None:
+            yield from _feed_forward(each, split.tensor, key=f"{prefix}tensor")
+            continue
+        yield from _shared_expert(each, split.tensor, key=f"{prefix}tensor")
+        yield from _feed_forward(each, split.ranks_per_expert, key=f"{prefix}expert_tensor")
+        yield from check_experts(each, split.expert, prefix=prefix)
     yield from _layers(shape.num_layers, split, key=f"{prefix}pipeline")
 
 
@@ -78,8 +80,9 @@ def check_engine_split(
     """Yield each size by which SGLang cannot split a model of this shape; on a CPU it pads any vocabulary."""
     key = f"{prefix}tensor"
     yield from _heads(shape, tensor, key=key)
-    if tensor % expert == 0:
-        yield from _feed_forward(shape, tensor // expert, key=key)
+    for each, _ in uniform_shapes(shape):
+        if tensor % expert == 0:
+            yield from _feed_forward(each, tensor // expert if each.experts else tensor, key=key)
     yield from _shared_expert(shape, tensor, key=key)
     yield from check_experts(shape, expert, prefix=prefix)
     padded = -(-shape.vocab // ENGINE_VOCAB_STEP) * ENGINE_VOCAB_STEP

@@ -75,15 +75,3 @@ def num_active_parameters(shape: ModelShape) -> int:
 def head_name(shape: ModelShape) -> str:
     """Return the canonical tensor that produces the logits."""
     return EMBEDDING if shape.has_tied_embeddings else HEAD
-
-
-def frozen_names(shape: ModelShape) -> frozenset[str]:
-    """Return the tensors that no gradient changes: buffers of the trainer."""
-    family = family_of(shape)
-    blocks = family.blocks(shape)
-    return frozenset(
-        layer_prefix(index) + weight.name
-        for index, kind in enumerate(family.kinds(shape))
-        for weight in blocks[kind].weights
-        if not weight.is_trained
-    )

@@ -17,7 +17,7 @@ _LOCAL_EXPERT = "{i}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankShare:
     """One of `size` ranks that divide a parameter."""
 
     rank: int
@@ -32,11 +32,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShares:
-    """What one rank has of every layer."""
+    """The shares that one rank has of every layer."""
 
-    dense: Share
+    dense: RankShare
     """The share of all parameters outside the experts."""
-    expert: Share
+    expert: RankShare
     experts: range
     """The experts of the rank; empty in a dense model."""
 
@@ -65,12 +65,12 @@ def _of_expert(param: Param, expert: int, name: str) -> Param:
     return replace(param, name=name, parts=parts)
 
 
-def _cut(param: Param, specs: Mapping[str, TensorSpec], share: Share) -> LocalTensor:
+def _cut(param: Param, specs: Mapping[str, TensorSpec], share: RankShare) -> LocalTensor:
     tensor = _local(param, specs, share)
     return replace(tensor, dtype=param.dtype) if param.dtype is not None else tensor
 
 
-def _local(param: Param, specs: Mapping[str, TensorSpec], share: Share) -> LocalTensor:
+def _local(param: Param, specs: Mapping[str, TensorSpec], share: RankShare) -> LocalTensor:
     spec = specs[param.parts[0].name]
     columns, rows = spec.shape[1:], [_num_rows(part, specs) for part in param.parts]
     match param.cut:
@@ -94,7 +94,7 @@ def _local(param: Param, specs: Mapping[str, TensorSpec], share: Share) -> Local
     return row_window(param.name, segments, start=0, num_rows=num_rows, columns=columns)
 
 
-def _stack(param: Param, rows: Sequence[int], columns: Index, share: Share) -> LocalTensor:
+def _stack(param: Param, rows: Sequence[int], columns: Index, share: RankShare) -> LocalTensor:
     """Return equal rows of [rows of the first group of each part | of the second | ...].
 
     With fewer groups than ranks a rank's rows end inside a group: Megatron gathers the activations, not the weights.
@@ -108,7 +108,7 @@ def _stack(param: Param, rows: Sequence[int], columns: Index, share: Share) -> L
     return row_window(param.name, segments, start=share.rank * size, num_rows=size, columns=columns)
 
 
-def _range(param: Param, place: int, total: int, share: Share) -> tuple[int, int]:
+def _range(param: Param, place: int, total: int, share: RankShare) -> tuple[int, int]:
     """Return the first of a rank's rows or columns of the part at `place`, which has `total`, and their number.
 
     An engine on a CPU pads heads and feed-forward blocks that its ranks do not divide.

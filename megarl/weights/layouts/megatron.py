@@ -28,7 +28,7 @@ from megarl.weights.layouts.canonical import (
     layer_prefix,
     layer_tensors,
 )
-from megarl.weights.layouts.cuts import RankShares, Share
+from megarl.weights.layouts.cuts import RankShare, RankShares
 from megarl.weights.layouts.pieces import LocalTensor, Segment, repeated, replicate, row_window, whole
 
 _VOCAB_ROWS = 64
@@ -159,8 +159,8 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str
 def _shares(shape: ModelShape, parallel: MegatronParallel, tensor: int, place: ExpertPlace) -> RankShares:
     num_experts = shape.experts.num // parallel.expert if shape.experts else 0
     return RankShares(
-        dense=Share(rank=tensor, size=parallel.tensor),
-        expert=Share(rank=place.part, size=parallel.ranks_per_expert),
+        dense=RankShare(rank=tensor, size=parallel.tensor),
+        expert=RankShare(rank=place.part, size=parallel.ranks_per_expert),
         experts=range(place.expert * num_experts, (place.expert + 1) * num_experts),
     )
 
@@ -198,7 +198,7 @@ def _stage_tensors(
                 yield _vocab_tensor(shape, shares.dense, f"{prefix}output_layer.weight", head_name(shape))
 
 
-def _vocab_tensor(shape: ModelShape, share: Share, local: str, name: str) -> LocalTensor:
+def _vocab_tensor(shape: ModelShape, share: RankShare, local: str, name: str) -> LocalTensor:
     segments = (Segment(name=name, start=0, num_rows=shape.vocab),)
     rows = padded_vocab(shape.vocab, share.size) // share.size
     return row_window(local, segments, start=share.rank * rows, num_rows=rows, columns=(shape.hidden,))

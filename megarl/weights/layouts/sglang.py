@@ -22,7 +22,7 @@ from megarl.weights.layouts.canonical import (
     layer_prefix,
     layer_tensors,
 )
-from megarl.weights.layouts.cuts import RankShares, Share
+from megarl.weights.layouts.cuts import RankShare, RankShares
 from megarl.weights.layouts.pieces import LocalTensor, Segment, repeated, replicate, row_window, whole
 
 _CPU_FFN_STEP = 32
@@ -65,8 +65,8 @@ def _shares(shape: ModelShape, rank: int, tensor: int, expert: int, *, is_cpu_en
     num_experts = shape.experts.num // expert if shape.experts else 0
     first = rank // ranks_per_expert * num_experts
     return RankShares(
-        dense=Share(rank=rank, size=tensor, step=step),
-        expert=Share(rank=rank % ranks_per_expert, size=ranks_per_expert, step=step),
+        dense=RankShare(rank=rank, size=tensor, step=step),
+        expert=RankShare(rank=rank % ranks_per_expert, size=ranks_per_expert, step=step),
         experts=range(first, first + num_experts),
     )
 

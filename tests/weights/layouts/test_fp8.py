@@ -80,7 +80,7 @@ def test_families_with_scales_of_the_cache_have_them_without_a_source(family: st
     assert not names & {piece.local_name for piece in holding.pieces}
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES if "fp8" not in family.refuses])
 def test_a_plan_of_fp8_weights_moves_half_the_bytes(family: str) -> None:
     shape = block_shape(family)
     transfer = TransferSpec(

@@ -1,0 +1,39 @@
+"""Mistral 7B, Nemo and Small without images: Llama's layers, with heads of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megarl.families.blocks import attention, gated, input_norm, post_norm
+from megarl.families.fields import Fields
+from megarl.families.interface import Block, EngineTraits, Family
+from megarl.families.public import public_shape
+from megarl.families.shape import ModelShape
+
+
+class Mistral(Family):
+    name = "mistral"
+    architecture = "MistralForCausalLM"
+    engine = EngineTraits(module="mistral", has_cache_scales=True)
+
+    def read(self, fields: Fields) -> ModelShape:
+        fields.refuse_biases(self.name)
+        # SGLang attends to everything, transformers to the window.
+        fields.refuse_window("sliding_window")
+        return fields.shape(self.name)
+
+    def blocks(self, shape: ModelShape) -> Mapping[str, Block]:
+        feed_forward = gated("mlp.", "mlp.", hidden=shape.hidden, width=shape.ffn_hidden)
+        return {"dense": input_norm(shape) + attention(shape) + post_norm(shape) + feed_forward}
+
+    @property
+    def models(self) -> Mapping[str, ModelShape]:
+        return {
+            "mistral-7b": self._public(32, 4096, 32768),
+            "mistral-nemo-12b": replace(self._public(40, 5120, 131072), max_context_tokens=131072),
+        }
+
+    def _public(self, layers: int, hidden: int, vocab: int) -> ModelShape:
+        shape = public_shape(self.name, layers=layers, hidden=hidden, ffn=14336, heads=32, kv_heads=8, vocab=vocab)
+        return replace(shape, norm_eps=1e-5)

@@ -13,6 +13,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import os
+import secrets
+import stat
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +35,7 @@ from megarl.config.hub import with_local_models
 from megarl.config.load import validated
 from megarl.config.recipe import Recipe, RunConfig
 from megarl.episodes.build import check_environment
-from megarl.errors import ConfigError, FinishedError, PreemptedError, Problem
+from megarl.errors import ConfigError, FinishedError, MachineError, PreemptedError, Problem, writing
 from megarl.observe.events import Record, Sink, StepFinished
 from megarl.observe.summary import StepSummary
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
@@ -233,16 +236,34 @@ def _reference(code: Callable[..., object], part: str, run: RunConfig) -> str:
     is_found = module is not None and getattr(module, name, None) is code
     if is_found and file is not None and module is not None and module.__name__ != "__main__":
         return f"{file}:{name}"
-    path = run.folder.absolute() / _CODE_FOLDER / f"{run.name}_{part}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = _own_folder(run.folder.absolute() / _CODE_FOLDER) / f"{run.name}_{part}.py"
     _resolve_types(code)
     # A script is not imported again: that would start the run a second time.
     held = base64.b64encode(dill.dumps(code, recurse=True)).decode()
-    path.write_text(
+    _write_own(
+        path,
         f'"""Written by megarl.train: {name}, as {part} of {run.name}."""\n\n'
-        f'import base64\n\nimport dill\n\n{part} = dill.loads(base64.b64decode("{held}"))\n'
+        f'import base64\n\nimport dill\n\n{part} = dill.loads(base64.b64decode("{held}"))\n',
     )
     return f"{path}:{part}"
+
+
+def _own_folder(folder: Path) -> Path:
+    """Return the folder, which only its owner may write: what lies there is unpickled, so it may do anything."""
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    if status.st_uid != os.getuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & 0o022:
+        raise MachineError(f"{folder}: others may write there what this run would execute; remove it, or chmod 700")
+    return folder
+
+
+def _write_own(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with writing(path):
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        partial.replace(path)
 
 
 def _resolve_types(code: Callable[..., object]) -> None:

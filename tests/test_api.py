@@ -25,7 +25,7 @@ from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
 from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.recipe import Recipe
 from megarl.episodes.build import check_environment
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, MachineError
 from megarl.observe.events import Event, Record, RunStarted
 from megarl.system.user_code import load_code
 from megarl.tools.quickstart.arithmetic import make_arithmetic
@@ -67,6 +67,19 @@ def test_a_function_of_a_module_is_named_and_a_local_one_travels(tmp_path: Path)
         f"sys.exit(load_code({held!r}, key='algorithm.estimator')(14))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 42
+
+
+def test_files_that_are_unpickled_are_their_owners_alone(tmp_path: Path) -> None:
+    """Who could write them could run code as the next one who starts the run."""
+    recipe = make_recipe(tmp_path).run
+    reference = api._reference(lambda: 1, "estimator", recipe)
+    file = Path(reference.rpartition(":")[0])
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+    api._reference(lambda: 2, "estimator", recipe)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    file.parent.chmod(0o777)
+    with pytest.raises(MachineError, match="others may write there"):
+        api._reference(lambda: 1, "estimator", recipe)
 
 
 def test_own_code_goes_to_its_keys(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ _PRINT_EVERY_S = 1.0
 _REPORT_EVERY_S = 10.0
 """Between two lines of the driver."""
 _POLL_S = 0.2
+_KEY_VARIABLES = ("AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 15.0, 600.0
 
 
@@ -75,6 +76,7 @@ class Transfer:
 
     words: tuple[str, ...]
     stall_s: float
+    api_key_file: Path | None = None
     on_line: Callable[[list[str]], None] = lambda _words: None
     is_stopped: threading.Event = field(default_factory=threading.Event)
     code: int | None = None
@@ -86,7 +88,9 @@ class Transfer:
     def run(self) -> None:
         """Return when the process has ended; one in which nothing moves, or that is stopped, is ended."""
         command = [sys.executable, "-m", "megarl.checkpoint.mirror", *self.words]
-        process = start_guarded(command, environment=current_environment(), output=subprocess.PIPE)
+        # The libraries of stores read files that variables name, and only theirs.
+        keys = {} if self.api_key_file is None else dict.fromkeys(_KEY_VARIABLES, str(self.api_key_file.absolute()))
+        process = start_guarded(command, environment={**current_environment(), **keys}, output=subprocess.PIPE)
         try:
             self._follow(process)
             self.code = process.wait() if not self.problem else -1
@@ -201,7 +205,13 @@ class Mirroring:
     async def _upload(self, url: str, mirror: MirrorConfig) -> str:
         self._uploaded = []
         words = ("upload", url, str(self._parent), "--keep-last", str(self._config.keep_last))
-        transfer = Transfer(words=words, stall_s=mirror.stall_s, on_line=self._note, is_stopped=self._stop)
+        transfer = Transfer(
+            words=words,
+            stall_s=mirror.stall_s,
+            api_key_file=mirror.api_key_file,
+            on_line=self._note,
+            is_stopped=self._stop,
+        )
         running = asyncio.ensure_future(asyncio.to_thread(transfer.run))
         try:
             await asyncio.shield(running)
@@ -331,7 +341,12 @@ def _abandoned(parent: Path) -> set[int]:
 def _ask(url: str, mirror: MirrorConfig, folder: str, without: Collection[int]) -> tuple[int | None, str]:
     steps: list[int] = []
     words = ("newest", url, folder, "--without", *map(str, without))
-    transfer = Transfer(words=words, stall_s=mirror.stall_s, on_line=lambda line: steps.append(int(line[1])))
+    transfer = Transfer(
+        words=words,
+        stall_s=mirror.stall_s,
+        api_key_file=mirror.api_key_file,
+        on_line=lambda line: steps.append(int(line[1])),
+    )
     transfer.run()
     return (steps[0] if steps and not transfer.problem else None), transfer.problem
 
@@ -348,7 +363,7 @@ def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, not
 
     notify(f"fetching {what}: {total}")
     words = ("fetch", url, str(parent), "--step", str(manifest.step))
-    transfer = Transfer(words=words, stall_s=mirror.stall_s, on_line=report)
+    transfer = Transfer(words=words, stall_s=mirror.stall_s, api_key_file=mirror.api_key_file, on_line=report)
     transfer.run()
     if not transfer.problem:
         notify(f"fetched {what}: {total} in {time.monotonic() - began:.0f} s; every digest is right")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from threading import Lock
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,7 @@ from rich.text import Text
 from megarl.cli.lines import PlainDisplay, describe, numbers_text, phase_text, progress_lines, step_text
 from megarl.env import NO_COLOR
 from megarl.observe.events import Progress, Record, RunStarted, Sink, advance
+from megarl.system.terminal import printable
 
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30
@@ -32,7 +34,11 @@ _MAX_LINES = 12
 
 
 class _LastingConsole(Console):
-    """A console whose reader may leave, as `head` does: a run goes on without it."""
+    """A console whose reader may leave, as `head` does: a run goes on without it. Texts cannot control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):

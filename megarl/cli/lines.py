@@ -30,6 +30,7 @@ from megarl.observe.events import (
 from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
 from megarl.system.secret import masked
+from megarl.system.terminal import as_entry
 
 
 class PlainDisplay:
@@ -63,7 +64,7 @@ def progress_lines(progress: Progress) -> list[str]:
 def describe(record: Record) -> str | None:
     """Return the line that stays on the screen for an event, or None for an event that only moves the view."""
     line = _line(record.event)
-    return None if line is None else masked(line)
+    return None if line is None else as_entry(masked(line))
 
 
 @singledispatch

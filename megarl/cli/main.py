@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from megarl import __version__
 from megarl.errors import ConfigError, MegarlError
 from megarl.system.secret import masked
+from megarl.system.terminal import printable
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -156,7 +157,7 @@ def _root(
 
 
 def _complain(text: str) -> None:
-    print(masked(text), file=sys.stderr)
+    print(printable(masked(text)), file=sys.stderr)
 
 
 def _keep_traceback(error: Exception) -> str:

@@ -22,6 +22,7 @@ from megarl.errors import ConfigError, Problem, writing
 from megarl.families import PUBLIC_MODELS
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
+from megarl.system.terminal import printable
 from megarl.tools.import_verl.translate import translate_file
 from megarl.tools.import_verl.translation import Entry, Imported, KeyVerdict
 from megarl.tools.prepare import DataSetName
@@ -257,8 +258,8 @@ def prepare(
     for split in written:
         repeated = f", {split.num_repeated:,} repeated ones left out" if split.num_repeated else ""
         print(f"wrote {split.path}: {split.num_rows:,} rows{repeated}; the first:")
-        print("\n".join(f"  {line}" for line in split.first[:_PREVIEW_CHARS].splitlines()))
-        print(f"  -> {split.first_truth[:_PREVIEW_CHARS]}")
+        print("\n".join(f"  {line}" for line in printable(split.first[:_PREVIEW_CHARS]).splitlines()))
+        print(f"  -> {printable(split.first_truth[:_PREVIEW_CHARS])}")
 
 
 @make_app.command()

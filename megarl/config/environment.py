@@ -100,6 +100,8 @@ class McpEnvironmentConfig(_WithTools):
     servers: Annotated[dict[str, Url], Field(min_length=1)]
     """URL by name, such as `search: http://tools:8000/mcp`. A server that changes its tools during the run is an
     error."""
+    api_key_files: dict[str, Path] = Field(default={})
+    """File with the key of a server, by its name; the content is sent only as `Authorization: Bearer ...`."""
 
 
 class OpenEnvEnvironmentConfig(_WithTools):
@@ -108,6 +110,8 @@ class OpenEnvEnvironmentConfig(_WithTools):
     reward of the last step is the score, the others are of their turns; without rewards `reward` scores."""
     url: Url
     """Such as `ws://games:8000/ws`."""
+    api_key_file: Path | None = None
+    """Its content is sent only as `Authorization: Bearer ...`."""
     text_field: str | None = None
     """Each response is an action with its text in this field; null gives the model a tool `step` whose arguments are
     the fields of an action."""

@@ -24,7 +24,7 @@ LEAST_DEADLINE_S = 1800.0
 
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Names the run's folder, `<folder>/<name>`."""
     folder: Path = Path("runs")
     """Holds the folders of all runs."""
@@ -266,6 +266,9 @@ class MirrorConfig(Section):
     """`s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; checkpoints are below it, in a folder with the
     run's name. Needs the extra `megarl[s3]` or `megarl[gs]`; keys and endpoint come from the store's own settings,
     such as AWS_ENDPOINT_URL."""
+    api_key_file: Path | None = None
+    """The store's keys: for `s3` a file like `~/.aws/credentials`, for `gs` the JSON key of a service account; null are
+    those of the environment."""
     stall_s: PositiveFloat = 300
     """A transfer in which nothing moves for so long is ended, and tried again later."""
     finish_s: NonNegativeFloat = 600

@@ -118,7 +118,7 @@ def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
             writer: pq.ParquetWriter | None = None
             for table in tables:
                 if writer is None:
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    make_text_folder(path.parent)
                     writer = stack.enter_context(pq.ParquetWriter(partial, table.schema))
                 writer.write_table(table)
         if writer is not None:
@@ -370,11 +370,16 @@ def as_line(generation: Generation) -> bytes:
     return _GENERATION.dump_json(generation) + b"\n"
 
 
+def make_text_folder(folder: Path) -> None:
+    """Make a folder for prompts and responses: other users do not enter it, and its group does as the umask says."""
+    folder.mkdir(mode=0o770, parents=True, exist_ok=True)
+
+
 def write_generations(path: Path, lines: Iterable[bytes]) -> None:
     """Write the file in one operation: under its name it is complete and on disk."""
     partial = path.with_name(f"{path.name}.tmp")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_text_folder(path.parent)
         with partial.open("wb") as file:
             file.writelines(lines)
             file.flush()

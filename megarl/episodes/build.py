@@ -10,6 +10,7 @@ from typing import Any, assert_never, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.config.checks.secrets import secret_in
 from megarl.config.environment import (
     AgentEnvironmentConfig,
     BuiltInToolsConfig,
@@ -31,7 +32,9 @@ from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
-from megarl.errors import ConfigError, Problem
+from megarl.errors import ConfigError, Problem, RewardError
+from megarl.reward.judge import read_key
+from megarl.system.secret import Secret
 from megarl.system.user_process import UserLoadError, try_loading
 
 _BUILT_IN = Path(__file__).parent / "built_in"
@@ -48,11 +51,20 @@ async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | N
             # Its library is a tenth of what a driver imports, and every start of a run waits for that.
             from megarl.episodes.mcp_environments import open_mcp  # noqa: PLC0415
 
-            return await open_mcp(config.servers, timeout_s=config.call_deadline_s)
+            keys = {name: _key(path, f"api_key_files.{name}") for name, path in config.api_key_files.items()}
+            return await open_mcp(config.servers, keys=keys, timeout_s=config.call_deadline_s)
         case OpenEnvEnvironmentConfig():
-            return await open_openenv(config.url, timeout_s=config.call_deadline_s)
+            key = None if config.api_key_file is None else _key(config.api_key_file, "api_key_file")
+            return await open_openenv(config.url, key=key, timeout_s=config.call_deadline_s)
         case _:
             assert_never(config)
+
+
+def _key(path: Path, name: str) -> Secret:
+    try:
+        return read_key(path)
+    except RewardError as error:
+        raise ConfigError("recipe", (Problem(key=f"environment.{name}", message=str(error)),)) from None
 
 
 async def open_agents(config: AgentEnvironmentConfig, tokenizer: Tokenizer, *, log_path: Path | None = None) -> Agents:
@@ -91,13 +103,20 @@ def check_environment(config: EnvironmentConfig | None) -> list[Problem]:
 
     Starts its own event loop.
     """
-    if config is None:
+    if config is None or _has_secrets(config):
         return []
     try:
         asyncio.run(_try_environment(config))
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def _has_secrets(config: EnvironmentConfig) -> bool:
+    """Whether a URL has a secret, for which the recipe is refused: no server sees it, and no message shows it."""
+    urls = [*(config.servers.values() if isinstance(config, McpEnvironmentConfig) else ())]
+    urls += [config.url] if isinstance(config, OpenEnvEnvironmentConfig) else []
+    return any(secret_in(url) is not None for url in urls)
 
 
 async def _try_environment(config: EnvironmentConfig) -> None:

@@ -10,11 +10,13 @@ from typing import TypeVar
 import anyio
 import httpx2
 from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from pydantic import ValidationError
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.errors import ConfigError, DataError, EnvironmentLostError, Problem
+from megarl.system.secret import Secret
 from megarl.types import Score
 
 _T = TypeVar("_T")
@@ -22,21 +24,32 @@ _T = TypeVar("_T")
 _CLOSE_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """The deadline of a call is kept here; the library's own comes later and ends a session that hangs."""
+_HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
+"""The library's own: a server may keep a stream open without a word."""
 _LOST = (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError, ValidationError)
 
 
 class _Session:
     """A session with one server. The library must end it in the task that began it, so it has one of its own."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, key: Secret | None, timeout_s: float) -> None:
         self._url = url
+        self._key = key
         self._timeout_s = timeout_s
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._task = asyncio.create_task(self._hold())
 
     async def _hold(self) -> None:
-        async with Client(self._url, read_timeout_seconds=self._timeout_s + _GRACE_S, cache=None) as client:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key.reveal()}"}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=_HTTP_TIMEOUT) as http_client,
+            Client(
+                streamable_http_client(self._url, http_client=http_client),
+                read_timeout_seconds=self._timeout_s + _GRACE_S,
+                cache=None,
+            ) as client,
+        ):
             self._client.set_result(client)
             await self._closing.wait()
 
@@ -120,9 +133,15 @@ class McpEnvironments:
     """`Environments` of some servers, whose tools must stay as they are."""
 
     def __init__(
-        self, servers: Mapping[str, str], *, by_server: Mapping[str, tuple[ToolSchema, ...]], timeout_s: float
+        self,
+        servers: Mapping[str, str],
+        *,
+        keys: Mapping[str, Secret],
+        by_server: Mapping[str, tuple[ToolSchema, ...]],
+        timeout_s: float,
     ) -> None:
         self._servers = servers
+        self._keys = keys
         self._by_server = by_server
         self._timeout_s = timeout_s
 
@@ -131,7 +150,10 @@ class McpEnvironments:
         return tuple(tool for tools in self._by_server.values() for tool in tools)
 
     async def open(self, row: Row) -> McpEnvironment:
-        sessions = {name: _Session(url, timeout_s=self._timeout_s) for name, url in self._servers.items()}
+        sessions = {
+            name: _Session(url, key=self._keys.get(name), timeout_s=self._timeout_s)
+            for name, url in self._servers.items()
+        }
         environment = McpEnvironment(sessions, self._by_server)
         try:
             for name, session in sessions.items():
@@ -174,7 +196,7 @@ class McpEnvironment:
             await session.close()
 
 
-async def open_mcp(servers: Mapping[str, str], *, timeout_s: float) -> McpEnvironments:
+async def open_mcp(servers: Mapping[str, str], *, keys: Mapping[str, Secret], timeout_s: float) -> McpEnvironments:
     """Ask all servers for their tools; a ConfigError for those that do not answer, and for two tools of one name."""
     # The library writes a traceback for each lost connection; here it is an error of one line.
     logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
@@ -183,7 +205,7 @@ async def open_mcp(servers: Mapping[str, str], *, timeout_s: float) -> McpEnviro
     owners: dict[str, str] = {}
     for name, url in servers.items():
         key = f"environment.servers.{name}"
-        session = _Session(url, timeout_s=timeout_s)
+        session = _Session(url, key=keys.get(name), timeout_s=timeout_s)
         try:
             by_server[name] = await session.tools()
         except EnvironmentLostError as error:
@@ -200,4 +222,4 @@ async def open_mcp(servers: Mapping[str, str], *, timeout_s: float) -> McpEnviro
             owners[tool.name] = name
     if problems:
         raise ConfigError("recipe", tuple(problems))
-    return McpEnvironments(servers, by_server=by_server, timeout_s=timeout_s)
+    return McpEnvironments(servers, keys=keys, by_server=by_server, timeout_s=timeout_s)

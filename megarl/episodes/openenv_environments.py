@@ -16,6 +16,7 @@ import aiohttp
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, Problem
+from megarl.system.secret import Secret
 from megarl.types import JsonValue, Score
 
 STEP = "step"
@@ -34,9 +35,12 @@ def schema_url(url: str) -> str:
     return urlunsplit((scheme, parts.netloc, f"{path}/schema", "", ""))
 
 
-async def open_openenv(url: str, *, timeout_s: float) -> OpenEnvEnvironments:
+async def open_openenv(url: str, *, key: Secret | None, timeout_s: float) -> OpenEnvEnvironments:
     """Ask the server how an action looks; a ConfigError if it does not answer."""
-    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s))
+    session = aiohttp.ClientSession(
+        headers={} if key is None else {"Authorization": f"Bearer {key.reveal()}"},
+        timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s),
+    )
     try:
         async with asyncio.timeout(timeout_s), session.get(schema_url(url)) as reply:
             reply.raise_for_status()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +19,13 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
 from megarl.errors import CheckpointError
 from megarl.families.shape import ModelShape
+from megarl.system.lease import digest_program
+from megarl.system.user_code import digest_sources, source_of
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
+
+_REFERENCE = re.compile(r"(\S.*\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+"""A user's function as a recipe names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,8 @@ class Inputs:
     eval: tuple[Prompt, ...]
     eval_demonstrations: tuple[Prompt, ...] = ()
     eval_pairs: tuple[Prompt, ...] = ()
+    code: str = ""
+    """Digest of the user's Python files before any of them is imported."""
 
     @property
     def tools_digest(self) -> str | None:
@@ -38,8 +47,31 @@ class Inputs:
 
     def answers_digest(self, recipe: str) -> str:
         """Return a digest of what answers to prompts and their scores depend on, beside the weights."""
-        parts = (recipe, self.train.digest, self.tools_digest, __version__)
+        parts = (recipe, self.train.digest, self.tools_digest, self.code, __version__)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def program_digest(self, recipe: str) -> str:
+        """Return a digest of what running processes are made of: they keep what they have loaded of the user's code."""
+        return digest_program(recipe + self.code)
+
+
+def digest_code(recipe: Recipe) -> str:
+    """Return a digest of the Python files that the recipe names, and of what they import from their folders."""
+    return digest_sources(sorted(set(_code_files(recipe.model_dump()))))
+
+
+def _code_files(value: object) -> Iterator[Path]:
+    match value:
+        case Path() if value.suffix == ".py":
+            yield value.absolute()
+        case str() if _REFERENCE.fullmatch(value) and (path := source_of(value)) is not None:
+            yield path.absolute()
+        case dict():
+            for each in value.values():
+                yield from _code_files(each)
+        case list() | tuple():
+            for each in value:
+                yield from _code_files(each)
 
 
 def read_shape(recipe: Recipe) -> ModelShape:
@@ -53,6 +85,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
 
     Without `keeps_rows` the prompts to train on are checked and counted, and only the first of each source is kept.
     """
+    code = digest_code(recipe)
     shape = read_shape(recipe)
     is_scorer = recipe.algorithm.needs.is_scorer
     tools = () if recipe.environment is None else tools_of(recipe.environment)
@@ -71,7 +104,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         keeps_all=keeps_rows,
     )
     train = replace(reader, kind=recipe.algorithm.needs.rows).read(data.train, tokenizer)
-    inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
+    inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=(), code=code)
     if evaluation is None:
         return inputs
     reader = replace(reader, keeps_all=True)

@@ -32,7 +32,7 @@ from megarl.run.driver_process import drive_again, exit_notice
 from megarl.run.inputs import Inputs
 from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
-from megarl.system.lease import JoinedLease, Lease, digest_program
+from megarl.system.lease import JoinedLease, Lease
 from megarl.system.run_lock import refuse_locked, run_lock
 
 
@@ -64,7 +64,7 @@ def train(
     driver = _Driver(
         recipe=recipe,
         inputs=inputs,
-        program=digest_program(recipe.model_dump_json()),
+        program=inputs.program_digest(recipe.model_dump_json()),
         display=display,
         address=address,
         allows_data_change=allows_data_change,
@@ -86,7 +86,7 @@ class _Driver:
     recipe: Recipe
     inputs: Inputs
     program: str
-    """`digest_program` of the run when its code was loaded."""
+    """`Inputs.program_digest` of the run when its code was loaded."""
     display: Sink
     address: str | None
     allows_data_change: bool

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 
+from megarl.system.terminal import as_entry
+
 _MASK = "***"
 _MIN_CHARACTERS = 4
 """Shorter values are not masked: they would mask half of a text."""
@@ -48,7 +50,7 @@ def masked(text: str) -> str:
 
 
 class MaskingFormatter(logging.Formatter):
-    """Masks the secrets of this process in what it logs."""
+    """Masks the secrets of this process in what it logs. A text from outside forges no line there."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return as_entry(masked(super().format(record)))

@@ -5,14 +5,15 @@ Worker processes load their files here too: standard library only, so that they 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,64 @@ def sources(path: Path) -> Iterator[tuple[str, str]]:
             files.add(Path(file))
     for file in sorted(files):
         yield str(file), hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def digest_sources(paths: Iterable[Path]) -> str:
+    """Return a digest of these files and of what they import from their folders, before any of them is imported.
+
+    Installed packages do not count, nor do files that the code opens, or imports by names that it computes.
+    """
+    found = {str(file): digest for path in paths for file, digest in _followed(path)}
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def _followed(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield path and digest of a file and of those below its folder that its imports name, directly or not."""
+    seen: set[Path] = set()
+    pending = [path]
+    while pending:
+        file = pending.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            source = file.read_bytes()
+        except OSError:
+            continue  # no such module there; whoever imports what cannot be read complains
+        yield file, hashlib.sha256(source).hexdigest()
+        for base in _imports(source, file, path.parent):
+            pending += [base.with_name(f"{base.name}.py"), base / "__init__.py"]
+
+
+def _imports(source: bytes, file: Path, root: Path) -> Iterator[Path]:
+    """Yield the places, without suffix, of the modules that a file may import from the user's folder."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # whoever imports it complains
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (root.joinpath(*alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = file.parents[min(node.level, len(file.parents)) - 1] if node.level else root
+            module = start.joinpath(*node.module.split(".")) if node.module else start
+            yield from (module, *(module / alias.name for alias in node.names if alias.name != "*"))
+
+
+def source_of(reference: str) -> Path | None:
+    """Return the file of `file.py:name` or `package.module:name`; None if it is none, or of an installed package."""
+    place, _ = split_reference(reference)
+    if place.endswith(".py"):
+        return Path(place)
+    first, *rest = place.split(".")
+    spec = PathFinder.find_spec(first)
+    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+        return None
+    origin = Path(spec.origin)
+    module = origin.parent.joinpath(*rest) if rest else origin.with_suffix("")
+    return next(
+        (file for file in (module.with_name(f"{module.name}.py"), module / "__init__.py") if file.is_file()), None
+    )
 
 
 def describe_error(error: BaseException, path: Path | None = None, *, memory_key: str | None = None) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from megarl.checkpoint import mirror
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder, list_checkpoints, mark_best, remove, step_of
 from megarl.checkpoint.manifest import MANIFEST_FILE, verify
 from megarl.checkpoint.mirror import MirroredRun, Mirroring, Transfer, main, mirror_url, refuse_occupied
@@ -78,6 +79,25 @@ def _names(url: str) -> set[str]:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_file_with_keys_is_named_to_the_store_and_to_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def start(command: list[str], *, environment: dict[str, str], **_options: object) -> None:
+        assert str(tmp_path) not in " ".join(command)
+        started.append(environment)
+        raise InterruptedError
+
+    monkeypatch.setattr(mirror, "start_guarded", start)
+    for keys in (tmp_path / "keys", None):
+        with pytest.raises(InterruptedError):
+            Transfer(words=("newest", "s3://bucket"), stall_s=1.0, api_key_file=keys).run()
+    named, plain = ({name: each.get(name) for name in mirror._KEY_VARIABLES} for each in started)
+    assert set(named.values()) == {str(tmp_path / "keys")}
+    assert plain == {name: current_environment().get(name) for name in mirror._KEY_VARIABLES}
 
 
 def test_a_checkpoint_that_was_copied_and_fetched_has_the_same_bytes(url: str, parent: Path, tmp_path: Path) -> None:

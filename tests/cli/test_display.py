@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 from megarl.cli.display import LiveDisplay, make_console, make_display
 from megarl.cli.lines import PlainDisplay, format_seconds
+from megarl.cli.main import run_app
+from megarl.errors import DataError
 from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
+from megarl.observe.observing import logging_to
 from megarl.types import PolicyVersion
 from tests.observe.samples import (
     evaluated,
@@ -142,3 +150,38 @@ def test_a_run_goes_on_when_its_reader_has_left() -> None:
 )
 def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+HOSTILE = "gone\x1b[2J\x1b]0;title\x07\x9b31m\u202e\ud800\r\nstep 9/9  reward 1.000"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_text_from_outside_neither_controls_the_terminal_nor_forges_a_line(is_terminal: bool) -> None:
+    out = StringIO()
+    console = make_console()
+    console.file = out
+    console._force_terminal = is_terminal
+    show(make_display(console), [run_started(steps=2), Warned(text=HOSTILE), RunFinished(status=RunStatus.DONE)])
+    console.print(Text(HOSTILE), HOSTILE, Panel(HOSTILE))
+    shown = out.getvalue()
+    shown.encode()  # half a character would not be
+    for sequence in ("\x1b[2J", "\x1b]0;", "\x07", "\x9b", "\u202e"):
+        assert sequence not in shown
+    assert "warning: gone\\x1b[2J" in shown
+    assert "\n  step 9/9" in shown
+    assert "\nstep 9/9" not in shown.partition("run done")[0]
+
+
+def test_messages_of_commands_and_logs_control_no_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def fail() -> None:
+        raise DataError(HOSTILE)
+
+    app = typer.Typer()
+    app.command()(fail)
+    assert run_app(app, [], prog_name="megarl") == 3
+    assert "\x1b" not in capsys.readouterr().err
+    with logging_to(tmp_path / "megarl.log"):
+        logging.getLogger("megarl.episodes").warning("refused %s", HOSTILE)
+    lines = (tmp_path / "megarl.log").read_text().splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("  step 9/9")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,3 +247,13 @@ def test_another_file_is_one_line_that_says_where(tmp_path: Path) -> None:
     path.write_text('{"prompt_uid": 1}\n')
     with pytest.raises(DataError, match=r"step_000001\.jsonl: line 1 is not a generation of this version of megarl: "):
         list(read_generations(path))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o750), (0o002, 0o770), (0o077, 0o700)])
+def test_other_users_do_not_enter_folders_with_texts(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_generations(tmp_path / "evaluations" / "step_1.jsonl", [b"{}\n"])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "evaluations").stat().st_mode) == mode

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from pydantic import TypeAdapter
 
-from megarl.config.environment import ChatEnvironmentConfig, ClassEnvironmentConfig
+from megarl.config.environment import ChatEnvironmentConfig, ClassEnvironmentConfig, EnvironmentConfig
 from megarl.episodes.build import check_environment, rehearse
 from megarl.errors import ConfigError
 from tests.episodes.conftest import CALCULATOR
@@ -58,3 +63,48 @@ def test_agents_bring_their_own_tools(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path / "qwen2.5", "qwen2.5", tools=())
     config = ChatEnvironmentConfig(kind="chat", path=tmp_path / "agent.py")
     assert rehearse(config, tokenizer, max_response_tokens=64) is None
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """Answers 401, and keeps what it was sent as a key."""
+
+    seen: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(self.headers.get("Authorization"))
+        self.send_error(401)
+
+    do_POST = do_GET  # noqa: N815 - the name that http.server calls
+
+    def log_message(self, *_words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    _Refusing.seen.clear()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("kind", ["mcp", "openenv"])
+def test_a_server_gets_its_key_and_no_message_has_it(kind: str, refusing: int, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("canary-7f1b2\n")
+    url = f"http://127.0.0.1:{refusing}/ws"
+    keys: dict[str, object] = {"url": url, "api_key_file": tmp_path / "key"}
+    if kind == "mcp":
+        keys = {"servers": {"tools": url}, "api_key_files": {"tools": tmp_path / "key"}}
+    config = TypeAdapter[EnvironmentConfig](EnvironmentConfig).validate_python(
+        {"kind": kind, "call_deadline_s": 10, **keys}
+    )
+    (problem,) = check_environment(config)
+    assert "canary" not in str(problem)
+    assert set(_Refusing.seen) == {"Bearer canary-7f1b2"}
+    (tmp_path / "key").write_text("two keys")
+    (problem,) = check_environment(config)
+    assert str(problem).endswith("must contain one key and nothing else")

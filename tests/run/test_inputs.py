@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
 from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
-from megarl.run.inputs import read_inputs
+from megarl.config.reward import FunctionRewardConfig
+from megarl.run.inputs import digest_code, read_inputs
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 NUM_ROWS = 10
@@ -58,3 +61,37 @@ def test_epochs_are_as_many_steps_as_show_every_prompt_so_often(
     num_prompts = len(read_inputs(recipe).train.prompts)
     assert recipe.with_steps(num_prompts).run.total_steps == steps
     assert recipe.with_steps(num_prompts).with_steps(num_prompts) == recipe.with_steps(num_prompts)
+
+
+def test_an_edit_of_the_users_code_changes_what_kept_answers_and_adopted_ranks_are_known_by(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Files that the recipe names and what they import; others of the same folder do not count."""
+    code = tmp_path / "code"
+    files = ("loss.py", "reward.py", "helper.py", "package/__init__.py", "package/inner.py", "unused.py")
+    (code / "package").mkdir(parents=True)
+    for name in files:
+        (code / name).write_text("x = 1\n")
+    (code / "reward.py").write_text("import json, helper\n\ndef compute_score(*args): return 1.0\n")
+    (code / "helper.py").write_text("from package import inner\n")
+    (code / "package/inner.py").write_text("from . import inner  # a circle\n")
+    recipe = make_recipe(run={"steps": 1}, data={})
+    recipe = recipe.model_copy(
+        update={
+            "reward": FunctionRewardConfig(kind="function", path=code / "reward.py"),
+            "algorithm": GrpoConfig(
+                kind="grpo", loss=FunctionLossConfig(kind="function", code=f"{code / 'loss.py'}:loss")
+            ),
+        }
+    )
+    before = digest_code(recipe)
+    for name in files:
+        text = (code / name).read_text()
+        (code / name).write_text(f"{text}# edited\n")
+        assert (digest_code(recipe) == before) == (name == "unused.py"), name
+        (code / name).write_text(text)
+    assert digest_code(recipe) == before
+    inputs = read_inputs(make_recipe(run={"steps": 1}, data={}))
+    edited = replace(inputs, code=before)
+    assert inputs.answers_digest("recipe") != edited.answers_digest("recipe")
+    assert inputs.program_digest("recipe") != edited.program_digest("recipe")

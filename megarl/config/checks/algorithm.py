@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from urllib.parse import parse_qsl, urlsplit
 
 from megarl.config.algorithm import (
     AlgorithmConfig,
@@ -36,8 +35,6 @@ from megarl.config.reward import (
     BySourceRewardConfig,
     ComposedRewardConfig,
     ExactRewardConfig,
-    HttpRewardConfig,
-    JudgeRewardConfig,
     QuestionConfig,
     RegexRewardConfig,
     RewardConfig,
@@ -47,8 +44,6 @@ from megarl.config.reward import (
 )
 from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
-
-_SECRET_WORD = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
 
 def check_algorithm(recipe: Recipe) -> list[Problem]:
@@ -359,12 +354,6 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
         )
     if isinstance(config, QuestionConfig) and not re.search(r"\{(response|solution_str)\}", config.template):
         yield Problem(key=f"{key}.template", message="shows the judge no response; put {response} where it belongs")
-    if isinstance(config, HttpRewardConfig | JudgeRewardConfig):
-        # The messages leave the value out: it is a secret.
-        if urlsplit(config.url).username is not None:
-            yield Problem(key=f"{key}.url", message="has a user or password in it; put the key in api_key_file")
-        if any(_SECRET_WORD.search(name) for name, _ in parse_qsl(urlsplit(config.url).query)):
-            yield Problem(key=f"{key}.url", message="has a key in its query; put the key in api_key_file")
     if isinstance(config, RegexRewardConfig):
         try:
             re.compile(config.pattern)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.config.checks.secrets import secret_in
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig, MirrorConfig, ObserveConfig
 from megarl.config.roles import EngineRoleConfig
@@ -76,8 +77,8 @@ def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:
 
 def check_mirror(mirror: MirrorConfig | None) -> Iterator[Problem]:
     """Look for the package of the store without importing it."""
-    if mirror is None:
-        return
+    if mirror is None or secret_in(mirror.url) is not None:
+        return  # a message must not show a secret
     protocol, separator, place = mirror.url.partition("://")
     if not separator or protocol not in _STORE_PACKAGES:
         protocols = ", ".join(f"{name}://" for name in _STORE_PACKAGES)

@@ -30,6 +30,7 @@ from megarl.config.checks.roles import (
     check_step,
     check_unused_keys,
 )
+from megarl.config.checks.secrets import check_own_key_files, check_secrets
 from megarl.config.kernels import check_engine_precision, check_kernels
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import read_model_shape
@@ -59,6 +60,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_key_files(recipe.roles.on_engines),
         *check_loggers(recipe.observe),
         *check_mirror(recipe.checkpoint.mirror),
+        *check_own_key_files(recipe.environment, recipe.checkpoint.mirror),
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
@@ -147,6 +149,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)
+    yield from check_secrets(recipe)
     yield from check_native(recipe.roles, device=recipe.run.device)
     for role, engines in recipe.roles.on_engines.items():
         yield from check_endpoints(role, engines)

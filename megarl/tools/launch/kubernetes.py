@@ -6,6 +6,7 @@ The image is named by its digest, so that every pod and every later attempt runs
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,8 +15,11 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue
 
+from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
-from megarl.errors import ConfigError, Problem
+from megarl.config.reward import CodeTestsRewardConfig, single_rewards
+from megarl.errors import ConfigError, PreemptedError, Problem
+from megarl.tools.launch.leave import LEAVING_FILE
 from megarl.tools.launch.slurm import check_pools, lead_s
 
 RECIPE_FOLDER = "/etc/megarl"
@@ -73,7 +77,13 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": metadata,
-            "spec": _spec(job, name, run=recipe.run_folder, grace_s=lead_s(recipe.checkpoint.time_to_save_s)),
+            "spec": _spec(
+                job,
+                name,
+                run=recipe.run_folder,
+                grace_s=lead_s(recipe.checkpoint.time_to_save_s),
+                has_sandbox=_has_sandbox(recipe),
+            ),
         },
     ]
     return "---\n".join(yaml.dump(each, Dumper=_Plain, sort_keys=False, width=1000) for each in documents)
@@ -136,13 +146,12 @@ def _check_paths(job: KubernetesJob, run: RunConfig, model: ModelConfig, data: D
             yield Problem(key=key, message=f"{path} is not on the volume, which pods see at {job.mount} (--mount)")
 
 
-def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int) -> dict[str, JsonValue]:
+def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int, has_sandbox: bool) -> dict[str, JsonValue]:
     small: dict[str, JsonValue] = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}
     gcs: JsonValue = [{"name": "gcs", "containerPort": 6379}]
-    head = _pod(job, name, {**_container(job, run, small), "ports": gcs}, grace_s=grace_s)
-    # RDMA registers memory, which the kernel counts as locked.
-    rights: dict[str, JsonValue] = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if job.resources else {}
-    worker = _pod(job, name, {**_container(job, run, _devices(job), "--follows"), **rights}, grace_s=grace_s)
+    head = _pod(job, name, {**_container(job, run, small), "ports": gcs}, grace_s=grace_s, has_sandbox=has_sandbox)
+    gpus = _container(job, run, _devices(job), "--follows", has_adapters=bool(job.resources))
+    worker = _pod(job, name, gpus, grace_s=grace_s, has_sandbox=has_sandbox)
     # GPU nodes commonly refuse pods without GPUs by this key.
     worker["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists"}, *map(_toleration, job.tolerations)]
     if job.node_selector:
@@ -153,7 +162,9 @@ def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int) -> dict[str
         "backoffLimit": job.max_failures,
         "shutdownAfterJobFinishes": True,
         "submissionMode": "SidecarMode",
-        "entrypoint": f"megarl train {RECIPE_FOLDER}/{_RECIPE_FILE}",
+        "entrypoint": entrypoint(
+            f"megarl train {RECIPE_FOLDER}/{_RECIPE_FILE}", leaving=job.mount / run / LEAVING_FILE
+        ),
         "rayClusterSpec": {
             "rayVersion": version("ray"),
             "authOptions": {"mode": "token"},
@@ -176,6 +187,25 @@ def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int) -> dict[str
     }
 
 
+def entrypoint(command: str, *, leaving: Path) -> str:
+    """Return a line of shell: a run that was asked to stop (exit code 75) goes on here, unless its pod is being ended.
+
+    KubeRay counts every other end as a failure (`backoffLimit`).
+    """
+    mark = shlex.quote(str(leaving))
+    again = f"[ $code -eq {PreemptedError.exit_code} ] && [ ! -e {mark} ]"
+    return f"while rm -f {mark}; do {command}; code=$?; {again} || exit $code; done"
+
+
+def _has_sandbox(recipe: Recipe) -> bool:
+    """Whether code of the model runs in a kernel sandbox, which is made of namespaces."""
+    environment = recipe.environment
+    tool = environment.tools.python if isinstance(environment, ClassEnvironmentConfig) else None
+    parts = (part for _, part in single_rewards(recipe.reward))
+    tests = [part.sandbox for part in parts if isinstance(part, CodeTestsRewardConfig)]
+    return "bubblewrap" in (*tests, None if tool is None else tool.sandbox)
+
+
 def _devices(job: KubernetesJob) -> dict[str, JsonValue]:
     devices = {"nvidia.com/gpu": str(job.gpus_per_node), **_pairs(job.resources)}
     return {
@@ -195,8 +225,12 @@ def _toleration(word: str) -> dict[str, JsonValue]:
     return {"key": key, **condition, **({"effect": effect} if effect else {})}
 
 
-def _container(job: KubernetesJob, run: Path, resources: JsonValue, *words: str) -> dict[str, JsonValue]:
+def _container(
+    job: KubernetesJob, run: Path, resources: JsonValue, *words: str, has_adapters: bool = False
+) -> dict[str, JsonValue]:
     """Return the container of a pod; `words` are for the hook at its end."""
+    # RDMA registers memory, which the kernel counts as locked.
+    capabilities: dict[str, JsonValue] = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if has_adapters else {})}
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", **_pairs(job.environment)}
     leaving: list[JsonValue] = ["python3", "-m", "megarl.tools.launch.leave", str(job.mount / run), *words]
     return {
@@ -204,6 +238,7 @@ def _container(job: KubernetesJob, run: Path, resources: JsonValue, *words: str)
         "image": job.image,
         "workingDir": str(job.mount),
         "resources": resources,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         "env": [{"name": key, "value": value} for key, value in variables.items()],
         "ports": [],
         # The signal of Kubernetes ends Ray, and with it all ranks: the driver is asked before, and saves.
@@ -216,11 +251,22 @@ def _places(job: KubernetesJob) -> dict[str, str]:
     return {"shared": str(job.mount), "recipe": RECIPE_FOLDER, "shm": "/dev/shm"}  # noqa: S108 - of the pod
 
 
-def _pod(job: KubernetesJob, name: str, container: JsonValue, *, grace_s: int) -> dict[str, JsonValue]:
+def _pod(
+    job: KubernetesJob, name: str, container: JsonValue, *, grace_s: int, has_sandbox: bool
+) -> dict[str, JsonValue]:
     names: list[JsonValue] = [{"name": secret} for secret in job.pull_secrets]
     secrets: dict[str, JsonValue] = {"imagePullSecrets": names} if names else {}
+    # The profile of container runtimes forbids the namespaces of a sandbox within the pod.
+    profile = "Unconfined" if has_sandbox else "RuntimeDefault"
     return {
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "fsGroup": 1000,
+            "seccompProfile": {"type": profile},
+        },
+        # Nothing in a pod asks Kubernetes for anything.
+        "automountServiceAccountToken": False,
         # The hook at the end has this time.
         "terminationGracePeriodSeconds": grace_s,
         **secrets,

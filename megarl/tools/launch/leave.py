@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megarl.system.run_lock import Holder, current_holder
 
-_MARK = "leaving"
+LEAVING_FILE = "leaving"
 """A file in the run's folder: the driver with the token in it was asked to leave."""
 _POLL_S = 0.5
 _NOTICE_S = 10.0
@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
     holder = current_holder(arguments.run)
     if holder is None:
         return 0
-    mark = arguments.run / _MARK
+    mark = arguments.run / LEAVING_FILE
     if not arguments.follows:
         if holder.host != socket.gethostname():
             sys.stderr.write(f"{holder} runs {arguments.run}: ask there\n")

@@ -1,6 +1,6 @@
 """The run page: one HTML document with its data inside, or served on loopback while the run goes on.
 
-The server reads one run's folder, changes nothing, and answers only this machine.
+The server reads one run's folder, changes nothing, and answers only this machine, and there only who has its token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import random
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from importlib.resources import files
@@ -29,6 +30,8 @@ SCRIPTS = ("source.js", "elements.js", "charts.js", "timeline.js", "rollouts.js"
 STATIC_FILES = {STYLE: "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 MAX_INLINED = 400
 """Rollouts in a report; from a longer run a random choice, the same each time."""
+_PARAMETER = "token"
+"""Names the token in the address."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -113,12 +116,18 @@ class PageServer:
     def __init__(self, folder: Path, *, port: int) -> None:
         self._run = RunFolder(folder)
         self._port = port
+        self._token = secrets.token_urlsafe(24)
         self._reading = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self._port}/"
+
+    @property
+    def link(self) -> str:
+        """The address for its first visit, which leaves a cookie: other users of the machine have neither."""
+        return f"{self.url}?{_PARAMETER}={self._token}"
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guarded])
@@ -145,6 +154,15 @@ class PageServer:
         # A foreign page whose name resolves to loopback would send that name.
         if request.host not in (f"{LOOPBACK}:{self._port}", f"localhost:{self._port}"):
             return web.Response(status=HTTPStatus.FORBIDDEN, text="this page is served only to this machine\n")
+        # Cookies are of a host, whatever its port.
+        cookie = f"megarl_view_{self._port}"
+        given = request.query.get(_PARAMETER) or request.cookies.get(cookie, "")
+        if not secrets.compare_digest(given.encode(errors="replace"), self._token.encode()):
+            return web.Response(status=HTTPStatus.FORBIDDEN, text="open the address that `megarl view` printed\n")
+        if _PARAMETER in request.query and request.path == "/":
+            found = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
+            found.set_cookie(cookie, self._token, httponly=True, samesite="Strict")
+            return found
         try:
             response = await handler(request)
         except DataError as error:
@@ -222,7 +240,7 @@ async def serve(folder: Path, *, port: int, on_start: Callable[[str], None]) -> 
     server = PageServer(folder, port=port)
     await server.start()
     try:
-        on_start(server.url)
+        on_start(server.link)
         await asyncio.Event().wait()
     finally:
         await server.close()

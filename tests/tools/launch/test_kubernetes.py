@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from megarl.tools.doctor.packages import pinned_versions
-from megarl.tools.launch.kubernetes import RECIPE_FOLDER, KubernetesJob, render
+from megarl.tools.launch.kubernetes import RECIPE_FOLDER, KubernetesJob, entrypoint, render
 from tests.repository import ROOT
 
 LARGE = ROOT / "recipes" / "grpo_70b.yaml"
@@ -43,7 +44,7 @@ def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) 
     wanted = recipe("run.steps=7", "checkpoint.mirror.url=s3://bucket/runs")
     config, job = yaml.safe_load_all(render(JOB, wanted))
     (name,) = config["data"]
-    assert job["spec"]["entrypoint"] == f"megarl train {RECIPE_FOLDER}/{name}"
+    assert f" megarl train {RECIPE_FOLDER}/{name}; " in job["spec"]["entrypoint"]
     path = tmp_path / name
     path.write_text(config["data"][name])
     assert read_recipe(path, []).recipe == wanted
@@ -60,6 +61,9 @@ def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> 
         (container,) = pod["containers"]
         assert container["image"] == IMAGE
         assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert pod["terminationGracePeriodSeconds"] > 240
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
@@ -99,7 +103,7 @@ def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
     head, worker = cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
     (container,) = worker["containers"]
     assert container["resources"]["limits"]["rdma/hca"] == "8"
-    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert {"key": "team", "operator": "Equal", "value": "rl", "effect": "NoSchedule"} in worker["tolerations"]
     assert {"key": "spot", "operator": "Exists"} in worker["tolerations"]
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in worker["tolerations"]
@@ -112,7 +116,39 @@ def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
     assert "tolerations" not in head
     assert "nodeSelector" not in head
     assert "rdma/hca" not in str(head)
-    assert "securityContext" not in head["containers"][0]
+    assert "add" not in head["containers"][0]["securityContext"]["capabilities"]
+
+
+def test_a_sandbox_gets_the_system_calls_that_it_is_made_of() -> None:
+    _, job = yaml.safe_load_all(render(JOB, recipe("reward={kind: code_tests}")))
+    pods = [job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]]
+    for pod in pods:
+        assert pod["template"]["spec"]["securityContext"]["seccompProfile"] == {"type": "Unconfined"}
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_leaving", "expected", "num_starts"),
+    [
+        ([0], False, 0, 1),
+        ([75, 75, 0], False, 0, 3),
+        ([75, 5], False, 5, 2),
+        ([75, 0], True, 75, 1),
+        ([70, 0], False, 70, 1),
+    ],
+)
+def test_a_preemption_is_no_failure_unless_the_pod_ends(
+    tmp_path: Path, codes: list[int], is_leaving: bool, expected: int, num_starts: int
+) -> None:
+    """KubeRay counts the exits of the entrypoint against `backoffLimit`; a mark of an earlier attempt is none."""
+    mark, starts = tmp_path / "leaving", tmp_path / "starts"
+    mark.write_text("1")
+    program = tmp_path / "train"
+    leaves = f"touch {mark}; " if is_leaving else ""
+    program.write_text(
+        f"echo >> {starts}; {leaves}set -- {' '.join(map(str, codes))}; shift $(($(wc -l < {starts}) - 1)); exit $1"
+    )
+    done = subprocess.run(["sh", "-c", entrypoint(f"sh {program}", leaving=mark)], check=False, timeout=60)
+    assert (done.returncode, len(starts.read_text().splitlines())) == (expected, num_starts)
 
 
 def test_a_pod_that_is_ended_asks_the_driver_to_save_before_ray_gets_a_signal() -> None:

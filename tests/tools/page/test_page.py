@@ -26,7 +26,7 @@ async def shown(
     await server.start()
     try:
         async with open_browser() as page:
-            await page.open(f"{server.url}#{view}", colours=colours, width=width)
+            await page.open(f"{server.link}#{view}", colours=colours, width=width)
             await page.until("document.getElementById('name')?.textContent === 'sample'")
             yield page
             assert not page.complaints

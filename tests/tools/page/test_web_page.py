@@ -19,7 +19,11 @@ def with_server(folder: Path, act: Callable[[PageServer, aiohttp.ClientSession],
         server = PageServer(folder, port=0)
         await server.start()
         try:
-            async with aiohttp.ClientSession(base_url=server.url) as session:
+            # Unsafe is a jar that keeps cookies of addresses.
+            jar = aiohttp.CookieJar(unsafe=True)
+            async with aiohttp.ClientSession(base_url=server.url, cookie_jar=jar) as session:
+                async with session.get(server.link) as response:
+                    assert (response.status, str(response.url)) == (200, server.url)
                 await act(server, session)
         finally:
             await server.close()
@@ -81,6 +85,21 @@ def test_somebody_elses_name_for_this_machine_is_refused(folder: Path) -> None:
     async def act(_: PageServer, session: aiohttp.ClientSession) -> None:
         async with session.get("api/run", headers={"Host": "example.org"}) as response:
             assert response.status == 403
+
+    with_server(folder, act)
+
+
+def test_other_users_of_the_machine_are_refused(folder: Path) -> None:
+    """They reach the port, and have neither the address with the token nor the cookie."""
+
+    async def act(server: PageServer, _: aiohttp.ClientSession) -> None:
+        async with aiohttp.ClientSession(base_url=server.url) as stranger:
+            for path in ("", "api/run", "api/rollouts", "static/page.js", "?token=", "api/run?token=guess"):
+                async with stranger.get(path) as response:
+                    assert response.status == 403, path
+                    assert "megarl view" in await response.text()
+            async with stranger.get("api/run", cookies={"megarl_view_1": "guess"}) as response:
+                assert response.status == 403
 
     with_server(folder, act)
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 from safetensors.numpy import load_file
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.data.group_encoding import GroupRecord, JoinedColumns, content_columns, rollout_columns
+from megarl.data.rollout_files import make_text_folder
 from megarl.errors import CheckpointError, first_line
 from megarl.tokens import OF_ROLLOUT, Content
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
@@ -29,7 +31,8 @@ OPEN_STEP_FOLDER = "open_step"
 _STARTS = "starts."
 """Before the name of a column: where the numbers of each rollout begin in it."""
 _TYPES = {"int32": "I32", "int64": "I64", "float32": "F32", "bool": "BOOL", "uint8": "U8", "uint16": "U16"}
-_OPEN_STEP_FILE = "open_step.json"
+_OPEN_PART_FILE = "part.json"
+_PARTIAL = ".tmp"
 _PART_TOKENS = 16 << 20
 """Tokens of a part of an open step; one part at a time is in memory when it is written."""
 
@@ -97,37 +100,43 @@ def read_groups(folder: Path, num_groups: int, prompt_at: Callable[[int], Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _OpenPart:
+    version: int
+    identity: str
     num_groups: int
     files: dict[str, FileDigest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenStep:
-    version: int
-    identity: str
-    parts: tuple[_Part, ...]
+_OPEN_PART = TypeAdapter(_OpenPart)
 
 
-_OPEN_STEP = TypeAdapter(_OpenStep)
+def write_open_step(
+    run_folder: Path,
+    groups: Sequence[ScoredGroup],
+    *,
+    version: PolicyVersion,
+    identity: str,
+    is_continued: bool = False,
+) -> None:
+    """Write groups that `version` answered; `identity` is equal in runs whose answers and scores would be the same.
 
-
-def write_open_step(run_folder: Path, groups: Sequence[ScoredGroup], *, version: PolicyVersion, identity: str) -> None:
-    """Write groups that `version` answered; `identity` is equal in runs whose answers and scores would be the same."""
-    partial = run_folder / f"{OPEN_STEP_FOLDER}.tmp"
-    shutil.rmtree(partial, ignore_errors=True)
-    parts = []
-    for index, of_part in enumerate(_parts(groups)):
-        folder = partial / str(index)
-        folder.mkdir(parents=True)
-        parts.append(_Part(num_groups=len(of_part), files=write_groups(folder, of_part)))
-        sync(folder)
-    record = _OpenStep(version=version, identity=identity, parts=tuple(parts))
-    (partial / _OPEN_STEP_FILE).write_bytes(_OPEN_STEP.dump_json(record))
-    sync(partial / _OPEN_STEP_FILE)
-    sync(partial)
-    shutil.rmtree(run_folder / OPEN_STEP_FOLDER, ignore_errors=True)
-    partial.rename(run_folder / OPEN_STEP_FOLDER)
+    Each part is complete under its name. With `is_continued` it comes beside those that are there.
+    """
+    folder = run_folder / OPEN_STEP_FOLDER
+    if not is_continued:
+        remove_open_step(run_folder)
+    make_text_folder(folder)
+    for of_part in _parts(groups):
+        name = uuid4().hex
+        partial = folder / f"{name}{_PARTIAL}"
+        partial.mkdir()
+        files = write_groups(partial, of_part)
+        record = _OpenPart(version=version, identity=identity, num_groups=len(of_part), files=files)
+        (partial / _OPEN_PART_FILE).write_bytes(_OPEN_PART.dump_json(record))
+        sync(partial / _OPEN_PART_FILE)
+        sync(partial)
+        partial.rename(folder / name)
+    sync(folder)
 
 
 def take_open_step(
@@ -143,23 +152,25 @@ def take_open_step(
     Damaged ones are left out with a warning: their prompts are asked again.
     """
     folder = run_folder / OPEN_STEP_FOLDER
-    if not folder.is_dir():
-        return []
-    try:
-        record = _OPEN_STEP.validate_json((folder / _OPEN_STEP_FILE).read_bytes())
-        if (record.version, record.identity) != (version, identity):
-            return []
-        return [
-            group for index, part in enumerate(record.parts) for group in _read(folder / str(index), part, prompt_at)
-        ]
-    except (OSError, ValidationError, CheckpointError) as error:
-        warn(f"{folder}: answers of the next step cannot be read and are asked again: {first_line(error)}")
-        return []
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    groups: list[ScoredGroup] = []
+    for part in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if part.name.endswith(_PARTIAL):
+            continue  # its driver was killed while it wrote
+        try:
+            record = _OPEN_PART.validate_json((part / _OPEN_PART_FILE).read_bytes())
+            if (record.version, record.identity) == (version, identity):
+                groups += _read(part, record, prompt_at)
+        except (OSError, ValidationError, CheckpointError) as error:
+            warn(f"{part}: answers of the next step cannot be read and are asked again: {first_line(error)}")
+    remove_open_step(run_folder)
+    return sorted(groups, key=lambda scored: scored.group.prompt.position)
 
 
-def _read(folder: Path, part: _Part, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
+def remove_open_step(run_folder: Path) -> None:
+    shutil.rmtree(run_folder / OPEN_STEP_FOLDER, ignore_errors=True)
+
+
+def _read(folder: Path, part: _OpenPart, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
     for name, digest in part.files.items():
         if digest_file(folder / name) != digest:
             raise CheckpointError(f"{folder / name} is damaged")

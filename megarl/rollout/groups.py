@@ -2,13 +2,14 @@
 
 `SampledGroups` asks engines, `GivenGroups` takes answers of the data set. In a synchronous run `RetainedGroups` holds
 the groups of the step by the position of their prompt, and a loop looks there first: so they survive lost trainer ranks
-in memory, and a preemption in the run's folder. Groups whose tokens were lost with a node are sampled again: the same
-seeds give the same tokens.
+in memory, and the end of the driver in the run's folder. Groups whose tokens were lost with a node are sampled again:
+the same seeds give the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.checkpoint.carried import take_open_step, write_open_step
+from megarl.checkpoint.carried import remove_open_step, take_open_step, write_open_step
 from megarl.cluster.tasks import beside
 from megarl.data.prompts import Demonstrations
 from megarl.engine.fleet import Fleet
-from megarl.errors import FleetError, QuarantineError
+from megarl.errors import FleetError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.stages import Generator, Scorer
@@ -32,6 +33,8 @@ _MAX_QUARANTINED_IN_A_ROW = 16
 _MAX_SKIPPED = 4
 """Times that each prompt of the quarantine may be drawn again before any other is answered."""
 _WATCH_EVERY_S = 0.5
+JOURNAL_EVERY_S = 2.0
+"""Answers of so long are lost with a driver that is killed, and as much as a write takes."""
 
 
 @dataclass(eq=False)
@@ -145,6 +148,9 @@ class RetainedGroups:
         self._version: PolicyVersion | None = None
         self._groups: dict[int, asyncio.Future[ScoredGroup]] = {}
         """By the position of the prompt in the stream."""
+        self._written: set[int] = set()
+        """Positions of the groups of this version that are in the run's folder."""
+        self._writing = asyncio.Lock()
 
     async def get(
         self, prompt: Prompt, version: PolicyVersion, sample: Callable[[Prompt], Awaitable[ScoredGroup]]
@@ -152,7 +158,7 @@ class RetainedGroups:
         """Return the group of a prompt, sampled now if there is none. A cancelled caller leaves it under way."""
         if version != self._version:
             await self.cancel()
-            self._version, self._groups = version, {}
+            self._version, self._groups, self._written = version, {}, set()
         group = self._groups.get(prompt.position)
         if group is None:
             group = self._groups[prompt.position] = asyncio.ensure_future(sample(prompt))
@@ -168,6 +174,7 @@ class RetainedGroups:
     def forget(self) -> None:
         """Forget the groups that are there: they were trained on. The next step may have the same version, as while a
         critic warms up."""
+        self._written = set()
         self._groups = {position: group for position, group in self._groups.items() if not group.done()}
 
     async def finish(self) -> int:
@@ -184,9 +191,50 @@ class RetainedGroups:
         return len(self._groups)
 
     async def leave(self, run_folder: Path, version: PolicyVersion, *, identity: str) -> None:
-        """Write the groups of this version for the next start of the run."""
-        groups = self.finished(version)
-        await asyncio.to_thread(write_open_step, run_folder, groups, version=version, identity=identity)
+        """Write the groups of this version, but for those that are written, for the next start of the run."""
+        async with self._writing:
+            groups = [each for each in self.finished(version) if each.group.prompt.position not in self._written]
+            if not groups:
+                return
+            writing = asyncio.ensure_future(
+                asyncio.to_thread(
+                    write_open_step,
+                    run_folder,
+                    groups,
+                    version=version,
+                    identity=identity,
+                    is_continued=bool(self._written),
+                )
+            )
+            try:
+                await asyncio.shield(writing)
+            finally:
+                await asyncio.wait([writing])  # a thread cannot be cancelled
+            if version == self._version:
+                self._written |= {each.group.prompt.position for each in groups}
+
+    @asynccontextmanager
+    async def journalled(self, run_folder: Path, *, identity: str, warn: Callable[[str], None]) -> AsyncIterator[None]:
+        """Write groups as they are finished inside the block: a driver that is killed takes none with it."""
+        async with beside(partial(self._journal, run_folder, identity, warn)):
+            yield
+        remove_open_step(run_folder)  # all steps are taken
+
+    async def _journal(self, run_folder: Path, identity: str, warn: Callable[[str], None]) -> None:
+        pause_s, has_warned = JOURNAL_EVERY_S, False
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._version is None:
+                continue
+            began = time.monotonic()
+            try:
+                await self.leave(run_folder, self._version, identity=identity)
+            except (OSError, WorkerError) as error:
+                if not has_warned:
+                    warn(f"answers of this step would be lost with the driver: {error}")
+                has_warned = True
+            # Tokens are fetched from their nodes for it: at most a tenth of the time.
+            pause_s = max(JOURNAL_EVERY_S, 9 * (time.monotonic() - began))
 
     def take_left(
         self,

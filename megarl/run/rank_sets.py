@@ -14,7 +14,7 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Pool
 from megarl.cluster.lost_nodes import RankNodes, wait_for_nodes
 from megarl.config.recipe import Recipe
-from megarl.errors import DamagedError, MegarlError, PreemptedError, StoppedError, WorkerError
+from megarl.errors import DamagedError, MegarlError, PreemptedError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.ranks.start import running_trainers
@@ -65,7 +65,12 @@ class RankSets:
 
     async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
-        async with self._retained.watched(lambda: _can_answer(started.serving)):
+        journalled = self._retained.journalled(
+            self.recipe.run_folder.absolute(),
+            identity=self.inputs.answers_digest(self.recipe.model_dump_json()),
+            warn=self.observer.warned,
+        )
+        async with self._retained.watched(lambda: _can_answer(started.serving)), journalled:
             await self._replace_lost(first, started)
 
     async def _replace_lost(self, first: ResumePoint | None, started: StartedRoles) -> None:
@@ -162,14 +167,13 @@ class RankSets:
                 with self._retained.used():
                     try:
                         await loop.run()
-                    except PreemptedError as error:
-                        await self._leave_groups(error, engines)
+                    except PreemptedError:
+                        await self._leave_groups(engines)
                         raise
 
-    async def _leave_groups(self, error: PreemptedError, engines: Serving) -> None:
+    async def _leave_groups(self, engines: Serving) -> None:
         """Write the groups of the step that is not taken any more; the next start of the run trains on them."""
-        # After Ctrl-C a person may change the code of the reward.
-        if isinstance(engines, NoServing) or isinstance(error, StoppedError):
+        if isinstance(engines, NoServing):
             return
         version = engines.fleet.committed_version
         num_groups = len(self._retained.finished(version))

@@ -133,11 +133,11 @@ def test_answers_that_would_be_others_now_are_not_used(tmp_path: Path, version: 
     assert take(tmp_path, version=version, identity=identity) == ([], [])
 
 
-@pytest.mark.parametrize("name", [f"0/{TOKENS_FILE}", f"0/{GROUPS_FILE}", "open_step.json"])
+@pytest.mark.parametrize("name", [TOKENS_FILE, GROUPS_FILE, "part.json"])
 @pytest.mark.parametrize("is_missing", [False, True], ids=["damaged", "missing"])
 def test_what_cannot_be_read_is_asked_again(tmp_path: Path, name: str, is_missing: bool) -> None:
     write(tmp_path)
-    path = tmp_path / OPEN_STEP_FOLDER / name
+    (path,) = (tmp_path / OPEN_STEP_FOLDER).glob(f"*/{name}")
     if is_missing:
         path.unlink()
     else:
@@ -148,6 +148,15 @@ def test_what_cannot_be_read_is_asked_again(tmp_path: Path, name: str, is_missin
 
 
 def test_a_half_written_one_is_as_if_there_were_none(tmp_path: Path) -> None:
-    (tmp_path / f"{OPEN_STEP_FOLDER}.tmp" / "0").mkdir(parents=True)
-    write(tmp_path)
-    assert len(take(tmp_path)[0]) == len(GROUPS)
+    (tmp_path / OPEN_STEP_FOLDER / "0.tmp").mkdir(parents=True)
+    assert take(tmp_path) == ([], [])
+
+
+def test_parts_are_added_while_a_step_goes_on_and_a_new_step_begins_anew(tmp_path: Path) -> None:
+    write_open_step(tmp_path, GROUPS, version=PolicyVersion(3), identity="a run")
+    for group, is_continued in zip(reversed(GROUPS), (False, True), strict=True):
+        write_open_step(tmp_path, [group], version=PolicyVersion(4), identity="a run", is_continued=is_continued)
+    left, warnings = take(tmp_path)
+    assert warnings == []
+    positions = [scored.group.prompt.position for scored in left]
+    assert positions == sorted(scored.group.prompt.position for scored in GROUPS)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
+from megarl.checkpoint.carried import OPEN_STEP_FOLDER
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
+from megarl.rollout import groups as groups_module
 from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import RetainedGroups, SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
@@ -189,6 +192,53 @@ async def test_what_was_answered_is_left_to_another_driver(asking: Asking, tmp_p
     assert await later.retained.finish() == 2
     await later.ask(7, 8, 9)
     assert later.engines.asked == [9]
+
+
+async def test_a_driver_that_is_killed_leaves_what_was_answered(
+    asking: Asking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is called at its end: the answers are in the folder as they come, those of the step that goes on."""
+    monkeypatch.setattr(groups_module, "JOURNAL_EVERY_S", 0.01)
+    asking.engines.may_answer.set()
+    async with asking.retained.journalled(tmp_path, identity="a run", warn=pytest.fail):
+        asking.engines.version = PolicyVersion(2)
+        await asking.ask(5, 6)
+        await until(lambda: parts_in(tmp_path) == 1)
+        asking.engines.version = PolicyVersion(3)
+        await asking.ask(7, 8)
+        await asyncio.sleep(0.1)
+        await asking.ask(9)
+        await until(lambda: parts_in(tmp_path) == 2)
+        shutil.copytree(tmp_path, tmp_path / "killed")
+    assert not parts_in(tmp_path), "a run that is done leaves nothing"
+    later = Asking()
+    assert later.take_left(tmp_path / "killed") == 3
+    later.engines.may_answer.set()
+    await later.ask(7, 8, 9, 10)
+    assert later.engines.asked == [10]
+
+
+async def test_a_disk_that_takes_no_answers_is_told_once(asking: Asking, tmp_path: Path) -> None:
+    told: list[str] = []
+    asking.engines.may_answer.set()
+    (tmp_path / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_module, "JOURNAL_EVERY_S", 0.01)
+        async with asking.retained.journalled(tmp_path / "file", identity="a run", warn=told.append):
+            await asking.ask(7)
+            await until(lambda: bool(told))
+            await asyncio.sleep(0.1)
+    assert len(told) == 1
+
+
+def parts_in(folder: Path) -> int:
+    return len(list((folder / OPEN_STEP_FOLDER).glob("*/part.json")))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.01)
 
 
 async def test_what_another_driver_left_is_not_taken_once_something_was_asked(asking: Asking, tmp_path: Path) -> None:

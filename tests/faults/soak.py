@@ -2,8 +2,9 @@
 
 A two-engine run on arithmetic. Its processes are killed and frozen at random from outside, the driver among them, which
 is followed by another one or, if its command is killed or asked to leave, is started again as a person or a scheduler
-would. At the end all steps are taken, the checkpoint verifies and nothing is left; how much of the time counted and how
-much memory grew is printed. A long soak may be taken in pieces: `--seconds` ends one, `--folder` continues it.
+would. Its disk is filled and its mirror cut off for some seconds. At the end all steps are taken, the checkpoint
+verifies on the disk and in the mirror, and nothing is left; how much of the time counted and how much memory grew is
+printed. A long soak may be taken in pieces: `--seconds` ends one, `--folder` continues it; its disk is not filled then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TypeAlias
@@ -30,10 +33,15 @@ from megarl.observe.events import EVENTS_FILE, EventTail, Noted, RunStarted, Ste
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.run.runs import Driver, driver_of, started
+from tests.small_disk import filled, small_disk
 
 _STALL_S = 1200.0
 """Without a step the run has failed to recover."""
 _POLL_S = 0.2
+_LONGEST_S = 12.0
+"""Of what passes by itself."""
+_DISK_BYTES = 512 << 20
+DISK = "disk full for a while"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +64,7 @@ class Soaked:
 
 
 def _overrides(
-    num_steps: int, *, num_engines: int, num_prompts: int, num_tokens: int, lease_s: float
+    num_steps: int, *, num_engines: int, num_prompts: int, num_tokens: int, lease_s: float, mirror: Path
 ) -> tuple[str, ...]:
     return (
         f"run.steps={num_steps}",
@@ -73,6 +81,7 @@ def _overrides(
         "roles.rollout.max_restarts=1000",
         "roles.rollout.silence_timeout_s=10",
         "checkpoint.save_every_steps=1",
+        f"checkpoint.mirror.url=file://{mirror}",
         f"cluster.lease_s={lease_s}",
         "evaluation=null",
         "data.eval=[]",
@@ -80,11 +89,26 @@ def _overrides(
 
 
 class _Victims:
-    """The processes of a run, by what they do."""
+    """The processes of a run, by what they do, its disk and its mirror; and what is to be put right again."""
 
-    def __init__(self, footprint: Footprint, run_folder: Path) -> None:
-        self._footprint = footprint
+    def __init__(self, footprint: Footprint, run_folder: Path, mirror: Path) -> None:
+        self.footprint = footprint
         self._run_folder = run_folder
+        self.disk, self.mirror = run_folder.parent, mirror
+        self._later: list[tuple[float, Callable[[], object]]] = []
+
+    def later(self, seconds: float, restore: Callable[[], object]) -> None:
+        """Call `restore` after so long."""
+        self._later.append((time.monotonic() + seconds, restore))
+
+    def restore(self, *, is_over: bool = False) -> None:
+        """Put right what is due, or everything."""
+        now = time.monotonic()
+        due = [restore for moment, restore in self._later if is_over or moment <= now]
+        self._later = [(moment, restore) for moment, restore in self._later if not is_over and moment > now]
+        for restore in due:
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                restore()
 
     def drivers(self) -> list[psutil.Process]:
         """The process that holds the run's lock; not that of the command."""
@@ -99,10 +123,13 @@ class _Victims:
     def reward_workers(self) -> list[psutil.Process]:
         return self._having(lambda _, words: "megarl.reward.worker" in words)
 
+    def rollout_workers(self) -> list[psutil.Process]:
+        return self._having(lambda name, _: name.startswith("ray::RolloutHost"))
+
     def memory(self) -> int:
         """Resident bytes of everything that runs."""
         total = 0
-        for process in self._footprint.processes():
+        for process in self.footprint.processes():
             try:
                 total += process.memory_info().rss
             except psutil.Error:
@@ -111,7 +138,7 @@ class _Victims:
 
     def _having(self, fits: Callable[[str, list[str]], bool]) -> list[psutil.Process]:
         found = []
-        for process in self._footprint.processes():
+        for process in self.footprint.processes():
             try:
                 words = process.cmdline()
                 if fits(" ".join(words[:1]), words):
@@ -240,6 +267,9 @@ def soak(
     tell: Callable[[str], None],
 ) -> Soaked | None:
     """Raises AssertionError where a promise is broken. After `piece_s` the run is asked to leave: None is returned."""
+    has_disk = piece_s == math.inf and os.geteuid() == 0
+    kinds = kinds or tuple(kind for kind in _FAULTS if has_disk or kind != DISK)
+    mirror = folder / "mirror"
     tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them; in {folder}")
     if not (folder / "arithmetic").exists():
         make_arithmetic(folder / "arithmetic", num_train=num_prompts * num_steps // 4, num_sft=16, num_eval=16)
@@ -249,22 +279,31 @@ def soak(
     accidents = _Accidents(
         every=every,
         last_step=num_steps - 2,
-        kinds=kinds or tuple(_FAULTS),
+        kinds=kinds,
         chance=Random(seed + watch.step),
         pieces=pieces,
         next_step=watch.step + every,
     )
     overrides = _overrides(
-        num_steps, num_engines=num_engines, num_prompts=num_prompts, num_tokens=num_tokens, lease_s=lease_s
+        num_steps,
+        num_engines=num_engines,
+        num_prompts=num_prompts,
+        num_tokens=num_tokens,
+        lease_s=lease_s,
+        mirror=mirror,
     )
     began = time.monotonic()
-    with nothing_left() as footprint:
-        _take_piece(folder, overrides, watch, accidents, footprint, piece_s=piece_s, tell=tell)
+    with ExitStack() as stack:
+        if DISK in kinds:
+            stack.enter_context(small_disk(folder / "runs", num_bytes=_DISK_BYTES))
+        footprint = stack.enter_context(nothing_left())
+        victims = _Victims(footprint, folder / "runs" / "soak", mirror)
+        stack.callback(partial(victims.restore, is_over=True))
+        _take_piece(folder, overrides, watch, accidents, victims, piece_s=piece_s, tell=tell)
+        _check_end(folder / "runs" / "soak", mirror, watch.step)
     pieces.seconds += time.monotonic() - began
     pieces.stepping_s += watch.piece[1] - watch.piece[0] if watch.piece else 0.0
     path.write_text(json.dumps(asdict(pieces)))
-    latest = verify((folder / "runs" / "soak" / "checkpoints" / "latest").resolve())
-    assert latest.step == watch.step
     if watch.step < num_steps:
         return None
     return Soaked(
@@ -286,17 +325,18 @@ def _take_piece(
     overrides: tuple[str, ...],
     watch: _Watch,
     accidents: _Accidents,
-    footprint: Footprint,
+    victims: _Victims,
     *,
     piece_s: float,
     tell: Callable[[str], None],
 ) -> None:
-    victims, began, has_to_leave = _Victims(footprint, folder / "runs" / "soak"), time.monotonic(), False
+    began, has_to_leave = time.monotonic(), False
     while True:
-        with started(folder, "soak", *overrides, footprint=footprint) as command:
+        with started(folder, "soak", *overrides, footprint=victims.footprint) as command:
             num_done, last_change = len(watch.seconds), time.monotonic()
             while command.poll() is None:
                 time.sleep(_POLL_S)
+                victims.restore()
                 watch.look()
                 if len(watch.seconds) > num_done:
                     num_done, last_change = len(watch.seconds), time.monotonic()
@@ -312,6 +352,12 @@ def _take_piece(
         assert command.returncode in (0, -signal.SIGKILL, 75), f"exit code {command.returncode}; see {folder}/soak.out"
         if command.returncode == 0 or has_to_leave:
             return
+
+
+def _check_end(run_folder: Path, mirror: Path, step: int) -> None:
+    latest = (run_folder / "checkpoints" / "latest").resolve()
+    for checkpoint in (latest, mirror / run_folder.name / latest.name):
+        assert verify(checkpoint).step == step, checkpoint
 
 
 def _growth(memory: list[tuple[int, int]], num_steps: int) -> float:
@@ -341,6 +387,44 @@ def _signal_one(
     return happen
 
 
+def _freeze_one(find: Callable[[_Victims], list[psutil.Process]]) -> Accident:
+    """Stop a process for some seconds: it wakes up and has to notice what it missed."""
+
+    def happen(victims: _Victims, _: Driver, chance: Random) -> bool:
+        try:
+            victim = chance.choice(find(victims))
+            victim.suspend()
+        except (IndexError, ProcessLookupError, psutil.NoSuchProcess):
+            return False
+        victims.later(chance.uniform(2, _LONGEST_S), victim.resume)
+        return True
+
+    return happen
+
+
+def _fill_disk(victims: _Victims, _: Driver, chance: Random) -> bool:
+    full = ExitStack()
+    full.enter_context(filled(victims.disk))
+    victims.later(chance.uniform(2, _LONGEST_S), full.close)
+    return True
+
+
+def _cut_mirror(victims: _Victims, _: Driver, chance: Random) -> bool:
+    """Put a file in the place of its folder: nothing can be read or written there."""
+    away = victims.mirror.with_name("mirror_away")
+    if not victims.mirror.is_dir():
+        return False
+    victims.mirror.rename(away)
+    victims.mirror.write_text("")
+
+    def restore() -> None:
+        victims.mirror.unlink()
+        away.rename(victims.mirror)
+
+    victims.later(chance.uniform(2, _LONGEST_S), restore)
+    return True
+
+
 def _signal_command(number: signal.Signals) -> Accident:
     def happen(_: _Victims, command: Driver, __: Random) -> bool:
         command.send_signal(number)
@@ -353,7 +437,15 @@ _FAULTS: Mapping[str, Accident] = {
     "engine killed": _signal_one(signal.SIGKILL, _Victims.engines, is_group=True),
     "engine frozen": _signal_one(signal.SIGSTOP, _Victims.engines, is_group=True),
     "trainer rank killed": _signal_one(signal.SIGKILL, _Victims.ranks),
+    "trainer rank frozen": _signal_one(signal.SIGSTOP, _Victims.ranks),
+    "trainer rank frozen for a while": _freeze_one(_Victims.ranks),
     "reward worker killed": _signal_one(signal.SIGKILL, _Victims.reward_workers),
+    "reward worker frozen": _signal_one(signal.SIGSTOP, _Victims.reward_workers),
+    "rollout worker killed": _signal_one(signal.SIGKILL, _Victims.rollout_workers),
+    "rollout worker frozen": _signal_one(signal.SIGSTOP, _Victims.rollout_workers),
+    "driver frozen for a while": _freeze_one(_Victims.drivers),
+    DISK: _fill_disk,
+    "mirror cut off": _cut_mirror,
     "driver killed": _signal_one(signal.SIGKILL, _Victims.drivers),
     "command killed": _signal_command(signal.SIGKILL),
     "command asked to leave": _signal_command(signal.SIGTERM),

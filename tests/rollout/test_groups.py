@@ -203,12 +203,13 @@ async def test_a_driver_that_is_killed_leaves_what_was_answered(
     async with asking.retained.journalled(tmp_path, identity="a run", warn=pytest.fail):
         asking.engines.version = PolicyVersion(2)
         await asking.ask(5, 6)
-        await until(lambda: parts_in(tmp_path) == 1)
+        await until(lambda: asking.retained._written == {5, 6})
         asking.engines.version = PolicyVersion(3)
         await asking.ask(7, 8)
-        await asyncio.sleep(0.1)
+        await until(lambda: asking.retained._written == {7, 8})
         await asking.ask(9)
-        await until(lambda: parts_in(tmp_path) == 2)
+        await until(lambda: asking.retained._written == {7, 8, 9})
+        assert parts_in(tmp_path) == 2
         shutil.copytree(tmp_path, tmp_path / "killed")
     assert not parts_in(tmp_path), "a run that is done leaves nothing"
     later = Asking()

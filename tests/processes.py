@@ -372,6 +372,7 @@ class _ForkedCommand:
             assert stdin == subprocess.DEVNULL
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             preexec_fn()
+            vars(guard)["subprocess"] = subprocess  # what it starts is executed
             sys.argv = [module, *arguments]
             name_process(["-m", module, *arguments])
             end_with(program)

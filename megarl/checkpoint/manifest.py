@@ -169,8 +169,12 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _MANIFEST.validate_json(text, strict=True)
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: not a manifest: {error.errors()[0]['msg']}") from None
+    try:
+        rendered = _render(_MANIFEST.dump_python(manifest, mode="json"))
+    except (ValueError, RecursionError):
+        rendered = b""  # a number longer than Python writes, levels deeper than it goes
     # Bytes are compared, not values: any change of the file is damage.
-    if _render(_MANIFEST.dump_python(manifest, mode="json")) != text:
+    if rendered != text:
         raise CheckpointError(f"{path}: damaged: its text does not have the digest it states")
     return manifest
 
@@ -232,7 +236,7 @@ def _check_all(check: Callable[[str], None], names: Iterable[str], num_threads: 
 
 
 def _has_weights(name: str, file: FileDigest) -> bool:
-    return bool(file.tensors) and PurePosixPath(name).parts[0] in (MODEL_FOLDER, OPTIMIZER_FOLDER, CRITIC_FOLDER)
+    return bool(file.tensors) and name.partition("/")[0] in (MODEL_FOLDER, OPTIMIZER_FOLDER, CRITIC_FOLDER)
 
 
 def check_sizes(folder: Path) -> Manifest:
@@ -248,6 +252,8 @@ def _check(path: Path, expected: FileDigest, on_bytes: OnBytes | None, *, names:
     try:
         _check_size(path, expected)
         header_bytes = expected.num_bytes - sum(tensor.num_bytes for tensor in expected.tensors)
+        if min((header_bytes, *(tensor.num_bytes for tensor in expected.tensors))) < 0:
+            raise DamagedError(f"{path}: damaged: the manifest gives its tensors more bytes than it has")
         with path.open("rb", buffering=0) as file:
             if _digest_next(file, header_bytes, on_bytes) != expected.xxh3_128:
                 part = "the header" if expected.tensors else "the file"
@@ -334,6 +340,8 @@ def inside(folder: Path, name: str) -> Path:
     """Return the path of a file; one outside the folder raises a CheckpointError."""
     parts = PurePosixPath(name).parts
     path = folder.joinpath(*parts)
+    if "\0" in name:
+        raise CheckpointError(f"{path!r}: no file has such a name")
     if ".." in parts or PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(f"{path}: is outside the checkpoint")
     return path

@@ -110,6 +110,9 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(problem="aliases are not supported; write the value out")
+        if (event := self.peek_event()) is not None and getattr(event, "tag", None) is not None:
+            problem = f"the tag {event.tag} is not supported; write the value alone"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise yaml.composer.ComposerError(problem=f"nested more than {_MAX_DEPTH} levels deep")
@@ -183,10 +186,17 @@ def _read_family(path: Path, heirs: tuple[Path, ...]) -> Document:
         return Document(tree=tree, origins=origins)
     if not isinstance(base, str):
         raise _error(path, f"{base!r}: name one file, relative to this one", key=EXTENDS)
-    if not (path.parent / base).is_file():
+    if not _is_file(path.parent / base):
         raise _error(path, f"{path.parent / base} does not exist", key=EXTENDS)
     inherited = _read_family(path.parent / base, (*heirs, path))
     return _lay_over(inherited, Document(tree=tree, origins=origins))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # a name that no disk takes
 
 
 def _lay_over(base: Document, own: Document) -> Document:

@@ -23,6 +23,11 @@ from megarl.errors import ConfigError, Problem
 _Location: TypeAlias = tuple[str | int, ...]
 
 _MAX_PROBLEMS = 100
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 3800
+"""Below Linux's 4,096, for what a run adds."""
+_FILE = re.compile(r"\S.*(\.py:[A-Za-z_]\w*|\.jinja)", re.DOTALL)
+"""A text that names a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +149,31 @@ def validated(document: Document, *, source: str) -> ReadRecipe:
     problems = list(misplaced_booleans(document.tree, Recipe))
     try:
         recipe = Recipe.model_validate(document.tree)
+        problems += _impossible_paths(recipe.model_dump(), ())
     except ValidationError as error:
         problems += schema_problems(error, Recipe)
     if problems:
         raise ConfigError(source, _first_per_key(problems))
     return ReadRecipe(recipe=recipe, document=document)
+
+
+def _impossible_paths(value: object, key: Key) -> Iterator[Problem]:
+    """Yield the paths that no disk has: looking for them would be an error and not an answer."""
+    match value:
+        case dict():
+            for name, child in value.items():
+                yield from _impossible_paths(child, (*key, str(name)))
+        case list() | tuple():
+            for place, child in enumerate(value):
+                yield from _impossible_paths(child, (*key, str(place)))
+        case Path() | str() if isinstance(value, Path) or _FILE.fullmatch(value):
+            path = str(value)
+            if "\0" in path or any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in path.split("/")):
+                yield Problem(key=".".join(key), message=f"{_quoted(path)}: no file has such a name")
+            elif len(path.encode(errors="replace")) > _MAX_PATH_BYTES:
+                yield Problem(
+                    key=".".join(key), message=f"longer than {_MAX_PATH_BYTES} bytes; no file has such a path"
+                )
 
 
 def _first_per_key(problems: Sequence[Problem]) -> tuple[Problem, ...]:

@@ -440,7 +440,8 @@ _FAULTS: Mapping[str, Accident] = {
     "trainer rank frozen": _signal_one(signal.SIGSTOP, _Victims.ranks),
     "trainer rank frozen for a while": _freeze_one(_Victims.ranks),
     "reward worker killed": _signal_one(signal.SIGKILL, _Victims.reward_workers),
-    "reward worker frozen": _signal_one(signal.SIGSTOP, _Victims.reward_workers),
+    # One that stays frozen is a reward that gives no score within its deadline, and ends the run.
+    "reward worker frozen for a while": _freeze_one(_Victims.reward_workers),
     "rollout worker killed": _signal_one(signal.SIGKILL, _Victims.rollout_workers),
     "rollout worker frozen": _signal_one(signal.SIGSTOP, _Victims.rollout_workers),
     "driver frozen for a while": _freeze_one(_Victims.drivers),

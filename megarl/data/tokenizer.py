@@ -5,13 +5,14 @@ The only modules that use transformers' tokenizers; they use no model class.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -21,6 +22,7 @@ from megarl.config.recipe import JinjaTemplateConfig
 from megarl.data.decoding import Decoder, decode_slowly
 from megarl.data.rows import is_imitated
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.system.foreign import map_texts, whole_text, without_marks
 from megarl.system.proc import bounded
 from megarl.types import BoolArray, JsonValue, TokenArray
 
@@ -45,6 +47,8 @@ _REWRITES = (
 _PLAIN_KEYS = {"role", "content", "weight"}
 _NUM_ENCODED = 256
 """Random texts whose ids are compared before a tokenizer's own encoder is replaced."""
+_SHORT_CHARACTERS = 2000
+"""Texts up to this length are encoded at once, in about 2 ms; a thread costs a tenth of that."""
 
 
 if TYPE_CHECKING:
@@ -118,8 +122,10 @@ class Tokenizer(Decoder):
 
     def with_tools(self, tools: Sequence[ToolFunction]) -> Tokenizer:
         """Return a tokenizer that renders chats with these tools."""
+        self._fast  # noqa: B018 - found once: that changes the tokenizer, which other threads may use later
         other = copy.copy(self)
         other.tools = tuple(tools)
+        other.__dict__.pop("_shown_tools", None)
         return other
 
     def render_chat(self, chat: Chat) -> str:
@@ -187,14 +193,53 @@ class Tokenizer(Decoder):
         return between, None
 
     @cached_property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts that become special tokens wherever they stand."""
-        return tuple(token.content for token in self._inner.added_tokens_decoder.values() if token.special)
+    def control_texts(self) -> tuple[str, ...]:
+        """The texts that become special tokens or end tokens wherever they stand, the longest first."""
+        special = [token.content for token in self._inner.added_tokens_decoder.values() if token.special]
+        return _longest_first([*special, *self.eos_texts])
+
+    @cached_property
+    def _marks(self) -> tuple[str, ...]:
+        """The texts of all added tokens but those that are words or white space, as some vocabularies have them."""
+        added = [token.content for token in self._inner.added_tokens_decoder.values()]
+        marks = [text for text in added if not all(each.isalnum() or each.isspace() for each in text)]
+        return _longest_first([*self.control_texts, *marks])
+
+    def plain(self, text: str) -> str:
+        """Return foreign text so that it stays text: without lone surrogates, and without any of the added tokens."""
+        clean = without_marks(whole_text(text), self._marks)
+        if self._normalize is not None:
+            # Some tokenizers look for added tokens in the normalized text, which may have what the text has not.
+            marks, normalized = {*self._marks, *map(self._normalize, self._marks)}, self._normalize(clean)
+            if any(mark in normalized for mark in marks if mark):
+                return " ".join(clean)
+        return clean
+
+    def without_control(self, text: str) -> str:
+        """Return the text without special tokens; the other added tokens, as of thoughts and calls, stay."""
+        return without_marks(whole_text(text), self.control_texts)
+
+    @cached_property
+    def _normalize(self) -> Callable[[str], str] | None:
+        """Returns the text in which added tokens are found; None where that is the text itself."""
+        normalizer = getattr(getattr(self._inner, "backend_tokenizer", None), "normalizer", None)
+        if normalizer is None or not any(token.normalized for token in self._inner.added_tokens_decoder.values()):
+            return None
+        return normalizer.normalize_str  # type: ignore[no-any-return]
+
+    def has_control(self, text: str) -> bool:
+        """Whether the text would have special tokens if it were encoded as it is."""
+        return any(mark in text for mark in self.control_texts)
 
     @cached_property
     def eos_texts(self) -> dict[str, int]:
         """The end tokens by their texts."""
         return {self.decode(np.array([token_id], np.int32)): token_id for token_id in self.eos_ids}
+
+    @cached_property
+    def _shown_tools(self) -> list[JsonValue]:
+        """The tools with plain texts: servers write their descriptions."""
+        return cast("list[JsonValue]", map_texts(self.tools, self.plain))
 
     def _applied(self, chat: Chat, *, is_answered: bool) -> str:
         return self._applied_to([list(chat)], is_answered=is_answered)[0]
@@ -209,25 +254,34 @@ class Tokenizer(Decoder):
             with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
                 rendered: list[str] = self._inner.apply_chat_template(
                     chats,
-                    tools=list(self.tools) or None,
+                    tools=self._shown_tools or None,
                     chat_template=self._jinja,
                     add_generation_prompt=not is_answered,
                     tokenize=False,
                 )
                 return rendered
-        except (TemplateError, TypeError) as error:  # TypeError: it loads another file
-            raise DataError(f"the chat template refuses the messages: {error}") from error
-        except (TimeoutError, MemoryError, OverflowError) as error:
+        except (TimeoutError, MemoryError, OverflowError, RecursionError) as error:
             limit = f"{TEMPLATE_TIMEOUT_S:g} s and {TEMPLATE_BYTES >> 20} MiB for one chat"
             raise DataError(f"the chat template needs more than {limit}: {type(error).__name__}") from None
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # TypeError: it loads another file; the others come from messages that it does not expect.
+            raise DataError(f"the chat template refuses the messages: {error}") from error
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode rendered chats or plain texts. Special tokens are those in the text; none is added."""
         # The chat template has already written the first token.
+        whole = [whole_text(text) for text in texts]
         if self._fast is not None:
-            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._fast.encode_batch_fast(whole, add_special_tokens=False)
             return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return [np.array(token_ids, dtype=np.int32) for token_ids in _encode(self._inner, texts)]
+        return [np.array(token_ids, dtype=np.int32) for token_ids in _encode(self._inner, whole)]
+
+    async def encode_aside(self, text: str) -> TokenArray:
+        """Encode one text; a long one in a thread, so that the event loop goes on meanwhile."""
+        # Only the tokenizer without transformers around it can be used by several threads at once.
+        if len(text) <= _SHORT_CHARACTERS or self._fast is None:
+            return self.encode([text])[0]
+        return (await asyncio.to_thread(self.encode, [text]))[0]
 
     @cached_property
     def _fast(self) -> Backend | None:
@@ -254,6 +308,10 @@ class Tokenizer(Decoder):
             masks = [np.full(len(part), span.is_imitated) for part, span in zip(parts, spans, strict=True)]
             encoded_conversations.append((np.concatenate(parts), np.concatenate(masks)))
         return encoded_conversations
+
+
+def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({text for text in texts if text.strip("\ufffd")}, key=len, reverse=True))
 
 
 def _is_answer(message: Message) -> bool:

@@ -25,6 +25,7 @@ from megarl.config.environment import (
 )
 from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.built_in.python import START_TIMEOUT_S
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.chat_endpoint import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
@@ -171,7 +172,8 @@ async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> 
     task = _class_task(config)
     tools = await _reported(task, log_path)
     pool = open_pool(task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path)
-    return ClassEnvironments(pool, tools=tools, call_deadline_s=config.call_deadline_s)
+    prepare_s = 0.0 if config.tools.python is None else START_TIMEOUT_S
+    return ClassEnvironments(pool, tools=tools, call_deadline_s=config.call_deadline_s, prepare_s=prepare_s)
 
 
 def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:

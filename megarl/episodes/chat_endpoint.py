@@ -15,7 +15,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -31,12 +32,17 @@ from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Row, SampledTurn, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
 from megarl.errors import ConfigError, DataError, EnvironmentLostError, MegarlError, Problem
+from megarl.system.foreign import map_texts, one_line, whole_text
 from megarl.system.user_code import describe_error, load_code
 from megarl.types import JsonValue, Score, TokenArray
 
 logger = logging.getLogger(__name__)
 
-_MAX_REQUEST_BYTES = 64 << 20
+_MAX_REQUEST_BYTES = 2 << 20
+_MAX_DIALOGUES = 16
+"""Lists of tools whose dialogues are kept; an agent may send another list with every request."""
+_MAX_IGNORED = 32
+"""Names of fields without effect that are told."""
 _KNOWN = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "n", "user"}
 _Body: TypeAlias = Mapping[str, JsonValue]
 _UserFunction: TypeAlias = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
@@ -56,6 +62,8 @@ class _Conversation:
     tools: str = ""
     last_ids: TokenArray | None = None
     """The tokens of the last answer."""
+    own: set[str] = field(default_factory=set)
+    """All texts that the model wrote in the episode."""
     error: MegarlError | None = None
     """The failure of a request that is not the agent's."""
 
@@ -70,7 +78,7 @@ class ChatEndpoint:
     def __init__(self, tokenizer: Tokenizer, *, call_format: CallFormat) -> None:
         self._tokenizer = tokenizer
         self._call_format = call_format
-        self._dialogues: dict[str, Dialogue] = {}
+        self._dialogues: OrderedDict[str, Dialogue] = OrderedDict()
         self._conversations: dict[str, _Conversation] = {}
         self._runner: web.AppRunner | None = None
         self._ignored: set[str] = set()
@@ -106,11 +114,13 @@ class ChatEndpoint:
         if conversation is None:
             return _error(401, "this key belongs to no episode that is under way")
         try:
-            body = await request.json()
+            body = _checked(map_texts(json.loads(await request.read()), whole_text))
             async with conversation.lock:
-                return web.json_response(await self._turn(conversation, _checked(body)))
+                return web.json_response(await self._turn(conversation, body))
+        except RecursionError:
+            return _error(400, "the request is nested too deeply")
         except (_RefusedError, ValueError, DataError) as error:
-            return _error(400, str(error))
+            return _error(400, one_line(error))
         except MegarlError as error:
             conversation.error = error
             return _error(503, str(error))
@@ -120,18 +130,18 @@ class ChatEndpoint:
         messages = cast("list[ChatMessage]", body["messages"])
         tools = cast("list[ToolFunction]", body.get("tools") or [])
         dialogue = self._dialogue(tools)
-        self._extend(conversation, dialogue, messages, tools)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        await self._extend(conversation, dialogue, messages, tools)
         num_prompt_tokens = len(conversation.session.token_ids)
-        sampled = await conversation.session.sample(max_tokens=limit if isinstance(limit, int) else None)
+        sampled = await conversation.session.sample(max_tokens=_token_limit(body))
         calls = dialogue.calls(sampled.text) if tools else []
         answer, reason = _answer(sampled, [] if isinstance(calls, Malformed) else calls)
         conversation.said = [*messages, answer]
         conversation.rendered = [*conversation.rendered, {"role": "assistant", "content": sampled.text}]
         conversation.last_ids = sampled.token_ids
+        conversation.own.add(sampled.text)
         return _completion(answer, reason, num_prompt_tokens, len(sampled.token_ids), str(body.get("model", "policy")))
 
-    def _extend(
+    async def _extend(
         self,
         conversation: _Conversation,
         dialogue: Dialogue,
@@ -150,16 +160,29 @@ class ChatEndpoint:
         )
         conversation.tools = key
         if not continues:
-            conversation.rendered = [_plain(message) for message in messages]
-            conversation.session.begin_row(dialogue.prompt_ids(conversation.rendered))
+            conversation.rendered = [self._shown(_plain(message), conversation.own) for message in messages]
+            conversation.session.begin_row(await dialogue.prompt_ids(conversation.rendered))
             return
-        conversation.rendered += new
+        shown = [self._shown(message, conversation.own) for message in new]
+        conversation.rendered += shown
         assert conversation.last_ids is not None
-        suffix = dialogue.suffix(conversation.last_ids, new)
+        suffix = await dialogue.suffix(conversation.last_ids, shown)
         if suffix is None:
-            conversation.session.begin_row(dialogue.whole(conversation.rendered))
+            conversation.session.begin_row(await dialogue.whole(conversation.rendered))
         else:
             conversation.session.append(suffix)
+
+    def _shown(self, message: ChatMessage, own: Set[str]) -> ChatMessage:
+        """Return a message of an agent as text alone, but for the texts that the model wrote itself.
+
+        Other texts under the model's name keep the marks of thoughts and calls, which are no control tokens.
+        """
+        tokenizer = self._tokenizer
+        if message["role"] != "assistant":
+            return cast("ChatMessage", map_texts(message, tokenizer.plain))
+        if message["content"] in own and "tool_calls" not in message:
+            return message
+        return cast("ChatMessage", map_texts(message, tokenizer.without_control))
 
     def _dialogue(self, tools: Sequence[ToolFunction]) -> Dialogue:
         key = json.dumps(tools)
@@ -167,13 +190,18 @@ class ChatEndpoint:
             tokenizer = self._tokenizer.with_tools(tools)
             limit = int(np.iinfo(np.int32).max)  # an agent cuts its tools' results itself
             self._dialogues[key] = Dialogue(tokenizer, max_result_tokens=limit, call_format=self._call_format)
+        self._dialogues.move_to_end(key)
+        if len(self._dialogues) > _MAX_DIALOGUES:
+            self._dialogues.popitem(last=False)
         return self._dialogues[key]
 
     def _note_ignored(self, body: _Body) -> None:
-        ignored = {name for name, value in body.items() if value is not None} - _KNOWN - self._ignored
+        new = {name for name, value in body.items() if value is not None} - _KNOWN - self._ignored
+        ignored = sorted(new)[: _MAX_IGNORED - len(self._ignored)]
         if ignored:
-            self._ignored |= ignored
-            logger.warning("agents ask for %s: sampling is the recipe's, these have no effect", ", ".join(ignored))
+            self._ignored.update(ignored)
+            names = ", ".join(one_line(name, max_characters=40) for name in ignored)
+            logger.warning("agents ask for %s: sampling is the recipe's, these have no effect", names)
 
 
 def _checked(body: object) -> _Body:
@@ -185,11 +213,30 @@ def _checked(body: object) -> _Body:
             raise _RefusedError("every message must be an object with a role")
         if not isinstance(message.get("content", ""), str | list | None):
             raise _RefusedError("content must be text")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
+        raise _RefusedError("tools must be a list of functions with names")
     if body.get("stream"):
         raise _RefusedError("streaming is not served; leave out stream")
     if body.get("n") not in (None, 1):
         raise _RefusedError("one choice is served per request; leave out n")
     return body
+
+
+def _is_function(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _token_limit(body: _Body) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = body.get(name)
+        if limit is None:
+            continue
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise _RefusedError(f"{name} must be a whole number above 0")
+        return limit
+    return None
 
 
 def _text(content: JsonValue) -> str:

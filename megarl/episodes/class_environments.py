@@ -12,7 +12,8 @@ from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcr
 from megarl.episodes.worker import EnvironmentTask
 from megarl.errors import EnvironmentLostError, ScoreLostError
 from megarl.reward.pool import score_of
-from megarl.reward.protocol import Answer, is_answer
+from megarl.reward.protocol import Answer, finite_list, is_answer
+from megarl.system.foreign import finite32
 from megarl.system.user_process import NoReplyError, UserLoadError, UserPool, UserProcess
 from megarl.types import JsonValue, Score
 
@@ -56,9 +57,13 @@ async def ask_process(
 class ClassEnvironments:
     """`Environments` of a class; `tools` are those that its first worker reported."""
 
-    def __init__(self, pool: UserPool, *, tools: Sequence[ToolSchema], call_deadline_s: float) -> None:
+    def __init__(
+        self, pool: UserPool, *, tools: Sequence[ToolSchema], call_deadline_s: float, prepare_s: float = 0.0
+    ) -> None:
+        """`prepare_s` is how long a tool may take to get ready before a call."""
         self._pool = pool
         self._call_deadline_s = call_deadline_s
+        self._prepare_s = prepare_s
         self.tools = tuple(tools)
 
     async def open(self, row: Row) -> ClassEnvironment:
@@ -70,7 +75,9 @@ class ClassEnvironments:
         except BaseException:
             self._pool.give(process, is_usable=False)
             raise
-        return ClassEnvironment(process, self._pool, tools=self.tools, deadline_s=self._call_deadline_s)
+        return ClassEnvironment(
+            process, self._pool, tools=self.tools, deadline_s=self._call_deadline_s, prepare_s=self._prepare_s
+        )
 
     async def close(self) -> None:
         self._pool.close()
@@ -82,12 +89,19 @@ class ClassEnvironment:
     opening = None
 
     def __init__(
-        self, process: UserProcess, pool: UserPool, *, tools: tuple[ToolSchema, ...], deadline_s: float
+        self,
+        process: UserProcess,
+        pool: UserPool,
+        *,
+        tools: tuple[ToolSchema, ...],
+        deadline_s: float,
+        prepare_s: float,
     ) -> None:
         self.tools = tools
         self._process = process
         self._pool = pool
         self._deadline_s = deadline_s
+        self._prepare_s = prepare_s
         self._is_open = True
 
     async def call(self, call: Call) -> Observation:
@@ -95,7 +109,7 @@ class ClassEnvironment:
         if call.name not in names:
             text = f"error: there is no tool {call.name[:100]}; there are: {', '.join(names)}"
             return Observation(text=text, is_error=True)
-        timeout_s = self._deadline_s + _GRACE_S
+        timeout_s = self._prepare_s + self._deadline_s + _GRACE_S
         reply = await ask_process(self._process, "call", name=call.name, timeout_s=timeout_s, arguments=call.arguments)
         return _observation(reply)
 
@@ -132,15 +146,21 @@ def read_score(answer: Mapping[str, JsonValue]) -> Score:
         raise ScoreLostError("environment: its process sent something that is no score")
     if "error" in answer:
         raise ScoreLostError(f"environment: score {answer['error']}")
-    turns = cast("list[float] | None", answer.get("turns"))
-    return replace(score_of(cast("Answer", answer)), turns=None if turns is None else tuple(turns))
+    score = score_of(cast("Answer", answer))
+    if answer.get("turns") is None:
+        return score
+    turns = finite_list(answer["turns"])
+    if turns is None:
+        raise ScoreLostError("environment: its process sent something that is no list of rewards")
+    return replace(score, turns=tuple(turns))
 
 
 def _observation(answer: Mapping[str, JsonValue]) -> Observation:
     if "lost" in answer:
         raise EnvironmentLostError(str(answer["lost"]))
-    text, reward = answer.get("text"), answer.get("reward")
-    if not isinstance(text, str) or not isinstance(reward, float | int | None):
+    text, given = answer.get("text"), answer.get("reward")
+    reward = finite32(given)
+    if not isinstance(text, str) or (given is not None and reward is None):
         raise EnvironmentLostError("its process sent something that is no observation")
     observation = Observation(
         text=text, ended=answer.get("ended") is True, reward=reward, is_error=answer.get("is_error") is True

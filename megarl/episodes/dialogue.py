@@ -10,12 +10,11 @@ where that does not hold, such as in templates that drop old thoughts, there is 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias, assert_never
+from typing import Literal, TypeAlias, assert_never, cast
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from megarl.config.environment import CallFormat
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation
 from megarl.errors import DataError
+from megarl.system.foreign import read_json
 from megarl.types import JsonValue, TokenArray
 
 _NUM_REHEARSED = 5
@@ -35,9 +35,11 @@ _CHARACTERS_PER_TOKEN = 64
 WrittenFormat: TypeAlias = Literal["hermes", "llama"]
 _BEGIN = "<tool_call>"
 _END = "</tool_call>"
-_TAGGED = re.compile(re.escape(_BEGIN) + r"\s*(.*?)\s*" + re.escape(_END), re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _LOOKS_LIKE_A_CALL = re.compile(r'^\{\s*"(name|type|function|parameters|arguments)"\s*:')
+_MAX_CALLS = 64
+"""A response with more calls is not read: they would take longer than an episode may."""
+_MAX_NAME_CHARACTERS = 100
 _MAX_CALL_CHARACTERS = 1_000_000
 """A longer call is not read: parsing deeply nested text takes time and stack."""
 
@@ -68,15 +70,14 @@ class Dialogue:
         self._text_field = text_field
         self._proofs: dict[_TurnKind, bool] = {}
 
-    def prompt_ids(self, messages: Sequence[ChatMessage]) -> TokenArray:
+    async def prompt_ids(self, messages: Sequence[ChatMessage]) -> TokenArray:
         """Return the tokens up to where the assistant begins to answer."""
-        (token_ids,) = self._tokenizer.encode([self._tokenizer.render_chat(messages)])
-        return token_ids
+        return await self._tokenizer.encode_aside(self._tokenizer.render_chat(messages))
 
     whole = prompt_ids
     """The history of a row that begins in the middle of an episode, where responses are messages."""
 
-    def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
+    async def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
         """Return the tokens from the end of a response to the beginning of the next; None where none can be proved."""
         tokenizer = self._tokenizer
         has_thought = _THOUGHT_END in tokenizer.decode(sampled_ids)
@@ -87,7 +88,7 @@ class Dialogue:
             return None
         text = self._short_difference(observations)
         assert text is not None, f"a rehearsed difference is gone: {kind}"
-        (token_ids,) = tokenizer.encode([text])
+        token_ids = await tokenizer.encode_aside(text)
         has_end = len(sampled_ids) > 0 and int(sampled_ids[-1]) in tokenizer.eos_ids
         return token_ids if has_end else np.concatenate([np.array([self._end_id], np.int32), token_ids])
 
@@ -97,31 +98,38 @@ class Dialogue:
             return [Call(name="step", arguments={self._text_field: text}, id="call_0")]
         return read_calls(text, self.call_format)
 
-    def observation(self, call: Call, observation: Observation) -> ChatMessage:
-        """Return the message of a tool's answer, cut to its limit and without special tokens."""
-        text = self.cut(observation.text)
+    async def observation(self, call: Call, observation: Observation) -> ChatMessage:
+        """Return the message of a tool's answer, cut to its limit and plain text."""
+        return self._message(call, await self.cut(observation.text))
+
+    async def opening(self, text: str) -> ChatMessage:
+        """Return the message with which an environment begins, cut and plain as an answer of it."""
+        return {"role": "user", "content": await self.cut(text)}
+
+    async def complaint(self, malformed: Malformed) -> ChatMessage:
+        """Return the message that tells the model that its call could not be read."""
+        text = await self.cut(f"error: the call could not be read: {malformed.why}")
+        return {"role": "tool", "name": "error", "tool_call_id": "call_0", "content": text}
+
+    def _message(self, call: Call, text: str) -> ChatMessage:
         if self._text_field is not None:
             return {"role": "user", "content": text}
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+        name = self._tokenizer.plain(call.name[:_MAX_NAME_CHARACTERS])
+        return {"role": "tool", "name": name, "tool_call_id": call.id, "content": text}
 
-    def complaint(self, malformed: Malformed) -> ChatMessage:
-        """Return the message that tells the model that its call could not be read."""
-        text = f"error: the call could not be read: {malformed.why}"
-        return {"role": "tool", "name": "error", "tool_call_id": "call_0", "content": self.cut(text)}
-
-    def cut(self, text: str) -> str:
-        """Return the text in at most `max_result_tokens` tokens besides a mark; special tokens in it become text."""
-        limit = self._max_result_tokens
+    async def cut(self, text: str) -> str:
+        """Return foreign text as plain text of at most `max_result_tokens` tokens besides a mark."""
+        limit, plain = self._max_result_tokens, self._tokenizer.plain
         known = text[: limit * _CHARACTERS_PER_TOKEN]
-        shown = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", known)
+        shown = plain(known)
         if shown.isascii() and len(shown) < limit:  # no tokenizer makes two tokens of one such character
             return shown
-        (token_ids,) = self._tokenizer.encode([shown])
+        token_ids = await self._tokenizer.encode_aside(shown)
         # The tokens of the part that was not counted are estimated from those that were.
         num_tokens = len(token_ids) * len(text) // max(len(known), 1)
         if num_tokens <= limit:
             return shown
-        kept = self._tokenizer.decode(token_ids[:limit]).rstrip("\ufffd")
+        kept = plain(self._tokenizer.decode(token_ids[:limit]).rstrip("\ufffd"))
         return kept + _CUT.format(num_cut=num_tokens - limit, num_tokens=num_tokens)
 
     @cached_property
@@ -181,17 +189,12 @@ class Dialogue:
 
     def least_tokens(self, num_turns: int) -> int:
         """Return how many tokens an episode of so many turns has at least: responses and results of one token."""
-        observed = self.observation(Call(name="count", arguments={}, id="call_0"), Observation(text="3"))
+        observed = self._message(Call(name="count", arguments={}, id="call_0"), "3")
         between = self._short_difference([observed])
         if between is None:
             return num_turns
         (token_ids,) = self._tokenizer.encode([between])
         return num_turns + (num_turns - 1) * len(token_ids)
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        texts = sorted({*self._tokenizer.special_texts, *self._tokenizer.eos_texts}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)))
 
     @cached_property
     def _short(self) -> str:
@@ -273,10 +276,14 @@ def written_format(rendered: str) -> WrittenFormat | None:
 
 
 def _tagged_calls(text: str) -> list[Call] | Malformed:
-    bodies = _TAGGED.findall(text)
-    if text.count(_BEGIN) != len(bodies) or text.count(_END) != len(bodies):
+    before, *pieces = text.split(_BEGIN)
+    # In linear time, unlike a pattern with both tags: a model may write a tag ten thousand times.
+    parts = [piece.partition(_END) for piece in pieces]
+    if _END in before or any(not end or _END in rest for _, end, rest in parts):
         return Malformed(text=text, why=f"{_BEGIN} and {_END} do not pair up")
-    calls = [_read(body, place, "arguments") for place, body in enumerate(bodies)]
+    if len(parts) > _MAX_CALLS:
+        return Malformed(text=text, why=f"there are {len(parts)} calls in one response; at most {_MAX_CALLS} are run")
+    calls = [_read(body.strip(), place, "arguments") for place, (body, _, _) in enumerate(parts)]
     problem = next((call for call in calls if isinstance(call, Malformed)), None)
     return problem or [call for call in calls if isinstance(call, Call)]
 
@@ -296,8 +303,9 @@ def _read(body: str, place: int, arguments_key: str) -> Call | Malformed:
     if len(body) > _MAX_CALL_CHARACTERS:
         return Malformed(text=body[:1000], why=f"it has more than {_MAX_CALL_CHARACTERS} characters")
     try:
-        value: JsonValue = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        # Arguments that cannot be sent on as JSON are the model's fault; found later they would be the tool's.
+        value = cast("JsonValue", read_json(body))
+    except ValueError as error:
         return Malformed(text=body, why=f"it is not JSON: {error}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Malformed(text=body, why="it is not an object with a name")

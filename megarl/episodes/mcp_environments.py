@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TypeVar
 
 import anyio
@@ -15,7 +16,9 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from pydantic import ValidationError
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
+from megarl.episodes.worker import MAX_RESULT_CHARACTERS
 from megarl.errors import ConfigError, DataError, EnvironmentLostError, Problem
+from megarl.system.foreign import one_line
 from megarl.system.secret import Secret
 from megarl.types import Score
 
@@ -24,9 +27,40 @@ _T = TypeVar("_T")
 _CLOSE_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """The deadline of a call is kept here; the library's own comes later and ends a session that hangs."""
-_HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
-"""The library's own: a server may keep a stream open without a word."""
+_MAX_REPLY_BYTES = 16 << 20
+_MAX_PAGES = 64
+_MAX_LIST_BYTES = 4 << 20
+"""Pages and bytes of a list of tools, all of which is part of every prompt."""
 _LOST = (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError, ValidationError)
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """A reply that fails when it has more bytes than it may."""
+
+    def __init__(self, inner: httpx2.AsyncByteStream) -> None:
+        self._inner = inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_left = _MAX_REPLY_BYTES
+        async for chunk in self._inner:
+            num_left -= len(chunk)
+            if num_left < 0:
+                raise httpx2.ReadError(f"a reply has more than {_MAX_REPLY_BYTES} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx2.ReadError("a reply is compressed, which was not asked for")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream)
+        return response
 
 
 class _Session:
@@ -41,22 +75,25 @@ class _Session:
         self._task = asyncio.create_task(self._hold())
 
     async def _hold(self) -> None:
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key.reveal()}"}
+        limit_s = self._timeout_s + _GRACE_S
+        timeout = httpx2.Timeout(limit_s, read=None)  # a server may be silent between two calls
+        headers = {"Accept-Encoding": "identity"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key.reveal()}"
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=_HTTP_TIMEOUT) as http_client,
+            httpx2.AsyncClient(transport=_BoundedTransport(), timeout=timeout, headers=headers) as http,
             Client(
-                streamable_http_client(self._url, http_client=http_client),
-                read_timeout_seconds=self._timeout_s + _GRACE_S,
-                cache=None,
+                streamable_http_client(self._url, http_client=http), read_timeout_seconds=limit_s, cache=None
             ) as client,
         ):
             self._client.set_result(client)
             await self._closing.wait()
 
     async def tools(self) -> tuple[ToolSchema, ...]:
-        """Return the server's tools; an EnvironmentLostError if it does not answer."""
+        """Return the server's tools; an EnvironmentLostError if it does not tell them all until the deadline."""
         try:
-            return await self._listed()
+            async with asyncio.timeout(self._timeout_s):
+                return await self._listed()
         except (TimeoutError, MCPError) as error:
             raise self._lost(str(error) or f"no answer within {self._timeout_s:g} s") from None
 
@@ -64,7 +101,7 @@ class _Session:
         client = await self._connected()
         found: list[ToolSchema] = []
         cursor: str | None = None
-        while True:
+        for _ in range(_MAX_PAGES):
             page = await self._within(client.list_tools(cursor=cursor))
             found += [
                 ToolSchema(name=tool.name, description=tool.description or "", parameters=dict(tool.input_schema))
@@ -72,7 +109,12 @@ class _Session:
             ]
             cursor = page.next_cursor
             if cursor is None:
-                return tuple(found)
+                break
+        else:
+            raise self._lost(f"its list of tools has more than {_MAX_PAGES} pages")
+        if len(json.dumps([tool.as_function for tool in found])) > _MAX_LIST_BYTES:
+            raise self._lost(f"its list of tools has more than {_MAX_LIST_BYTES} bytes")
+        return tuple(found)
 
     async def call(self, call: Call) -> Observation:
         client = await self._connected()
@@ -114,7 +156,7 @@ class _Session:
     def _lost(self, reason: str) -> EnvironmentLostError:
         if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
             reason = _innermost(error)
-        return EnvironmentLostError(f"{self._url}: {reason}")
+        return EnvironmentLostError(f"{self._url}: {one_line(reason)}")
 
 
 def _innermost(error: BaseException) -> str:
@@ -126,7 +168,8 @@ def _innermost(error: BaseException) -> str:
 def _observed(result: CallToolResult) -> Observation:
     parts = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
     is_error = bool(result.is_error)
-    return Observation(text=("error: " if is_error else "") + "\n".join(parts), is_error=is_error)
+    text = ("error: " if is_error else "") + "\n".join(parts)
+    return Observation(text=text[:MAX_RESULT_CHARACTERS], is_error=is_error)
 
 
 class McpEnvironments:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
+from itertools import islice
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, Problem
+from megarl.system.foreign import finite32, one_line, read_json
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, Score
 
@@ -25,6 +26,9 @@ _CLOSE_TIMEOUT_S = 5.0
 _RESERVED = ("metadata", "reward", "done")
 """Fields of an action or an observation that are the protocol's own."""
 _LOST = (aiohttp.ClientError, OSError, ValueError)
+_MAX_SCHEMA_BYTES = 4 << 20
+_MAX_NUMBERS = 64
+"""Numbers of a state that are recorded."""
 
 
 def schema_url(url: str) -> str:
@@ -42,22 +46,40 @@ async def open_openenv(url: str, *, key: Secret | None, timeout_s: float) -> Ope
         timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s),
     )
     try:
-        async with asyncio.timeout(timeout_s), session.get(schema_url(url)) as reply:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.get(schema_url(url), headers={"Accept-Encoding": "identity"}) as reply,
+        ):
             reply.raise_for_status()
-            described = await reply.json()
-        tool = _step_tool(described["action"])
-    except (*_LOST, TimeoutError, KeyError, TypeError) as error:
+            tool = step_tool(await _read(reply))
+    except (*_LOST, TimeoutError) as error:
         await session.close()
-        reason = str(error) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         message = f"{schema_url(url)} gives no schema of an action; is it an OpenEnv server? {reason}"
         raise ConfigError("recipe", (Problem(key="environment.url", message=message),)) from None
     return OpenEnvEnvironments(session, url, tool=tool, timeout_s=timeout_s)
 
 
-def _step_tool(action: Mapping[str, JsonValue]) -> ToolSchema:
-    properties, required = action["properties"], action.get("required", [])
-    assert isinstance(properties, dict), "a JSON schema of an object has properties"
-    assert isinstance(required, list), "a JSON schema has a list of required properties"
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    if reply.headers.get("Content-Encoding", "identity") != "identity":
+        raise ValueError("it is compressed, which was not asked for")
+    content = b""
+    async for chunk in reply.content.iter_chunked(1 << 16):
+        content += chunk
+        if len(content) > _MAX_SCHEMA_BYTES:
+            raise ValueError(f"it has more than {_MAX_SCHEMA_BYTES} bytes")
+    return content
+
+
+def step_tool(content: bytes) -> ToolSchema:
+    """Return the tool that takes an action, by a server's description; a ValueError if that is none."""
+    described = read_json(content)
+    action = described.get("action") if isinstance(described, dict) else None
+    if not isinstance(action, dict):
+        raise ValueError("it describes no action")
+    properties, required = action.get("properties"), action.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("the schema of an action has no properties, or no list of the required ones")
     own: dict[str, JsonValue] = {name: each for name, each in properties.items() if name not in _RESERVED}
     parameters: dict[str, JsonValue] = {
         "type": "object",
@@ -121,8 +143,8 @@ class OpenEnvEnvironment:
         extra = row.get("extra_info")
         kind, data = await self._ask("reset", extra if isinstance(extra, dict) else {})
         if kind == "error":
-            raise EnvironmentLostError(f"{self._url}: reset: {data.get('message', data)}")
-        self.opening = _text(data.get("observation"))
+            raise EnvironmentLostError(f"{self._url}: reset: {one_line(data.get('message', data))}")
+        self.opening = self._text(data)
 
     async def call(self, call: Call) -> Observation:
         if call.name != STEP:
@@ -131,10 +153,12 @@ class OpenEnvEnvironment:
         if kind == "error":
             return Observation(text=f"error: {data.get('message', data)}", is_error=True)
         given = data.get("reward")
-        reward = float(given) if isinstance(given, int | float) and math.isfinite(given) else None
+        reward = finite32(given)
+        if given is not None and reward is None:
+            raise EnvironmentLostError(f"{self._url}: a reward of it is not finite in 32 bits")
         if reward is not None:
             self._rewards.append(reward)
-        text, is_done = _text(data.get("observation")), data.get("done") is True
+        text, is_done = self._text(data), data.get("done") is True
         if is_done:
             self._last_reward = reward or 0.0
         return Observation(text=text, ended=is_done, reward=None if is_done else reward)
@@ -155,8 +179,10 @@ class OpenEnvEnvironment:
             kind, data = await self._ask("state", {})
         except EnvironmentLostError:
             return {}  # the episode is over, and its rewards are known
-        numbers = {name: each for name, each in data.items() if kind == "state" and isinstance(each, int | float)}
-        return {name: float(each) for name, each in numbers.items() if math.isfinite(each)}
+        if kind != "state":
+            return {}
+        found = ((one_line(name, max_characters=60), finite32(each)) for name, each in data.items())
+        return dict(islice(((name, number) for name, number in found if number is not None), _MAX_NUMBERS))
 
     async def close(self) -> None:
         if self._socket.closed:
@@ -167,6 +193,22 @@ class OpenEnvEnvironment:
                 await self._socket.close()
         except (*_LOST, TimeoutError):
             pass  # the server is gone, and with it the episode's state
+
+    def _text(self, data: Mapping[str, JsonValue]) -> str:
+        """Return the only text of an observation, or all its fields as JSON."""
+        observation = data.get("observation")
+        if isinstance(observation, str):
+            return observation
+        own: JsonValue = observation
+        if isinstance(observation, dict):
+            own = {name: each for name, each in observation.items() if name not in _RESERVED}
+            values = list(own.values())
+            if len(values) == 1 and isinstance(values[0], str):
+                return values[0]
+        try:
+            return json.dumps(own, ensure_ascii=False)
+        except RecursionError:
+            raise EnvironmentLostError(f"{self._url}: an observation is nested too deeply") from None
 
     async def _ask(self, kind: str, data: Mapping[str, JsonValue]) -> tuple[str, Mapping[str, JsonValue]]:
         """Return the type and the data of the answer; an EnvironmentLostError if there is none."""
@@ -185,12 +227,3 @@ class OpenEnvEnvironment:
         except (*_LOST, RecursionError) as error:
             raise EnvironmentLostError(f"{self._url}: {type(error).__name__}: {error}") from None
         return str(answer.get("type")), answer["data"]
-
-
-def _text(observation: JsonValue) -> str:
-    """Return the only text of an observation, or all its fields as JSON."""
-    if not isinstance(observation, dict):
-        return observation if isinstance(observation, str) else json.dumps(observation)
-    own = {name: each for name, each in observation.items() if name not in _RESERVED}
-    values = list(own.values())
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(own, ensure_ascii=False)

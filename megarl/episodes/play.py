@@ -1,7 +1,8 @@
 """Plays episodes: the model takes a turn, the environment answers its calls, until one of the endings; then it scores.
 
-An episode whose environment or score is lost, or that takes too long, is not the policy's: it is played again in a
-fresh environment, and after too many of these its whole group is given up. Knows no engine.
+An episode whose environment or score is lost, that takes too long or that fails in a way nobody expected is not the
+policy's: it is played again in a fresh environment, and after too many of these its whole group is given up. Knows no
+engine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,14 +39,17 @@ from megarl.episodes.protocol import (
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
+from megarl.errors import DataError, EnvironmentLostError, MegarlError, QuarantineError, RewardError, ScoreLostError
 from megarl.stages import Scorer
+from megarl.system.foreign import one_line
 from megarl.types import Ending, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 256
 """Above it the environment or its score is broken: the run stops, whatever `on_error` says about single episodes."""
+_MAX_TRACES = 16
+"""Unexpected errors of a worker that are logged with their stack."""
 
 
 class _LostError(Exception):
@@ -53,7 +58,7 @@ class _LostError(Exception):
     def __init__(self, ending: Ending, reason: str) -> None:
         super().__init__(ending, reason)
         self.ending = ending
-        self.reason = reason
+        self.reason = one_line(reason)  # a server may have written it, and it reaches logs and terminals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,7 @@ class Player:
         self._retried = retried
         self._num_lost = 0
         """Attempts of any episode since the last one that was not lost."""
+        self._num_unexpected = 0
 
     async def rollout(self, prompt: Prompt, sampler: Sampler, *, max_tokens: int) -> Rollout:
         """Return one episode; raise QuarantineError where all attempts are lost, or what `on_error` demands.
@@ -140,10 +146,16 @@ class Player:
             raise _LostError(Ending.ENV_LOST, str(error)) from error
         except ScoreLostError as error:
             raise _LostError(Ending.SCORE_LOST, str(error)) from error
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise _LostError(Ending.WALL, f"not over after {wall_s:g} s (environment.wall_s)") from None
+        except MegarlError:
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise _LostError(Ending.WALL, f"not over after {wall_s:g} s (environment.wall_s)") from None
+            # One episode, with what its model, its tools and its servers wrote, must not end the run.
+            self._num_unexpected += 1
+            if self._num_unexpected <= _MAX_TRACES:
+                logger.warning("an episode failed unexpectedly prompt=%s", prompt.uid, exc_info=error)
+            raise _LostError(Ending.ENV_LOST, f"unexpected {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +266,9 @@ class Tools:
         try:
             messages: list[ChatMessage] = list(prompt.messages)
             if environment.opening is not None:
-                messages.append({"role": "user", "content": environment.opening})
-                session.begin_row(self._dialogue.whole(messages))
+                with _rendering():
+                    messages.append(await self._dialogue.opening(environment.opening))
+                    session.begin_row(await self._dialogue.whole(messages))
             num_given = len(messages)
             ending = await self._turns(environment, session, messages)
             transcript = Transcript(
@@ -284,7 +297,7 @@ class Tools:
             if isinstance(calls, Malformed):
                 if config.malformed_call == "end" or turn == config.max_turns:
                     return Ending.MALFORMED_CALL
-                self._go_on(session, sampled, messages, [dialogue.complaint(calls)], seconds=0.0)
+                await self._go_on(session, sampled, messages, [await dialogue.complaint(calls)], seconds=0.0)
                 continue
             if not calls:
                 return Ending.ANSWERED
@@ -311,16 +324,16 @@ class Tools:
         observed, has_ended, began = list[ChatMessage](), False, time.monotonic()
         for call in calls:
             observation = await environment.call(call)
-            observed.append(self._dialogue.observation(call, observation))
+            observed.append(await self._dialogue.observation(call, observation))
             session.reward(observation.reward or 0.0)
             has_ended |= observation.ended
         if has_ended:
             messages += observed
         else:
-            self._go_on(session, sampled, messages, observed, seconds=time.monotonic() - began)
+            await self._go_on(session, sampled, messages, observed, seconds=time.monotonic() - began)
         return has_ended
 
-    def _go_on(
+    async def _go_on(
         self,
         session: Session,
         sampled: SampledTurn,
@@ -331,11 +344,21 @@ class Tools:
     ) -> None:
         """Add observations to the history, or begin a new row where the template rewrites it."""
         messages += observed
-        suffix = self._dialogue.suffix(sampled.token_ids, observed)
-        if suffix is None:
-            session.begin_row(self._dialogue.whole(messages))
-        else:
-            session.append(suffix, seconds=seconds)
+        with _rendering():
+            suffix = await self._dialogue.suffix(sampled.token_ids, observed)
+            if suffix is None:
+                session.begin_row(await self._dialogue.whole(messages))
+            else:
+                session.append(suffix, seconds=seconds)
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Lose the episode where the chat template refuses texts of its environment."""
+    try:
+        yield
+    except DataError as error:
+        raise EnvironmentLostError(f"its text cannot be rendered: {error}") from error
 
 
 class Agency:

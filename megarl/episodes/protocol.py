@@ -6,6 +6,7 @@ an *agent* decides itself and asks the model through a session.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -110,6 +111,14 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Free what the episode holds. May be called twice, and after an error."""
         ...
+
+
+class PreparedTool(ABC):
+    """A class of tools that have to be made ready before a call, outside of the call's deadline."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make ready, if that was not done yet; an error with `is_machine_fault` loses the episode."""
 
 
 class Environments(Protocol):

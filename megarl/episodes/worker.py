@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ from typing import NotRequired, TypedDict, cast
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from megarl.episodes.protocol import Observation, ToolSchema, Transcript
+from megarl.episodes.protocol import Observation, PreparedTool, ToolSchema, Transcript
 from megarl.reward.protocol import check_result, finite_list, type_name
+from megarl.system.foreign import finite32
 from megarl.system.proc import limited_time
 from megarl.system.user_code import describe_error
 from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve
@@ -92,10 +92,12 @@ class _Classes:
             read = method.read(arguments)
         except BadArgumentsError as error:
             return _failed(f"{name}: {error}")
-        path = Path(self._task["classes"][place]["path"])
+        path, instance = Path(self._task["classes"][place]["path"]), self._instances[place]
         try:
+            if isinstance(instance, PreparedTool):
+                instance.prepare()
             with limited_time(self._task["call_deadline_s"]):
-                return _observed(finished(partial(getattr(self._instances[place], name), **read), runner))
+                return _observed(finished(partial(getattr(instance, name), **read), runner))
         except TimeoutError:
             return _failed(f"{name} gave no result within {self._task['call_deadline_s']:g} s")
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
@@ -231,8 +233,8 @@ def _named(cls: type, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 def _observed(value: object) -> dict[str, object]:
     observation = value if isinstance(value, Observation) else Observation(text=_as_text(value))
     reward = observation.reward
-    if reward is not None and not math.isfinite(reward):
-        return _failed(f"the tool gave the reward {reward}, which is not finite")
+    if reward is not None and finite32(reward) is None:
+        return _failed("the tool gave a reward that is not finite")
     text = observation.text[:MAX_RESULT_CHARACTERS]
     return {**asdict(observation), "text": text, "num_characters": len(observation.text)}
 
@@ -287,11 +289,12 @@ class ToolMethod:
 def tool_methods(cls: type) -> dict[str, ToolMethod]:
     """Return the tools by name; a UserError for a public method that cannot be one."""
     methods = inspect.getmembers(cls, inspect.isfunction)
-    return {name: _method(cls, name, function) for name, function in methods if _is_tool(name)}
-
-
-def _is_tool(name: str) -> bool:
-    return not name.startswith("_") and name not in RESERVED
+    reserved = (*RESERVED, *(vars(PreparedTool) if issubclass(cls, PreparedTool) else ()))
+    return {
+        name: _method(cls, name, function)
+        for name, function in methods
+        if not name.startswith("_") and name not in reserved
+    }
 
 
 def _method(cls: type, name: str, function: Callable[..., object]) -> ToolMethod:

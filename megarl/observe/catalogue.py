@@ -194,6 +194,11 @@ REWARD_FAILURES = _counter(
     "cause",
     known=("error", "late", "machine_fault", "worker_died"),
 )
+JUDGE_ADDRESSED = _counter(
+    "reward",
+    "judge_addressed",
+    "Responses with the texts of control tokens of their judge, which reads them as plain text",
+)
 ZERO_SIGNAL = _rollouts(
     "reward", "zero_signal_group_ratio", "Share of groups whose advantages are all 0", field="zero_signal_ratio"
 )

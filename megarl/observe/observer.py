@@ -140,6 +140,10 @@ class Observer:
                 message = f"the judge was {before} and is now {model}; scores before and after are not comparable"
                 raise RewardError(message)
 
+    def judge_addressed(self, num_responses: int = 1) -> None:
+        """Count responses that name control tokens of their judge."""
+        self._meter.add(names.JUDGE_ADDRESSED, num_responses)
+
     def noted(self, text: str) -> None:
         self.emit(Noted(text=text))
 

@@ -42,6 +42,7 @@ from megarl.reward.remote_scorer import RemoteScorer, ScoringBackend
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorer import ClosableScorer, ExactScorer
 from megarl.stages import Scorer
+from megarl.system.foreign import finite32
 from megarl.system.user_code import describe_error, load_code
 from megarl.system.user_process import START_TIMEOUT_S, UserLoadError, try_loading
 from megarl.tokens import Content
@@ -111,8 +112,8 @@ class _Builder:
             missing = f"reward {config.kind} needs the engines of roles.{kind}, which only a run starts"
             raise RewardError(f"{missing}; name engines that run already in its endpoints")
         if isinstance(config, RewardModelRewardConfig):
-            return role, RewardModelBackend(config, self._frozen[role])
-        return role, EngineJudgeBackend(config, self._frozen[role])
+            return role, RewardModelBackend(config, self._frozen[role], self._observer)
+        return role, EngineJudgeBackend(config, self._frozen[role], self._observer)
 
 
 def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) -> list[Problem]:
@@ -282,6 +283,10 @@ class UserScorer:
             raise RewardError(f"reward {self._code}: prompt {group.prompt.uid}: {describe_error(error)}") from error
         if not isinstance(scored, ScoredGroup):
             raise RewardError(f"reward {self._code}: returned a {type(scored).__name__}, not a ScoredGroup")
+        for score in scored.scores:
+            numbers = (score.value, *score.components.values(), *(score.tokens or ()), *(score.turns or ()))
+            if any(finite32(number) is None for number in numbers):
+                raise RewardError(f"reward {self._code}: prompt {group.prompt.uid}: a score in {score} is not finite")
         return scored
 
     def close(self) -> None:
@@ -315,7 +320,7 @@ class ComposedScorer:
             total += part.weight * part.scaled(score.value)
             is_open &= part.gate_from is None or score.value >= part.gate_from
             components |= {name: score.value, **{f"{name}.{key}": item for key, item in score.components.items()}}
-        if any(score.is_masked for score in scores.values()):
+        if any(score.is_masked for score in scores.values()) or finite32(total) is None:
             return Score(value=0.0, components={}, is_masked=True)
         predictions = (score.prediction for score in scores.values() if score.prediction is not None)
         prediction = next(predictions, None)

@@ -32,6 +32,7 @@ from megarl.config.reward import (
 from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.protocol import Answer, Request, check_result
+from megarl.system.foreign import finite32, one_line, without_markup
 from megarl.system.secret import Secret
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 Chat = Sequence[Mapping[str, object]]
+_MAX_TOKENS = 2**31
+"""Tokens that a reply may claim to have cost."""
 RETRY_TEMPERATURE = 0.7
 """A judge that is asked again would give the same reply at temperature 0."""
 
@@ -75,7 +78,7 @@ class _HttpBackend(_Judge):
                 async with self._slots:
                     await self._pace()
                     reply = await self._post(request, attempt)
-                return self._answer(_parsed(reply))
+                return self._read(reply)
             except _RetryError as error:
                 complaint, pause_s = str(error), max(pause_s, min(error.pause_s, _LONGEST_PAUSE_S))
             if attempt < self._config.max_attempts:
@@ -83,6 +86,12 @@ class _HttpBackend(_Judge):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ScoreError(f"{complaint}, {self._config.max_attempts} times (reward.max_attempts)")
+
+    def _read(self, reply: bytes) -> Answer:
+        try:
+            return self._answer(json.loads(reply))
+        except (ValueError, RecursionError):
+            raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
 
     async def _pace(self) -> None:
         """Start requests at even intervals, so that no second has more than `requests_per_second`."""
@@ -150,9 +159,13 @@ class ChatJudge(_HttpBackend):
     def _content(self, request: Request, attempt: int) -> Mapping[str, object]:
         config = self._question
         schema = {"name": "answer", "schema": reply_schema(config)}
+        response = request["solution_str"]
+        if attempt == 1 and without_markup(response) != response:
+            self._observer.judge_addressed()
         return {
             "model": config.model,
-            "messages": [{"role": "user", "content": asked_in_json(config, request)}],
+            # Its server may make control tokens of their texts, and which ones these are is not known here.
+            "messages": [{"role": "user", "content": without_markup(asked_in_json(config, request))}],
             "temperature": 0 if attempt == 1 else RETRY_TEMPERATURE,
             "seed": attempt,
             "max_tokens": config.max_tokens,
@@ -165,8 +178,8 @@ class ChatJudge(_HttpBackend):
             completion = _Completion.model_validate(reply)
         except ValidationError:
             return {"error": f"did not reply with a chat completion: {json.dumps(reply)[:80]}"}
-        version = completion.system_fingerprint or ""
-        self._observer.judge_answered(f"{self._question.model} at {self._question.url}", completion.model, version)
+        model, version = one_line(completion.model), one_line(completion.system_fingerprint or "")
+        self._observer.judge_answered(f"{self._question.model} at {self._question.url}", model, version)
         self._observer.check_judges()
         content = completion.choices[0].message.content or ""
         chosen = read_choice(self._question, content)
@@ -184,7 +197,7 @@ class _Alternative(BaseModel):
 
 
 class _Usage(BaseModel):
-    total_tokens: int = 0
+    total_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] = 0
 
 
 class _Completion(BaseModel):
@@ -194,13 +207,6 @@ class _Completion(BaseModel):
     system_fingerprint: str | None = None
     choices: Annotated[list[_Alternative], Field(min_length=1)]
     usage: _Usage = _Usage()
-
-
-def _parsed(reply: bytes) -> object:
-    try:
-        return json.loads(reply)
-    except (ValueError, RecursionError):
-        raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
 
 
 class _RetryError(Exception):
@@ -253,8 +259,13 @@ class WrittenReply:
 class FrozenModel(Protocol):
     """A model that is never trained, with its own tokenizer and chat template.
 
-    Each call raises a ScoreError where a chat does not fit the model, and a MachineFaultError where no engine answers.
+    It reads all texts of a chat or a question as plain text, whatever tokens they name. Each call raises a ScoreError
+    where a chat does not fit the model, and a MachineFaultError where no engine answers.
     """
+
+    def has_control(self, text: str) -> bool:
+        """Whether the text names special tokens of this model."""
+        ...
 
     async def classify(self, chat: Chat) -> float:
         """Return the output of a sequence classifier after the last message, the answer."""
@@ -272,26 +283,33 @@ class FrozenModel(Protocol):
 class RewardModelBackend(_Judge):
     """The score of a classifier for the chat and its response."""
 
-    def __init__(self, config: RewardModelRewardConfig, model: FrozenModel) -> None:
+    def __init__(self, config: RewardModelRewardConfig, model: FrozenModel, observer: Observer) -> None:
         self._config = config
         self._model = model
+        self._observer = observer
 
     async def _ask(self, request: Request) -> Answer:
         messages = request.get("messages", ())
         if not messages:
             raise ScoreError("the prompt has no messages; a reward model scores chats")
-        score = await self._model.classify([*messages, {"role": "assistant", "content": request["solution_str"]}])
-        return {"score": self._config.scaled(score), "components": {"raw": score}}
+        _note_control(self._model, request, self._observer)
+        raw = await self._model.classify([*messages, {"role": "assistant", "content": request["solution_str"]}])
+        score = finite32(self._config.scaled(raw))
+        if score is None:
+            raise ScoreError(f"gave {raw:g}, which is not finite in 32 bits with reward.mean and reward.std")
+        return {"score": score, "components": {"raw": raw}}
 
 
 class EngineJudgeBackend(_Judge):
     """The score of the answer that a judge on engines gives to the recipe's question."""
 
-    def __init__(self, config: EngineJudgeRewardConfig, model: FrozenModel) -> None:
+    def __init__(self, config: EngineJudgeRewardConfig, model: FrozenModel, observer: Observer) -> None:
         self._config = config
         self._model = model
+        self._observer = observer
 
     async def _ask(self, request: Request) -> Answer:
+        _note_control(self._model, request, self._observer)
         max_tokens = self._config.max_tokens
         return await (self._likeliest(request) if max_tokens is None else self._written(request, max_tokens))
 
@@ -320,6 +338,12 @@ class EngineJudgeBackend(_Judge):
             "components": {"judge_probability": max(found)},
             "prediction": likeliest,
         }
+
+
+def _note_control(model: FrozenModel, request: Request, observer: Observer) -> None:
+    """Count a response that names control tokens of its judge: a policy may learn to."""
+    if model.has_control(request["solution_str"]):
+        observer.judge_addressed()
 
 
 def asked_in_json(config: QuestionConfig, request: Request) -> str:

@@ -13,6 +13,7 @@ from typing import cast
 
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.protocol import Answer, Request, WorkerTask, read_answers
+from megarl.system.foreign import one_line
 from megarl.system.user_process import (
     CpuLimitError,
     ForeignReplyError,
@@ -137,7 +138,7 @@ class WorkerPool:
 def score_of(answer: Answer) -> Score:
     """Return the score of an answer; an `error` in it is a ScoreError."""
     if "error" in answer:
-        raise (MachineFaultError if answer.get("is_machine_fault") else ScoreError)(answer["error"])
+        raise (MachineFaultError if answer.get("is_machine_fault") else ScoreError)(one_line(answer["error"]))
     return Score(
         value=answer["score"],
         components=answer["components"],

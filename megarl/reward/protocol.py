@@ -5,15 +5,19 @@ A request has `samples`, each the arguments of the function that it names; the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NotRequired, TypedDict
 
+from megarl.system.foreign import finite32, one_line, whole_text
 from megarl.system.user_process import ForeignReplyError
 
 _PREDICTION = "prediction"
 _TOKENS = "tokens"
+_FINITE = "it must be finite in 32 bits, and so must its square"
+_MAX_COMPONENTS = 256
+_MAX_NAME = 100
+_MAX_PREDICTION = 10_000
 
 
 class WorkerTask(TypedDict):
@@ -95,8 +99,10 @@ def is_answer(value: object) -> bool:
     tokens = value.get("tokens", [])
     if not isinstance(tokens, list):
         return False
+    if len(components) > _MAX_COMPONENTS or any(len(name) > _MAX_NAME for name in components):
+        return False
     numbers = (value.get("score"), *components.values(), *tokens)
-    return all(isinstance(number, float) and math.isfinite(number) for number in numbers)
+    return all(isinstance(number, float) and finite32(number) is not None for number in numbers)
 
 
 def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
@@ -119,7 +125,9 @@ def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
     if weights is None:
         answer: Answer = {"score": numbers.pop("score"), "components": numbers}
     else:
-        total = sum(weight * numbers[name] for name, weight in weights.items())
+        total = finite32(sum(weight * numbers[name] for name, weight in weights.items()))
+        if total is None:
+            return {"error": f"returned numbers whose weighted sum is too large; {_FINITE}"}
         answer = {"score": total, "components": numbers}
     tokens = results.get(_TOKENS)
     if tokens is not None and not isinstance(tokens, Real):
@@ -127,11 +135,17 @@ def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
         if rewards is None:
             return {"error": f"returned a {type_name(tokens)} for {_TOKENS}; it must be a list of finite numbers"}
         answer["tokens"] = rewards
-    match results.get(_PREDICTION):
+    return _with_prediction(answer, results.get(_PREDICTION))
+
+
+def _with_prediction(answer: Answer, prediction: object) -> Answer:
+    match prediction:
         case None:
             return answer
-        case str() | Real() as prediction:
-            return {**answer, "prediction": str(prediction).strip()}
+        case str():
+            return {**answer, "prediction": whole_text(prediction[:_MAX_PREDICTION]).strip()}
+        case Real():
+            return {**answer, "prediction": _described(prediction) if finite32(prediction) is None else str(prediction)}
         case other:
             return {"error": f"returned a {type_name(other)} for {_PREDICTION}; it must be text, or None"}
 
@@ -139,16 +153,16 @@ def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
 def finite_list(value: object) -> list[float] | None:
     """Return a list, tuple or array of finite numbers as floats; None if it is something else."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, list | tuple) or not all(isinstance(each, Real) for each in value):
+    if not isinstance(value, list | tuple):
         return None
-    numbers = [float(each) for each in value]
-    return numbers if all(map(math.isfinite, numbers)) else None
+    numbers = [number for each in value if (number := finite32(each)) is not None]
+    return numbers if len(numbers) == len(value) else None
 
 
 def _named_and_numbers(results: Mapping[object, object], names: tuple[str, ...]) -> dict[str, object]:
     """Return the named items, of any type, and all other items that are numbers."""
     return {
-        str(key): item
+        str(key) if key in names else one_line(key, max_characters=_MAX_NAME - 3): item
         for key, item in results.items()
         if key in names or (isinstance(item, Real) and key != _PREDICTION)
     }
@@ -156,22 +170,28 @@ def _named_and_numbers(results: Mapping[object, object], names: tuple[str, ...])
 
 def _finite(results: Mapping[str, object]) -> dict[str, float] | str:
     """Return the items as floats, or an error message."""
+    if len(results) > _MAX_COMPONENTS:
+        return f"returned {len(results)} numbers; at most {_MAX_COMPONENTS} are recorded"
     numbers: dict[str, float] = {}
     for name, item in results.items():
         if not isinstance(item, Real):
             return f"returned a {type_name(item)} for {name}; it must be a float, or a dict with score"
-        try:
-            number = float(item)
-        except OverflowError:
-            return f"returned a number of more than 300 digits for {name}; it must be finite"
-        if not math.isfinite(number):
-            return f"returned {number} for {name}; it must be finite"
+        number = finite32(item)
+        if number is None:
+            return f"returned {_described(item)} for {name}; {_FINITE}"
         numbers[name] = number
     return numbers
 
 
+def _described(number: Real) -> str:
+    try:
+        return f"{float(number):g}"
+    except (OverflowError, ValueError, TypeError):
+        return "a number of more than 300 digits"
+
+
 def _keys(value: Mapping[object, object]) -> str:
-    return ", ".join(map(str, value)) or "no keys"
+    return one_line(", ".join(map(str, value))) or "no keys"
 
 
 def type_name(value: object) -> str:

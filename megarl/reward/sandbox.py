@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megarl.system.proc import descendants, resident_bytes
+from megarl.system.proc import descendants, read_stat, resident_bytes
 
 SandboxKind = Literal["bubblewrap", "none"]
 
@@ -53,6 +53,10 @@ _TOO_MUCH_MEMORY = "its processes used too much memory"
 _ATTEMPTS = 3
 """Starts of one program: a machine that is short of processes or memory may have them again in a moment."""
 _FIRST_PAUSE_S = 0.5
+_STOP_TIMEOUT_S = 5.0
+_STOP_PAUSE_S = 0.0005
+_RUNNING = "RSI"
+"""States of a process that computes or may do so at any moment; one that waits for a disk (D) stops after that."""
 _CHUNK_BYTES = 65536
 _MAX_FILES = 256
 _FIRST_UID = 60_000
@@ -235,7 +239,8 @@ class Sandbox:
     def start(self, program: str) -> subprocess.Popen[bytes]:
         """Start a program that is spoken to through its standard input and output.
 
-        The caller watches its time and memory, and kills its process group.
+        The caller watches its time and memory, and kills its process group. A program that sends nothing first has
+        not been started.
         """
         with _file_of(program.encode()) as source, _file_of(self._filter) as rules, _file_of(b"") as status:
             folder = "/" if self._kind == "bubblewrap" else tempfile.gettempdir()
@@ -407,6 +412,32 @@ def _file_of(content: bytes) -> Iterator[int]:
 def tree_resident_bytes(root: int) -> int:
     """Return the resident memory of the process and its descendants."""
     return sum(resident_bytes(pid) for pid in descendants(root))
+
+
+def stop_tree(root: int) -> bool:
+    """Stop a process and all below it (SIGSTOP); return whether all of them stand still."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        running = [pid for pid in descendants(root) if _is_running(pid)]
+        if not running:
+            return True
+        for pid in running:
+            with suppress(OSError):  # it ended meanwhile
+                os.kill(pid, signal.SIGSTOP)
+        time.sleep(_STOP_PAUSE_S)
+    return False
+
+
+def resume_tree(root: int) -> None:
+    for pid in descendants(root):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return read_stat(pid).state in _RUNNING
+    return False
 
 
 def filter_program(machine: str | None = None) -> bytes:

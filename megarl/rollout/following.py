@@ -90,6 +90,8 @@ class WorkerReport:
     """Requests that were sent again, by cause."""
     score_seconds: tuple[float, ...]
     failed_scores: dict[str, int]
+    num_addressed: int
+    """Responses that name control tokens of their judge."""
     judges: tuple[tuple[str, str, str], ...]  # see `Observer.judges`
 
 
@@ -110,6 +112,10 @@ class ScoreCounts(Observer):
         super().__init__(())
         self.seconds: list[float] = []
         self.failures: Counter[str] = Counter()
+        self.num_addressed = 0
+
+    def judge_addressed(self, num_responses: int = 1) -> None:
+        self.num_addressed += num_responses
 
     def scored(self, seconds: float) -> None:
         self.seconds.append(seconds)
@@ -203,6 +209,7 @@ class FollowingFleet:
             retries=dict(self._requests.causes),
             score_seconds=tuple(self.scores.seconds),
             failed_scores=dict(self.scores.failures),
+            num_addressed=self.scores.num_addressed,
             judges=tuple(self.scores.judges),
         )
         self._complaints.clear()
@@ -210,6 +217,7 @@ class FollowingFleet:
         self._requests.causes.clear()
         self.scores.seconds.clear()
         self.scores.failures.clear()
+        self.scores.num_addressed = 0
         return report
 
     async def probe(self, *, every_s: float, timeout_s: float) -> None:
@@ -272,6 +280,7 @@ async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -
         observer.scored(seconds)
     for cause in Counter(report.failed_scores).elements():
         observer.score_failed(cause)
+    observer.judge_addressed(report.num_addressed)
 
 
 def _record_probe(probe: EngineProbe, engine: Engine, fleet: Fleet) -> None:

@@ -7,7 +7,6 @@ reply that is not the answer to its request is never used.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -35,10 +34,15 @@ from megarl.reward.pool import MachineFaultError
 from megarl.rollout.following import EngineView, FollowingFleet
 from megarl.rollout.teacher import token_scores
 from megarl.stages import Generator
+from megarl.system.foreign import finite32, map_texts, one_line
 from megarl.types import FloatArray, JsonValue, Prompt, Rollout, RolloutGroup, TokenArray
 
 _MAX_LOSSES = 20
 """Engines that may be lost with one request: it may be the cause."""
+_MAX_TOKEN_CHARACTERS = 64
+"""Characters of a token at most; a text that has more for every place of the context is not encoded to count them."""
+_MAX_LOGPROB = 1e-3
+"""A probability is at most 1, up to the rounding of a kernel."""
 
 Reply = TypeVar("Reply")
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
@@ -78,26 +82,26 @@ class FrozenEngines:
     _labels: dict[tuple[str, ...], list[int]] = field(default_factory=dict, init=False)
 
     async def classify(self, chat: Sequence[Mapping[str, object]]) -> float:
-        token_ids = self._encode(self.tokenizer.render_answered, cast("Chat", chat))
+        token_ids = await self._encode(self.tokenizer.render_answered, cast("Chat", chat))
         return await self._ask(lambda client: classify(client, token_ids))
 
     async def probabilities(self, question: str, answers: Sequence[str]) -> Sequence[float]:
         labels = self.labels(answers)
-        token_ids = self._encode(self.tokenizer.render_chat, [{"role": "user", "content": question}])
+        token_ids = await self._encode(self.tokenizer.render_chat, [{"role": "user", "content": question}])
         logprobs = np.array(await self._ask(lambda client: label_logprobs(client, token_ids, labels)))
         shares = np.exp(logprobs - logprobs.max())
         return (shares / shares.sum()).tolist()  # type: ignore[no-any-return]
 
     async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
         chat: Chat = [{"role": "user", "content": question}]
-        token_ids = self._encode(self.tokenizer.render_chat, chat, room=max_tokens)
+        token_ids = await self._encode(self.tokenizer.render_chat, chat, room=max_tokens)
         sampling: dict[str, JsonValue] = {
             "json_schema": schema,
             "max_new_tokens": max_tokens,
             "temperature": RETRY_TEMPERATURE if attempt else 0.0,
             "sampling_seed": attempt,
         }
-        output_ids, is_cut = await self._ask(lambda client: generate(client, token_ids, sampling))
+        output_ids, is_cut = await self._ask(lambda client: generate(client, token_ids, sampling, self.shape.vocab))
         text = self.tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
         return WrittenReply(text=text, num_tokens=len(token_ids) + len(output_ids), is_cut=is_cut)
 
@@ -128,17 +132,23 @@ class FrozenEngines:
             self._labels[key] = firsts
         return self._labels[key]
 
-    def _encode(self, render: Callable[[Chat], str], chat: Chat, *, room: int = 0) -> list[int]:
+    def has_control(self, text: str) -> bool:
+        return self.tokenizer.has_control(text)
+
+    async def _encode(self, render: Callable[[Chat], str], chat: Chat, *, room: int = 0) -> list[int]:
+        """Return the tokens of a chat whose texts are plain to this model: the policy wrote some of them."""
         try:
-            text = render(chat)
+            text = render(cast("Chat", map_texts(chat, self.tokenizer.plain)))
         except DataError as error:
             raise ScoreError(str(error)) from error
-        token_ids: list[int] = self.tokenizer.encode([text])[0].tolist()
         limit, reply = self.shape.max_context_tokens, f" and a reply of {room}" if room else ""
+        does_not_fit = f"{reply} do not fit into the context of roles.{self.role}, {limit}"
+        if len(text) > limit * _MAX_TOKEN_CHARACTERS:
+            raise ScoreError(f"{len(text)} characters{does_not_fit} tokens")
+        token_ids: list[int] = (await self.tokenizer.encode_aside(text)).tolist()
         # A request that fills the context leaves the engine no place for a token.
         if not 0 < len(token_ids) < limit - room:
-            message = f"{len(token_ids)} tokens{reply} do not fit into the context of roles.{self.role}, {limit}"
-            raise ScoreError(message)
+            raise ScoreError(f"{len(token_ids)} tokens{does_not_fit}")
         return token_ids
 
     async def _ask(self, ask: Callable[[EngineClient], Awaitable[Reply]], *, prefixes: Sequence[str] = ()) -> Reply:
@@ -213,9 +223,10 @@ async def classify(client: EngineClient, token_ids: Sequence[int]) -> float:
     body: Mapping[str, JsonValue] = {"rid": rid, "input_ids": list(token_ids)}
     reply = _decode(client, await client.post("classify", "/classify", body), _Classified)
     _check(client, reply.meta_info, rid, token_ids)
-    if len(reply.embedding) != 1 or not math.isfinite(reply.embedding[0]):
+    score = finite32(reply.embedding[0]) if len(reply.embedding) == 1 else None
+    if score is None:
         raise EngineError(f"{client.endpoint}: classify: {reply.embedding[:4]} is not one finite number")
-    return reply.embedding[0]
+    return score
 
 
 async def label_logprobs(client: EngineClient, token_ids: Sequence[int], labels: Sequence[int]) -> list[float]:
@@ -230,14 +241,15 @@ async def label_logprobs(client: EngineClient, token_ids: Sequence[int], labels:
     }
     reply = _decode(client, await client.post("judge", "/generate", body), _Labelled)
     _check(client, reply.meta_info, rid, token_ids)
-    found = {label: logprob for logprob, label, _ in reply.meta_info.output_token_ids_logprobs[:1][0]}
-    if any(label not in found or not math.isfinite(found[label]) for label in labels):
+    listed = [entry for place in reply.meta_info.output_token_ids_logprobs[:1] for entry in place]
+    found = {label: number for logprob, label, _ in listed if (number := finite32(logprob)) is not None}
+    if any(label not in found or found[label] > _MAX_LOGPROB for label in labels):
         raise EngineError(f"{client.endpoint}: judge: the reply lacks an answer's log-probability")
     return [found[label] for label in labels]
 
 
 async def generate(
-    client: EngineClient, token_ids: Sequence[int], sampling: Mapping[str, JsonValue]
+    client: EngineClient, token_ids: Sequence[int], sampling: Mapping[str, JsonValue], vocab: int
 ) -> tuple[list[int], bool]:
     """Return the tokens of a reply, and whether its limit ended it."""
     rid = uuid4().hex
@@ -246,14 +258,16 @@ async def generate(
     _check(client, reply.meta_info, rid, token_ids)
     end = reply.meta_info.finish_reason or {}
     if end.get("type") not in ("stop", "length"):
-        raise EngineError(f"{client.endpoint}: judge: the reply was not finished: {end.get('message')}")
+        raise EngineError(f"{client.endpoint}: judge: the reply was not finished: {one_line(end.get('message'))}")
+    if not all(0 <= token_id < vocab for token_id in reply.output_ids):
+        raise EngineError(f"{client.endpoint}: judge: a token of the reply is not in the vocabulary of {vocab}")
     return reply.output_ids, end["type"] == "length"
 
 
 def _decode(client: EngineClient, content: bytes, kind: type[Decoded]) -> Decoded:
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise EngineError(f"{client.endpoint}: not a reply to the request: {error}") from error
 
 

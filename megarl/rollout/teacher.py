@@ -48,7 +48,7 @@ async def token_scores(
             raise ValueError("it is to another request")
         logprobs = _logprobs(meta, token_ids[first:])
         return np.hstack([logprobs[:, None], *_likeliest(meta, len(logprobs), num_top, vocab)]).astype(np.float32)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, IndexError) as error:
         raise EngineError(f"{client.endpoint}: teacher: not a reply to the request: {error}") from error
 
 
@@ -82,7 +82,8 @@ def _logprobs(meta: _Meta, token_ids: TokenArray) -> FloatArray:
         found, ids = (np.array(column) for column in _columns(entries))
     if not len(found) == len(ids) == len(token_ids) + 1 or (ids[1:] != token_ids).any():
         raise ValueError(f"{len(found)} log-probabilities of other tokens than the {len(token_ids)} asked for")
-    logprobs: FloatArray = found[1:].astype(np.float32)
+    with np.errstate(over="ignore"):
+        logprobs: FloatArray = found[1:].astype(np.float32)
     for place in np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _MOST)))[:1]:
         raise ValueError(f"log-probability {logprobs[place]} of token {token_ids[place]}")
     return logprobs
@@ -108,6 +109,9 @@ def _likeliest(meta: _Meta, num_tokens: int, num_top: int, vocab: int) -> tuple[
     values, ids = np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
     if ids.shape[1] != num_top or (ids >= vocab).any():
         raise ValueError(f"it has no {num_top} likeliest tokens below {vocab} at some place")
+    # Checked as the trainer reads them: what is finite in 64 bits may not be in 32.
+    with np.errstate(over="ignore"):
+        values = values.astype(np.float32)
     if not np.isfinite(values).all() or (np.exp(values).sum(axis=1) > 1 + _MOST).any():
         raise ValueError("the likeliest tokens have impossible log-probabilities")
     return values, ids

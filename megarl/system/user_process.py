@@ -124,15 +124,15 @@ class UserProcess:
         """Wait until the worker has loaded the code; a UserLoadError, with a key of the section, if it cannot."""
         try:
             async with asyncio.timeout(timeout_s):
-                report = json.loads(await self._receive())
+                report = _report(await self._receive())
         except TimeoutError:
             message = f"importing it took longer than {timeout_s:g} s"
             raise UserLoadError(Problem(key=f"{section}.path", message=message)) from None
-        except (EOFError, ConnectionError, ValueError):
+        except (EOFError, ConnectionError, ValueError, RecursionError):
             message = f"importing it ended the process: it {self._exit_reason()}"
             raise UserLoadError(Problem(key=f"{section}.path", message=message)) from None
         if "error" in report:
-            raise UserLoadError(Problem(key=f"{section}.{report['key']}", message=report["error"]))
+            raise UserLoadError(Problem(key=f"{section}.{report['key']}", message=str(report["error"])))
         self.report = report
 
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, object]:
@@ -197,6 +197,14 @@ class UserProcess:
             self._received += chunk
         read, self._received = self._received[:num_bytes], self._received[num_bytes:]
         return read
+
+
+def _report(content: bytes) -> dict[str, object]:
+    """Return the first message of a worker; a ValueError if it is none: code may write to the channel on import."""
+    report: object = json.loads(content)
+    if not isinstance(report, dict) or not (isinstance(report.get("sources"), dict) or {"key", "error"} <= set(report)):
+        raise ValueError("no report")
+    return report
 
 
 async def try_loading(

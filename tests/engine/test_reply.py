@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.config.roles import InFlight
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.routes import RouteRequest, RouteShape
 from megarl.types import FinishReason, PolicyVersion
+from tests import hostile
 
 EXPECTED = Expectation(
     vocab=50,
@@ -324,3 +327,21 @@ def test_an_interrupted_response_has_the_experts_before_the_last_token_that_is_k
     joined = Response.nothing().then(first).then(rest).routes
     assert joined is not None
     assert joined.tolist() == [*ROUTES[:5].tolist(), *ROUTES.tolist()]
+
+
+_PLACES = [("output_ids",), ("prompt_token_ids",), ("meta_info",), *(("meta_info", key) for key in GOOD["meta_info"])]
+
+
+@settings(max_examples=300)
+@given(place=st.sampled_from(_PLACES), value=hostile.values(), num_cut=st.none() | st.integers(0, 300))
+def test_no_reply_raises_anything_but_its_refusal(place: tuple[str, ...], value: object, num_cut: int | None) -> None:
+    reply = copy.deepcopy(GOOD)
+    inner = reply if len(place) == 1 else reply["meta_info"]
+    inner[place[-1]] = value
+    for expected in (EXPECTED, replace(EXPECTED, is_interrupted=True, echo=(1, 2), in_flight="in_place")):
+        try:
+            response = read_response(json.dumps(reply).encode()[:num_cut], expected)
+        except BadReplyError:
+            continue
+        assert np.isfinite(response.logprobs).all()
+        assert ((response.token_ids >= 0) & (response.token_ids < EXPECTED.vocab)).all()

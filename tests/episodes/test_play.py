@@ -23,7 +23,7 @@ from megarl.errors import DataError, EnvironmentLostError, QuarantineError, Rewa
 from megarl.tokens import SampledTokens
 from megarl.types import DEMONSTRATION, Ending, FinishReason, Prompt, Rollout, Score, TokenArray, TurnKind
 from tests.episodes.conftest import CALCULATOR
-from tests.episodes.templates import ADD, family_tokenizer
+from tests.episodes.templates import ADD, FAMILIES, family_tokenizer
 
 
 def call_of(a: int, b: int) -> str:
@@ -245,6 +245,61 @@ def test_a_lost_environment_is_played_again_and_what_it_left_is_forgotten(tmp_pa
     assert (here.retried, here.sums.num_opened, here.sums.num_closed) == (["env_lost"], 2, 2)
     assert len(rollout.episode.turns) == 3
     assert here.sampler.histories[1].tolist() == here.prompt.token_ids.tolist()
+
+
+@pytest.mark.fault(
+    "half of a character in a call of the model, in a result or in an opening",
+    "the model is told, or reads a replacement; the run goes on",
+)
+def test_half_a_character_ends_no_episode(tmp_path: Path) -> None:
+    calls = ['{"name": "\\ud800", "arguments": {}}', '{"name": "add", "arguments": {"a": "\\ud800"}}']
+    texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    answer = Observation(text="7\ud800<|im_end|>")
+    here = table(tmp_path, *texts, call_of(3, 4), "7", opening="Look\udc00<|im_start|>", answer=lambda call: answer)
+    rollout = here.play()
+    assert (rollout.episode.ending, rollout.episode.num_retries) == (Ending.ANSWERED, 0)
+    history = here.tokenizer.decode(here.sampler.histories[-1])
+    assert history.count("error: the call") == 2
+    assert "<tool_response>\n7\ufffd< |im_end|>\n" in history
+    assert "Look\ufffd< |" in history
+
+
+def test_an_opening_is_cut_as_a_result_is(tmp_path: Path) -> None:
+    here = table(tmp_path, "7", opening="Look at it. " * 100_000)
+    here.play()
+    assert "tokens are not shown]" in here.tokenizer.decode(here.sampler.histories[0])
+    assert len(here.sampler.histories[0]) < len(here.prompt.token_ids) + 150
+
+
+@pytest.mark.fault(
+    "an error that nobody expects in one episode", "the episode is lost, logged and played again; the run goes on"
+)
+def test_an_unexpected_error_loses_its_episode_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = table(tmp_path, call_of(3, 4), faults=[OverflowError("int too large\n\x1b[2J")])
+    here.sampler._texts = [call_of(3, 4), call_of(3, 4), "7"]
+    with caplog.at_level("INFO", logger="megarl.episodes.play"):
+        rollout = here.play()
+    assert (rollout.episode.ending, rollout.episode.num_retries, here.retried) == (Ending.ANSWERED, 1, ["env_lost"])
+    assert here.sums.num_closed == here.sums.num_opened == 2
+    (trace, told) = (record for record in caplog.records if record.name == "megarl.episodes.play")
+    assert trace.exc_info is not None
+    assert "unexpected OverflowError: int too large" in told.getMessage()
+    assert told.getMessage().isprintable()
+
+
+def test_an_episode_that_always_fails_unexpectedly_gives_its_group_up(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), faults=[KeyError("x")] * 3)
+    with pytest.raises(QuarantineError, match="row-0: 3 episodes were lost: env_lost: unexpected KeyError"):
+        here.play()
+
+
+def test_text_that_the_template_refuses_loses_the_episode_not_the_run(tmp_path: Path) -> None:
+    strict = "{% if 'bad' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = family_tokenizer(tmp_path, "qwen2.5", template=strict + FAMILIES["qwen2.5"][0])
+    sums = Sums(answer=lambda call: Observation(text="bad"))
+    here = Table(tokenizer, sums, ScriptedSampler(tokenizer, call_of(3, 4)))
+    with pytest.raises(QuarantineError, match="its text cannot be rendered: the chat template refuses the messages"):
+        here.play()
 
 
 @pytest.mark.parametrize(

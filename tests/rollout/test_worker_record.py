@@ -63,6 +63,7 @@ REPORT = WorkerReport(
     retries={},
     score_seconds=(),
     failed_scores={},
+    num_addressed=0,
     judges=(),
 )
 

@@ -15,6 +15,7 @@ from megarl.config.environment import ClassEnvironmentConfig
 from megarl.episodes.build import open_environments
 from megarl.episodes.protocol import Call, Environment, Environments, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, RewardError, ScoreLostError
+from megarl.system.user_process import _report
 from megarl.types import JsonValue
 from tests.episodes.conftest import CALCULATOR
 from tests.processes import command_of
@@ -303,3 +304,29 @@ def test_without_a_class_the_recipes_reward_scores(run: Run) -> None:
     environment = run(environments.open(_ROW))
     assert run(environment.score(_answered("5"))) is None
     run(environments.close())
+
+
+@pytest.mark.parametrize("reward", ["10**400", "1e308", "float('nan')"])
+def test_a_tool_whose_reward_is_not_finite_in_32_bits_has_failed(
+    reward: str, write_class: Callable[[str], Path], run: Run
+) -> None:
+    text = (
+        "from megarl.episodes.protocol import Observation\n"
+        "class Sums:\n"
+        '    def look(self) -> str:\n        """Look."""\n'
+        f"        return Observation(text='here', reward={reward})\n"
+        "    def score(self, transcript): return 1.0\n"
+    )
+    environments = run(open_environments(_config(write_class(text))))
+    environment = run(environments.open(_ROW))
+    observed = run(environment.call(_call("look")))
+    assert (observed.is_error, observed.reward) == (True, None)
+    assert "a reward that is not finite" in observed.text
+    run(environment.close())
+    run(environments.close())
+
+
+@pytest.mark.parametrize("first", ["[]", "5", "{}", '{"error": 1}', '{"sources": 3}', "[" * 5000])
+def test_code_that_writes_to_its_channel_on_import_cannot_be_loaded(first: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        _report(first.encode())

@@ -91,5 +91,8 @@ def test_an_own_scorer_scores_and_what_it_may_not_do_is_a_sentence(tmp_path: Pat
         scored("return [0.5]")
     with pytest.raises(RewardError, match=r"own_2\.py:Scorer: prompt .*: .*ValueError: no"):
         scored("raise ValueError('no')")
+    for number in ("1e308", "float('nan')", "10**400"):
+        with pytest.raises(RewardError, match="is not finite"):
+            scored(good.replace("0.5", number))
     with pytest.raises(ConfigError, match="gives a int without a method score"):
         UserScorer("builtins:int")

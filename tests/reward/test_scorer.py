@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from pydantic import TypeAdapter
 
 from megarl.config.reward import (
@@ -24,9 +26,10 @@ from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.pool import WorkerPool, score_of
-from megarl.reward.protocol import Answer, Request, check_result
+from megarl.reward.protocol import Answer, Request, check_result, is_answer
 from megarl.reward.remote_scorer import RemoteScorer
 from megarl.types import FinishReason, RolloutGroup, Score
+from tests import hostile
 
 MakeGroup = Callable[..., RolloutGroup]
 MakeReward = Callable[..., FunctionRewardConfig]
@@ -186,6 +189,12 @@ def test_a_result_becomes_score_components_and_prediction(
         ({"score": 1, "prediction": [1]}, None, "returned a list for prediction; it must be text, or None"),
         ({"right": 1}, {"right": 1.0, "style": 1.0}, "returned a dict without style; it has right"),
         (1, {"right": 1.0}, "returned a int; reward.weights needs a dict with right"),
+        (1e308, None, "returned 1e.308 for score; it must be finite in 32 bits"),
+        (10**400, None, "returned a number of more than 300 digits for score"),
+        ({"a": 1e308, "b": 1e308}, {"a": 1.0, "b": 1.0}, "returned 1e.308 for a; it must be finite in 32 bits"),
+        ({"a": 9e18, "b": 9e18}, {"a": 1.0, "b": 1.0}, "weighted sum is too large"),
+        ({"score": 1, "tokens": [10**400]}, None, "returned a list for tokens"),
+        ({"score": 1, **{f"n{number}": 1 for number in range(300)}}, None, "at most 256 are recorded"),
     ],
 )
 def test_a_result_that_is_no_finite_number_is_an_error(
@@ -193,6 +202,16 @@ def test_a_result_that_is_no_finite_number_is_an_error(
 ) -> None:
     with pytest.raises(ScoreError, match=complaint):
         score_of(check_result(result, weights))
+
+
+@settings(max_examples=200)
+@given(hostile.values())
+def test_any_result_is_an_answer_that_is_accepted_or_an_error(value: object) -> None:
+    named = {"score": 1.0, "prediction": value, "tokens": value, "a": value}
+    for result, weights in ((value, None), (named, None), (named, {"a": 2.0})):
+        answer = check_result(result, weights)
+        assert is_answer(json.loads(json.dumps(answer)))
+        json.dumps(answer, ensure_ascii=False).encode(errors="strict" if "error" not in answer else "replace")
 
 
 @pytest.mark.fault("None, NaN, infinite or wrong rewards", "an error that names file and sample")

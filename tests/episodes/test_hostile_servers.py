@@ -328,7 +328,7 @@ async def test_lists_of_tools_and_names_of_fields_leave_little_behind(
 
 async def test_a_long_message_does_not_hold_the_event_loop(tokenizer: Tokenizer) -> None:
     async with _posting(tokenizer, ScriptedSession(tokenizer, ["a"])) as post:
-        posting = asyncio.create_task(post(_body("the sum " * 100_000)))
+        posting = asyncio.ensure_future(post(_body("the sum " * 100_000)))
         longest, loop = 0.0, asyncio.get_running_loop()
         while not posting.done():
             began = loop.time()

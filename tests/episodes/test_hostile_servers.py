@@ -158,7 +158,7 @@ async def test_a_schema_without_end_is_refused_before_it_fills_the_memory() -> N
     handler, sent = _flood("application/json")
     async with _serving(handler) as address:
         with pytest.raises(ConfigError, match="more than 4194304 bytes"):
-            await open_openenv(f"ws://{address}/ws", timeout_s=60)
+            await open_openenv(f"ws://{address}/ws", key=None, timeout_s=60)
     assert sent[0] < 64 << 20
 
 
@@ -170,7 +170,7 @@ async def test_a_reply_of_a_tool_server_without_end_is_cut(content_type: str) ->
     handler, sent = _flood(content_type)
     async with _serving(handler) as address:
         with pytest.raises(ConfigError, match="does not answer"):
-            await open_mcp({"flood": f"http://{address}/mcp"}, timeout_s=20)
+            await open_mcp({"flood": f"http://{address}/mcp"}, keys={}, timeout_s=20)
     assert sent[0] < 128 << 20
 
 
@@ -203,7 +203,7 @@ async def test_a_list_of_tools_without_end_is_refused(
 
     _stub(monkeypatch, Endless())
     with pytest.raises(ConfigError, match=why):
-        await open_mcp({"endless": "http://127.0.0.1:9/mcp"}, timeout_s=1)
+        await open_mcp({"endless": "http://127.0.0.1:9/mcp"}, keys={}, timeout_s=1)
     assert len(pages) <= 64
 
 
@@ -215,7 +215,7 @@ async def test_a_list_of_tools_that_fills_every_prompt_is_refused(monkeypatch: p
 
     _stub(monkeypatch, Wordy())
     with pytest.raises(ConfigError, match="more than 4194304 bytes"):
-        await open_mcp({"wordy": "http://127.0.0.1:9/mcp"}, timeout_s=5)
+        await open_mcp({"wordy": "http://127.0.0.1:9/mcp"}, keys={}, timeout_s=5)
 
 
 # The chat endpoint

@@ -58,7 +58,11 @@ GROUPS = {
         "export": "checkpoint:export",
         "checkpoint": "checkpoint:checkpoint_app",
     },
-    "Compare trainer and engines": {"check-sync": "trials:check_sync", "diagnose": "trials:diagnose_app"},
+    "Compare trainer and engines": {
+        "check-sync": "trials:check_sync",
+        "diagnose": "trials:diagnose_app",
+        "family": "family:family_app",
+    },
 }
 """The commands in the order of a day, each with its module below `megarl.cli` and its name there."""
 _PLACES = {name: place for commands in GROUPS.values() for name, place in commands.items()}

@@ -1,0 +1,166 @@
+"""Compares the description of a family with the files of a model, with transformers, and with SGLang's own loading.
+
+Every element of a tiny model of the family has a number of its own. SGLang loads it by itself, for each way to divide
+it; the numbers in its parameters say which element of which tensor is where, and must be those of the description.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.config.model import read_model_shape
+from megarl.config.roles import ActorConfig, RolloutRoleConfig
+from megarl.engine.client import EngineClient, EngineKeys
+from megarl.engine.fleet import Fleet
+from megarl.engine.process import EngineProcess, EngineSpec, family_options
+from megarl.engine.tool_commands import ToolControl, dump_file
+from megarl.errors import MegarlError, WeightSyncError, first_few, first_line
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
+from megarl.tools.small_recipe import tiny_shape
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.hf import tensor_files
+from megarl.weights.executors.tensors import box_of, check_holding, specs_of, torch_dtype
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.sglang import sglang_layout
+
+_TIMEOUT_S = 900.0
+_MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one comparison."""
+
+    what: str
+    detail: str
+    is_equal: bool
+
+
+def probe(folder: Path, *, work: Path) -> Iterator[Finding]:
+    """Yield the comparisons as they are made; `work` is an empty folder for a tiny model and its engines."""
+    shape = read_model_shape(folder)
+    yield _names("files", _file_shapes(folder), shape)
+    tiny = tiny_shape(shape, ActorConfig(pool="probe"))
+    numbered = _numbered(tiny)
+    model = work / _MODEL
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
+    save_file(numbered, model / "model.safetensors", metadata={"format": "pt"})
+    yield _names("transformers", _saved_shapes(model, work / "saved"), tiny)
+    splits = ((1, 1), (2, 1), (2, 2)) if tiny.experts else ((1, 1), (2, 1))
+    for tensor, expert in splits:
+        name = f"SGLang, TP{tensor}" + (f" EP{expert}" if expert > 1 else "")
+        try:
+            parameters = asyncio.run(_loaded(tiny, work, tensor=tensor, expert=expert))
+            yield _engine(name, tiny, numbered, parameters, expert=expert)
+        except MegarlError as error:
+            yield Finding(what=name, detail=first_line(error), is_equal=False)
+
+
+def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Finding:
+    """Compare names and shapes; files may have more, such as layers that predict further tokens."""
+    described = {name: spec.shape for name, spec in canonical_tensors(shape).items()}
+    wrong = [f"{name} is not there" for name in described if name not in found]
+    wrong += [
+        f"{name} has shape {list(found[name])}, described as {list(extents)}"
+        for name, extents in described.items()
+        if name in found and found[name] != extents
+    ]
+    detail = first_few(wrong) or f"{len(described)} tensors"
+    if others := [name for name in found if name not in described]:
+        detail += f"; not described: {first_few(others)}"
+    return Finding(what=what, detail=detail, is_equal=not wrong)
+
+
+def _file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in tensor_files(folder):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return shapes
+
+
+def _saved_shapes(model: Path, saved: Path) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a model that transformers makes of the configuration, and saves."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
+    return _file_shapes(saved)
+
+
+def _numbered(shape: ModelShape) -> dict[str, Tensor]:
+    """Return a model in which every element is different; float32 has as many whole numbers."""
+    tensors: dict[str, Tensor] = {}
+    start = 1  # padding is zero
+    for name, spec in canonical_tensors(shape).items():
+        size = prod(spec.shape)
+        tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(spec.shape)
+        start += size
+    assert start < 1 << 24, f"{start} elements"
+    return tensors
+
+
+async def _loaded(shape: ModelShape, work: Path, *, tensor: int, expert: int) -> list[dict[str, Tensor]]:
+    """Return the parameters of each TP rank after SGLang's own loading."""
+    run = work / f"engine_{tensor}_{expert}"
+    spec = EngineSpec(
+        index=0,
+        model_folder=work / _MODEL,
+        config=RolloutRoleConfig(pool="probe", tensor=tensor, expert=expert),
+        device="cpu",
+        seed=1,
+        run_folder=run,
+        keys=EngineKeys.fresh(),
+        start_timeout_s=_TIMEOUT_S,
+        options=family_options(shape),
+    )
+    process = EngineProcess(spec)
+    process.start()
+    try:
+        await process.wait_ready()
+        client = EngineClient(process.endpoint, request_timeout_s=_TIMEOUT_S)
+        fleet = Fleet([client], max_outstanding=1, publish_timeout_s=_TIMEOUT_S)
+        try:
+            await ToolControl(fleet, timeout_s=_TIMEOUT_S).dump(run / "dump")
+        finally:
+            await fleet.close()
+    finally:
+        process.stop()
+    return [load_file(run / "dump" / dump_file(engine=0, tp_rank=rank)) for rank in range(tensor)]
+
+
+def _engine(
+    what: str, shape: ModelShape, numbered: Mapping[str, Tensor], ranks: list[dict[str, Tensor]], *, expert: int
+) -> Finding:
+    layout = sglang_layout(shape, tensor=len(ranks), expert=expert, dtype=shape.dtype, is_cpu_engine=True)
+    wrong: list[str] = []
+    for rank, (holding, parameters) in enumerate(zip(layout.holdings, ranks, strict=True)):
+        try:
+            check_holding(holding, specs_of(parameters.items()), holder=f"TP rank {rank}")
+        except WeightSyncError as error:
+            return Finding(what=what, detail=first_line(error), is_equal=False)
+        expected = _described(holding, numbered)
+        differing = (name for name, tensor in parameters.items() if not tensor.equal(expected[name]))
+        wrong += [f"{name} of TP rank {rank}" for name in differing]
+    detail = f"other elements in {first_few(wrong)}" if wrong else f"{sum(map(len, ranks))} parameters, every element"
+    return Finding(what=what, detail=detail, is_equal=not wrong)
+
+
+def _described(holding: Holding, numbered: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that the description says."""
+    tensors = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
+    for piece in holding.pieces:
+        box = box_of(numbered[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+        box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(box)
+    return tensors

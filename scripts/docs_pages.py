@@ -1,6 +1,7 @@
 """Write what is generated of the documentation; `make docs` runs it.
 
-docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, the modules in docs/contributing.md.
+docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, the modules in docs/contributing.md, the families in
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -21,6 +23,7 @@ from bench.figures import readme_table
 from megarl import errors
 from megarl.cli.main import app, complete_app, run_app
 from megarl.env import update_environment
+from megarl.families import FAMILIES
 from megarl.run_result import Result
 
 ROOT = Path(__file__).parent.parent
@@ -151,6 +154,27 @@ def _modules() -> Iterator[str]:
         yield f"| `{path.name}` | {sentence.rstrip('.')} |"
 
 
+def models() -> str:
+    """Return the page of models with the table of families."""
+    return _with_part(DOCS / "models.md", "families: megarl/families", list(_families()))
+
+
+def _families() -> Iterator[str]:
+    yield from ("| architecture | | adapters | FP8 rollouts | public models |", "|---|---|---|---|---|")
+    for family in FAMILIES:
+        shapes = family.models
+        block = "" if any(shape.experts for shape in shapes.values()) else ", feed-forward"
+        adapted = f"attention{', shared expert' if family.engine.adapts_shared_expert else block}"
+        cells = (
+            f"`{family.architecture}`",
+            _cell((sys.modules[type(family).__module__].__doc__ or "").partition("\n\n")[0]),
+            "no" if "lora" in family.refuses else adapted,
+            "no" if "fp8" in family.refuses else "yes",
+            ", ".join(f"`{name}`" for name in shapes),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
 def _with_part(path: Path, source: str, lines: list[str]) -> str:
     """Return a page whose part between two comments is made of these lines."""
     begin, end = f"<!-- {source}, written by make docs -->", f"<!-- end of {source.partition(':')[0]} -->"
@@ -163,6 +187,7 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": cli_page(),
         DOCS / "api.md": api_page(),
         DOCS / "contributing.md": contributing(),
+        DOCS / "models.md": models(),
         ROOT / "README.md": readme(),
     }
 

@@ -126,8 +126,6 @@ class EngineTraits:
     """Options of the server's command line."""
     unnumbered: str | None = None
     """Module of a layer that chooses experts without knowing the layer's number, by which choices are recorded."""
-    has_float32_router: bool = False
-    """Whether the logits of the router are computed in float32."""
     has_cache_scales: bool = False
     """Whether attention gets scales of an FP8 cache as soon as weights are in FP8."""
     adapts_shared_expert: bool = False
@@ -233,6 +231,7 @@ class Family(ABC):
             "use_sliding_window": False,
             "bos_token_id": None,
             "eos_token_id": 0,
+            "pad_token_id": 0,
         }
         if shape.experts is not None:
             config |= {

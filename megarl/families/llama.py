@@ -1,4 +1,4 @@
-"""Llama 3 and models like it, such as SmolLM2."""
+"""Llama 3 and models like it, such as SmolLM2. Refused: `attention_bias`, `mlp_bias`."""
 
 from __future__ import annotations
 

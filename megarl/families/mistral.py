@@ -1,13 +1,14 @@
-"""Mistral 7B, Nemo and Small without images: Llama's layers, with heads of any width."""
+"""Mistral 7B and Nemo: Llama's layers, with heads of any width. Refused: sliding windows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from megarl.families.blocks import attention, gated, input_norm, post_norm
 from megarl.families.fields import Fields
-from megarl.families.interface import Block, EngineTraits, Family
+from megarl.families.interface import Block, EngineTraits, Family, Feature
 from megarl.families.public import public_shape
 from megarl.families.shape import ModelShape
 
@@ -15,7 +16,8 @@ from megarl.families.shape import ModelShape
 class Mistral(Family):
     name = "mistral"
     architecture = "MistralForCausalLM"
-    engine = EngineTraits(module="mistral", has_cache_scales=True)
+    engine = EngineTraits(module="mistral")
+    refuses: ClassVar[Mapping[Feature, str]] = {"fp8": "fp8 has not been tried with mistral engines; use bf16"}
 
     def read(self, fields: Fields) -> ModelShape:
         fields.refuse_biases(self.name)

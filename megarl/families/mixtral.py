@@ -1,4 +1,4 @@
-"""Mixtral: a mixture in every layer, with names of its own."""
+"""Mixtral: a mixture in every layer, with names of its own. Refused: sliding windows, `head_dim`."""
 
 from __future__ import annotations
 

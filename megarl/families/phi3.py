@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4: one matrix of queries, keys and values, and one of gate and up, in the files."""
+"""Phi-4: one matrix of queries, keys and values, and one of gate and up, in the files. Refused: sliding windows,
+`longrope`, `partial_rotary_factor`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values. Refused: sliding windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a mixture in every layer, and a shared expert with a gate of its own."""
+"""Qwen1.5-MoE and Qwen2-MoE: a mixture in every layer, and a shared expert with a gate of its own. Refused: layers
+without experts, sliding windows, `qkv_bias: false`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: norms of queries and keys."""
+"""Qwen3: norms of queries and keys, heads of any width. Refused: `attention_bias`, sliding windows."""
 
 from __future__ import annotations
 

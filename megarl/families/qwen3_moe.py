@@ -1,4 +1,6 @@
-"""Qwen3-MoE: Qwen3 with a mixture in every layer."""
+"""Qwen3-MoE: Qwen3 with a mixture in every layer. Refused: layers without experts, normalised weights with one expert
+per token.
+"""
 
 from __future__ import annotations
 

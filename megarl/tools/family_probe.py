@@ -39,7 +39,7 @@ _MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ProbeFinding:
     """The outcome of one comparison."""
 
     what: str
@@ -47,7 +47,7 @@ class Finding:
     is_equal: bool
 
 
-def probe(folder: Path, *, work: Path) -> Iterator[Finding]:
+def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     """Yield the comparisons as they are made; `work` is an empty folder for a tiny model and its engines."""
     shape = read_model_shape(folder)
     yield _names("files", _file_shapes(folder), shape)
@@ -65,10 +65,10 @@ def probe(folder: Path, *, work: Path) -> Iterator[Finding]:
             parameters = asyncio.run(_loaded(tiny, work, tensor=tensor, expert=expert))
             yield _engine(name, tiny, numbered, parameters, expert=expert)
         except MegarlError as error:
-            yield Finding(what=name, detail=first_line(error), is_equal=False)
+            yield ProbeFinding(what=name, detail=first_line(error), is_equal=False)
 
 
-def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Finding:
+def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> ProbeFinding:
     """Compare names and shapes; files may have more, such as layers that predict further tokens."""
     described = {name: spec.shape for name, spec in canonical_tensors(shape).items()}
     wrong = [f"{name} is not there" for name in described if name not in found]
@@ -80,7 +80,7 @@ def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -
     detail = first_few(wrong) or f"{len(described)} tensors"
     if others := [name for name in found if name not in described]:
         detail += f"; not described: {first_few(others)}"
-    return Finding(what=what, detail=detail, is_equal=not wrong)
+    return ProbeFinding(what=what, detail=detail, is_equal=not wrong)
 
 
 def _file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -142,19 +142,19 @@ async def _loaded(shape: ModelShape, work: Path, *, tensor: int, expert: int) ->
 
 def _engine(
     what: str, shape: ModelShape, numbered: Mapping[str, Tensor], ranks: list[dict[str, Tensor]], *, expert: int
-) -> Finding:
+) -> ProbeFinding:
     layout = sglang_layout(shape, tensor=len(ranks), expert=expert, dtype=shape.dtype, is_cpu_engine=True)
     wrong: list[str] = []
     for rank, (holding, parameters) in enumerate(zip(layout.holdings, ranks, strict=True)):
         try:
             check_holding(holding, specs_of(parameters.items()), holder=f"TP rank {rank}")
         except WeightSyncError as error:
-            return Finding(what=what, detail=first_line(error), is_equal=False)
+            return ProbeFinding(what=what, detail=first_line(error), is_equal=False)
         expected = _described(holding, numbered)
         differing = (name for name, tensor in parameters.items() if not tensor.equal(expected[name]))
         wrong += [f"{name} of TP rank {rank}" for name in differing]
     detail = f"other elements in {first_few(wrong)}" if wrong else f"{sum(map(len, ranks))} parameters, every element"
-    return Finding(what=what, detail=detail, is_equal=not wrong)
+    return ProbeFinding(what=what, detail=detail, is_equal=not wrong)
 
 
 def _described(holding: Holding, numbered: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from tests.repository import ROOT
 MAX_CPU_S = 5.0
 """One parse; far more than any takes, on a machine that is five times slower too."""
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 TEXTS = st.text(max_size=20) | st.sampled_from(

@@ -110,8 +110,9 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(problem="aliases are not supported; write the value out")
-        if (event := self.peek_event()) is not None and getattr(event, "tag", None) is not None:
-            problem = f"the tag {event.tag} is not supported; write the value alone"
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if (tag := getattr(event, "tag", None)) is not None:
+            problem = f"the tag {tag} is not supported; write the value alone"
             raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
         self._depth += 1
         if self._depth > _MAX_DEPTH:

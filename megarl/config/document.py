@@ -113,7 +113,8 @@ class _StrictLoader(yaml.SafeLoader):
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         if (tag := getattr(event, "tag", None)) is not None:
             problem = f"the tag {tag} is not supported; write the value alone"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+            line = getattr(event.start_mark, "line", 0) + 1
+            raise yaml.composer.ComposerError(problem=f"line {line}: {problem}")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise yaml.composer.ComposerError(problem=f"nested more than {_MAX_DEPTH} levels deep")

@@ -27,6 +27,7 @@ from megarl.config.roles import (
 )
 from megarl.config.section import Device
 from megarl.errors import Problem
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 
 _KEYS_OF_STARTED_ENGINES = (
@@ -69,6 +70,7 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
         has_own_shape = isinstance(split, TeacherRanksConfig) or (isinstance(split, CriticConfig) and split.path)
         if not has_own_shape:
             yield from check_role_split(shape, split, role=role)
+    yield from _value_head(recipe, shape)
     if recipe.model.lora is not None:
         yield from check_lora(recipe.model.lora, shape)
     if recipe.roles.rollout is not None:
@@ -89,6 +91,14 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
                 message=f"prompt {prompt} + response {response} = {prompt + response} tokens exceed the model's "
                 f"context of {shape.max_context_tokens}",
             )
+
+
+def _value_head(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
+    """Yield why a model that starts from the policy's folder cannot have one output per token."""
+    needs, critic, reason = recipe.algorithm.needs, recipe.roles.critic, family_of(shape).refuses.get("critic")
+    is_critic = critic is not None and critic.path is None and needs.implicit_reward_beta is None
+    if reason is not None and (is_critic or needs.is_scorer):
+        yield Problem(key="roles.critic" if is_critic else "algorithm.kind", message=reason)
 
 
 def check_role_split(shape: ModelShape, split: ModelParallelConfig, *, role: str) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """The checkpoints of a run on disk: names, the links to the latest and the best, how one is made, removed and found.
 
-A checkpoint is written as `step_N.tmp` and renamed after every byte of it is on disk.
+A checkpoint is written as `step_N.T.tmp` and renamed after every byte of it is on disk. T is the token of the driver
+that writes it (`system.run_lock`): one that another driver has followed neither removes nor renames the other's files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig
 from megarl.errors import CheckpointError
 from megarl.families.shape import ModelShape
 from megarl.system.faults import reach, step_in
-from megarl.system.run_lock import check_held
+from megarl.system.run_lock import check_held, held_token
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 
@@ -40,6 +41,7 @@ LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.json"
 
 _STEP = re.compile(r"step_(\d{6,})")
+_LEFTOVER = re.compile(r"step_.*?(?:\.(\d+))?\.tmp")
 _MASTER_FOLDER = "optimizer/master"
 _MAX_INNER_DEPTH = 3
 """Number of parent folders of a model to search for its checkpoint, which has critic/model."""
@@ -62,22 +64,27 @@ def list_checkpoints(parent: Path) -> list[Path]:
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
-def begin(folder: Path, *, num_bytes: int) -> Path:
-    """Return an empty folder for a checkpoint of about `num_bytes`; leftovers of killed saves are removed."""
-    parent = folder.parent
-    check_held(parent.parent)
+def begin(folder: Path, *, num_bytes: int, token: int | None = None) -> Path:
+    """Return an empty folder for a checkpoint of about `num_bytes`; leftovers of killed saves are removed.
+
+    `token` is the driver's, for a process that it started; the driver's own is known.
+    """
+    parent, run_folder = folder.parent, folder.parent.parent
+    token = held_token(run_folder) if token is None else token
+    check_held(run_folder, token)
     if not parent.exists():
         parent.mkdir(parents=True, exist_ok=True)
         sync(parent.parent)
     for leftover in parent.glob("step_*.tmp"):
-        shutil.rmtree(leftover)
+        if _token_of(leftover) <= token:  # a later driver may have begun by now
+            shutil.rmtree(leftover)
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < num_bytes:
         raise CheckpointError(
             f"{folder} was not saved: it needs {num_bytes / 1e9:.1f} GB and {free_bytes / 1e9:.1f} GB are free; "
             "make room, lower checkpoint.keep_last or set checkpoint.contents to weights"
         )
-    partial = _partial(folder)
+    partial = _partial(folder, token)
     partial.mkdir()
     reach("begun", step=step_in(partial))
     return partial
@@ -87,28 +94,35 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """Write the manifest, give the complete checkpoint its name and make it the latest."""
     write_manifest(partial, manifest)
     reach("manifest_written", step=step_in(partial))
-    check_held(folder.parent.parent)
+    run_folder, token = folder.parent.parent, _token_of(partial)
+    check_held(run_folder, token)
     for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
         sync(partial / inner)
     reach("folders_synced", step=step_in(partial))
+    # Again: syncing took long. Asked before each name is given, so that no driver changes names after its successor.
+    check_held(run_folder, token)
     _set_aside_from(folder)
     reach("later_set_aside", step=step_in(partial))
+    check_held(run_folder, token)
     partial.rename(folder)
     sync(folder.parent)
     reach("renamed", step=step_in(folder))
-    _point(folder, LATEST)
+    check_held(run_folder, token)
+    _point(folder, LATEST, token)
     reach("latest_linked", step=step_in(folder))
-    _write_latest_step(folder)
+    _write_latest_step(folder, token)
     reach("latest_numbered", step=step_in(folder))
 
 
 def discard(folder: Path) -> None:
     """Remove what a failed save of `folder` wrote; the next save removes what cannot be removed now."""
-    shutil.rmtree(_partial(folder), ignore_errors=True)
+    shutil.rmtree(_partial(folder, held_token(folder.parent.parent)), ignore_errors=True)
 
 
 def mark_best(folder: Path) -> None:
-    _point(folder, BEST)
+    run_folder = folder.parent.parent
+    check_held(run_folder)
+    _point(folder, BEST, held_token(run_folder))
 
 
 def remove_old(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
@@ -120,8 +134,10 @@ def remove_old(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, or one that was set aside."""
+    run_folder = folder.parent.parent
+    check_held(run_folder)
     # Renamed to a leftover first: if the process is killed in here, the next save removes the rest.
-    doomed = _partial(folder.with_name(folder.name.removesuffix(ABANDONED)))
+    doomed = _partial(folder.with_name(folder.name.removesuffix(ABANDONED)), held_token(run_folder))
     folder.rename(doomed)
     reach("doomed", step=step_in(doomed))
     shutil.rmtree(doomed)
@@ -186,8 +202,14 @@ def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDi
     return {f"{folder_name}/{name}": digest for name, digest in files.items()}
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.tmp")
+def _partial(folder: Path, token: int) -> Path:
+    return folder.with_name(f"{folder.name}.{token}.tmp")
+
+
+def _token_of(leftover: Path) -> int:
+    """Return the token of the driver that writes a folder; 0 where its name has none."""
+    match = _LEFTOVER.fullmatch(leftover.name)
+    return int(match.group(1) or 0) if match else 0
 
 
 def _set_aside_from(folder: Path) -> None:
@@ -201,17 +223,17 @@ def _set_aside_from(folder: Path) -> None:
             later.rename(aside)
 
 
-def _point(folder: Path, name: str) -> None:
+def _point(folder: Path, name: str, token: int) -> None:
     # A new link is renamed over the old one, so that a link exists at every moment.
-    link = folder.with_name(f"{name}.tmp")
+    link = folder.with_name(f"{name}.{token}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
     link.rename(folder.with_name(name))
     sync(folder.parent)
 
 
-def _write_latest_step(folder: Path) -> None:
-    number = folder.with_name(f"{LATEST_STEP_FILE}.tmp")
+def _write_latest_step(folder: Path, token: int) -> None:
+    number = folder.with_name(f"{LATEST_STEP_FILE}.{token}.tmp")
     number.write_text(f"{step_of(folder)}\n")
     sync(number)
     number.rename(folder.with_name(LATEST_STEP_FILE))

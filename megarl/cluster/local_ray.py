@@ -33,7 +33,7 @@ from megarl.env import (
 )
 from megarl.errors import MachineError, PreemptedError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import TOKEN_FILE, LeasedGuard, PrivateLease, find_leased
+from megarl.system.lease import RAY_FOLDER, TOKEN_FILE, LeasedGuard, PrivateLease, find_leased, run_id_of
 from megarl.system.network import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ _POLL_S = 0.1
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "nodes"
-_FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that cannot be foreseen
 RAY_LOGS = "ray_logs"
 """The folder beside the log of the head that gets the logs of a Ray that failed."""
 _RAY = "ray"
@@ -216,7 +215,7 @@ def _copy_logs(folder: Path, into: Path) -> None:
 
 def private_folder() -> Path:
     """Make a folder that only this user enters. In /tmp: the path of a socket must be short."""
-    return Path(tempfile.mkdtemp(prefix=Path(_FOLDER).name, dir=Path(_FOLDER).parent))
+    return Path(tempfile.mkdtemp(prefix=Path(RAY_FOLDER).name, dir=Path(RAY_FOLDER).parent))
 
 
 @contextmanager
@@ -329,14 +328,15 @@ def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_cont
     leased = find_leased(run_folder)
     if leased is not None and leased.guard is not None:
         folder = Path(leased.guard.folder)
-        if is_continued and seconds and leased.program == program and _may_use_token(folder):
+        is_same = (leased.program, leased.run_id) == (program, run_id_of(run_folder))
+        if is_continued and seconds and is_same and _may_use_token(folder):
             lease = PrivateLease(run_folder, folder=folder, program=program, seconds=seconds, adopted=leased)
             with suppress(OSError):
                 lease.renew()  # until Ray is joined
             return lease
         leased.guard.end(grace_s=_STOP_GRACE_S)
     # Made when it is used; the guard of Ray removes it.
-    folder = Path(f"{_FOLDER}{secrets.token_hex(4)}")
+    folder = Path(f"{RAY_FOLDER}{secrets.token_hex(4)}")
     return PrivateLease(run_folder, folder=folder, program=program, seconds=seconds)
 
 
@@ -357,7 +357,8 @@ def private_ray(lease: PrivateLease | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        if lease is None or lease.is_ours:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 _tokens: list[str] = []

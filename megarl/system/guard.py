@@ -37,7 +37,7 @@ SIGNAL_EXIT = 128
 _KILL_TIMEOUT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
 _PR_SET_PDEATHSIG = 1
-_LEASE = "--lease"
+LEASE_OPTION = "--lease"
 _LEASE_POLL_S = 0.25
 _libc = ctypes.CDLL(None)
 
@@ -78,7 +78,7 @@ def start_guarded(
     lease: GuardLease | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `command` under a guard, with its output going to `output`; return the guard's process."""
-    words = [] if lease is None else [_LEASE, str(lease.folder), str(lease.seconds)]
+    words = [] if lease is None else [LEASE_OPTION, str(lease.folder), str(lease.seconds)]
     return subprocess.Popen(  # noqa: S603 - callers build their own command lines
         [sys.executable, "-m", "megarl.system.guard", *words, *command],
         env=dict(environment),
@@ -135,7 +135,7 @@ def remove(segments: Iterable[Path]) -> None:
 def main(command: list[str]) -> int:
     """Run the command; return its exit code, or 128 + n if signal n ended it."""
     lease = None
-    if command[0] == _LEASE:
+    if command[0] == LEASE_OPTION:
         lease, command = GuardLease(folder=Path(command[1]), seconds=float(command[2])), command[3:]
     child = subprocess.Popen(  # noqa: S603 - the command is our own
         command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard

@@ -6,17 +6,21 @@ when no driver has renewed the lease for `cluster.lease_s`. The next driver of t
 the record beside it, renews the lease and goes on with what runs there. A record of another program (recipe, code,
 packages, environment), of another boot of the machine or of a Ray that is gone is not used.
 
+Nor is a record that another user may have written: it would name a process to kill and a folder to remove.
+
 The record is written when a driver that dies could be followed by another: once the run has a checkpoint.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -29,14 +33,16 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megarl.env import program_environment
-from megarl.errors import MachineError
-from megarl.system.guard import GuardLease, remove, segments_of
+from megarl.system import guard as guard_module
+from megarl.system.guard import LEASE_OPTION, GuardLease, remove, segments_of
 from megarl.system.proc import ZOMBIE, read_stat
-from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held
+from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held, held_by_this_process, is_held
 
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "token"  # noqa: S105 - the name of the file
+RAY_FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that cannot be foreseen
+"""Begins the names of the folders of private Rays."""
 _CODE = Path(__file__).parent.parent
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "ray", "transformers")
 _RENEWALS = 10
@@ -61,7 +67,9 @@ class LeasedGuard:
 
     @property
     def is_running(self) -> bool:
-        return self.boot_id == boot_id() and _is_running(self.pid, self.started)
+        """Whether it is there still: a process of this user that guards this folder, which is this user's alone."""
+        is_here = self.boot_id != "" and self.boot_id == boot_id()
+        return is_here and _is_private(Path(self.folder)) and _is_guard(self.pid, self.started, self.folder)
 
     def end(self, *, grace_s: float) -> None:
         """End Ray and all that runs on it, and remove its folder."""
@@ -74,11 +82,12 @@ class LeasedGuard:
                 os.killpg(self.pid, signal.SIGKILL)
             self._wait_end(_KILL_TIMEOUT_S)
             remove(segments)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if _is_private(Path(self.folder)):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_end(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.is_running and time.monotonic() < deadline:
+        while _is_guard(self.pid, self.started, self.folder) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
@@ -94,21 +103,41 @@ class LeasedRay:
     program: str
     """`digest_program` of what everything was started for."""
     gpus: PoolGpus
+    run_id: str
+    """The run's, from its lock: another one has taken over the place of this run."""
 
 
 def find_leased(run_folder: Path) -> LeasedRay | None:
-    """Return the Ray with what a driver of this run left, unless it has ended. The caller holds the run's lock."""
-    path = record_path(run_folder)
+    """Return the Ray with what a driver of this run left, unless it has ended. Changes nothing."""
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(_read_own(record_path(run_folder)))
         guard = None if fields["guard"] is None else LeasedGuard(**fields["guard"])
         leased = LeasedRay(**fields | {"guard": guard})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if leased.guard is None or leased.guard.is_running:
-        return leased
-    path.unlink(missing_ok=True)
-    return None
+    return leased if leased.guard is None or leased.guard.is_running else None
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the contents of a file that nobody but this user can have written; raise OSError for another one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            logger.warning("%s is not used: another user can write it", path)
+            raise PermissionError(errno.EPERM, "another user can write it", str(path))
+        return file.read()
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is one of a private Ray, which this user alone enters."""
+    if folder.parent != Path(RAY_FOLDER).parent or not folder.name.startswith(Path(RAY_FOLDER).name):
+        return False
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def digest_program(recipe: str) -> str:
@@ -145,8 +174,20 @@ class Lease(ABC):
         """Whether anything may outlive the driver."""
         return self.seconds > 0
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether what runs there is this driver's to end: another one may have taken over the run."""
+        return is_held(self._run_folder)
+
     def _started(self, address: str, guard: LeasedGuard | None) -> None:
-        self._leased = LeasedRay(address=address, guard=guard, seconds=self.seconds, program=self._program, gpus={})
+        self._leased = LeasedRay(
+            address=address,
+            guard=guard,
+            seconds=self.seconds,
+            program=self._program,
+            gpus={},
+            run_id=run_id_of(self._run_folder),
+        )
 
     def placed(self, gpus: PoolGpus) -> None:
         """Note the GPUs of the pools: while actors hold them, Ray tells no other process their numbers."""
@@ -158,10 +199,14 @@ class Lease(ABC):
         if not self.outlives_driver:
             return
         assert self._leased is not None, "started comes first"
+        check_held(self._run_folder)
         path = record_path(self._run_folder)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            path.with_suffix(".tmp").write_text(json.dumps(asdict(self._leased)))
-            path.with_suffix(".tmp").replace(path)
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(json.dumps(asdict(self._leased)))
+            partial.replace(path)
             self.renew()
         except OSError as error:
             logger.warning("%s: cannot be written: %s; if this driver dies, all is started again", path, error)
@@ -186,9 +231,7 @@ class Lease(ABC):
         self._stop.set()
         if self._renewing.is_alive():
             self._renewing.join()
-        try:
-            check_held(self._run_folder)
-        except MachineError:
+        if not self.is_ours:
             return False
         record_path(self._run_folder).unlink(missing_ok=True)
         return True
@@ -222,9 +265,11 @@ class JoinedLease(Lease):
         leased = find_leased(run_folder) if is_continued and seconds else None
         is_same = leased is not None and (leased.guard, leased.address, leased.program) == (None, address, program)
         super().__init__(run_folder, program=program, seconds=seconds, adopted=leased if is_same else None)
-        folder = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()
-        self.namespace = f"megarl-{folder[:16]}"
-        """Ray's name for the names of this run: other runs may have joined it."""
+        run_id = run_id_of(run_folder)
+        assert run_id, "the lock comes first"
+        self.namespace = f"megarl-{run_id}"
+        """Ray's name for the names of this run: other runs may have joined it, and their folders may have the same path
+        on other disks."""
         self.renew_by: Callable[[], None] = lambda: None
         if self.adopted is None:
             self._started(address, None)
@@ -233,9 +278,19 @@ class JoinedLease(Lease):
         self.renew_by()
 
 
-def _is_running(pid: int, started: int) -> bool:
+def run_id_of(run_folder: Path) -> str:
+    """Return the random id of a run whose lock this process holds; empty without the lock."""
+    holder = held_by_this_process(run_folder)
+    return "" if holder is None else holder.run_id
+
+
+def _is_guard(pid: int, started: int, folder: str) -> bool:
+    """Whether a process of this user is the guard of a folder."""
+    process = Path("/proc") / str(pid)
     try:
-        process = read_stat(pid)
+        stat_line, owner = read_stat(pid), process.stat().st_uid
+        words = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return False
-    return process.started == started and process.state != ZOMBIE
+    is_there = stat_line.started == started and stat_line.state != ZOMBIE and owner == os.geteuid()
+    return is_there and f"-m {guard_module.__name__} " in words and f" {LEASE_OPTION} {folder} " in f"{words} "

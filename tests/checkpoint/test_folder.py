@@ -1,17 +1,30 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from megarl.checkpoint.folder import BEST, begin, checkpoint_folder, list_checkpoints, plan_prune, prune, remove_old
+from megarl.checkpoint import folder as folder_module
+from megarl.checkpoint.folder import (
+    BEST,
+    begin,
+    checkpoint_folder,
+    discard,
+    list_checkpoints,
+    plan_prune,
+    prune,
+    remove_old,
+)
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.resume import decide
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, MachineError
+from megarl.system.run_lock import LOCKS_FOLDER, run_lock
 from tests.checkpoint.samples import make_recipe, write_checkpoint
 
 
@@ -39,6 +52,37 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
     assert list_checkpoints(tmp_path) == []
     write_checkpoint(tmp_path, 2)
     assert not leftover.exists()
+
+
+def test_two_drivers_that_save_one_step_do_not_touch_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint_folder(tmp_path / "run" / "checkpoints", 4)
+    early = begin(folder, num_bytes=0, token=1)
+    late = begin(folder, num_bytes=0, token=2)
+    assert not early.exists(), "what an earlier driver left is removed"
+    monkeypatch.setattr(folder_module, "held_token", lambda _run_folder: 1)
+    early = begin(folder, num_bytes=0)
+    assert late.exists()
+    discard(folder)
+    assert (early.exists(), late.exists()) == (False, True)
+
+
+@pytest.mark.fault("another driver takes over while a checkpoint is being synced", "it is not renamed")
+@pytest.mark.parametrize("point", ["folders_synced", "later_set_aside", "renamed"])
+def test_a_driver_that_loses_the_run_while_it_commits_gives_no_name_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    folder = checkpoint_folder(tmp_path / "run" / "checkpoints", 2)
+    with run_lock(tmp_path / "run", beat_s=3600) as holder:
+        write_checkpoint(folder.parent, 1)
+        lock = tmp_path / LOCKS_FOLDER / "run.json"
+        successor = json.dumps(asdict(replace(holder, token=holder.token + 1, pid=12)))
+        monkeypatch.setattr(folder_module, "reach", lambda now, step: now == point and lock.write_text(successor))
+        with pytest.raises(MachineError, match=r"process 12 on .* has taken over this run"):
+            write_checkpoint(folder.parent, 2)
+    assert folder.exists() == (point == "renamed")
+    assert (folder.parent / "latest").readlink() == Path("step_000001")
 
 
 def test_what_a_run_resumed_before_is_set_aside_when_it_saves_again(tmp_path: Path) -> None:
@@ -129,13 +173,13 @@ def test_a_name_is_given_to_what_is_on_disk_and_is_on_disk_itself_before_the_nex
     named = calls.index(("rename", Path(folder.name)))
     synced = {name for call, name in calls[:named] if call == "sync"}
     inside = [folder / "manifest.json", *(path for path in folder.rglob("*") if path.is_dir())]
-    assert {Path(f"{folder.name}.tmp") / path.relative_to(folder) for path in inside} <= synced
+    assert {Path(f"{folder.name}.0.tmp") / path.relative_to(folder) for path in inside} <= synced
     assert calls[named:] == [
         ("rename", Path(folder.name)),
         ("sync", Path()),
         ("rename", latest),
         ("sync", Path()),
-        ("sync", number.with_suffix(".txt.tmp")),
+        ("sync", number.with_suffix(".txt.0.tmp")),
         ("rename", number),
         ("sync", Path()),
     ]

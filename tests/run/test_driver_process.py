@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.cluster.local_ray import private_folder
 from megarl.errors import DataError
 from megarl.run.driver_process import drive_again
+from megarl.system.guard import GuardLease, start_guarded, stop_guarded
 from megarl.system.lease import LeasedGuard, LeasedRay, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
@@ -39,17 +43,22 @@ DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 @pytest.fixture
 def left(tmp_path: Path) -> Iterator[Path]:
-    """A run folder with the record of a Ray that outlives its driver; a process stands for its guard."""
-    with subprocess.Popen(["sleep", "600"]) as guard:
-        folder = tmp_path / "run"
+    """A run folder with the record of a Ray that outlives its driver; `sleep` stands for Ray."""
+    folder, ray = tmp_path / "run", private_folder()
+    lease = GuardLease(folder=ray, seconds=90)
+    guard = start_guarded(["sleep", "600"], environment=os.environ, output=subprocess.DEVNULL, lease=lease)
+    try:
         folder.mkdir()
         record_path(folder).parent.mkdir()
         started = read_stat(guard.pid).started
-        kept_guard = LeasedGuard(folder=str(tmp_path / "ray"), pid=guard.pid, started=started, boot_id=boot_id())
-        kept = LeasedRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={})
+        kept_guard = LeasedGuard(folder=str(ray), pid=guard.pid, started=started, boot_id=boot_id())
+        kept = LeasedRay(address="127.0.0.1:1", guard=kept_guard, seconds=90, program="", gpus={}, run_id="")
         record_path(folder).write_text(json.dumps(asdict(kept)))
+        record_path(folder).chmod(0o600)
         yield folder
-        guard.kill()
+    finally:
+        stop_guarded(guard, grace_s=0.0)
+        shutil.rmtree(ray, ignore_errors=True)
 
 
 def command(folder: Path, body: str) -> subprocess.Popen[str]:

@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits
         await_event(folder / "runs" / name, process, StepFinished, count=3)
         kill(process)
     checkpoints = folder / "runs" / name / "checkpoints"
-    assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.tmp"}
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.1.tmp"}
 
     resumed = run(folder, name, *overrides)
 

@@ -14,7 +14,8 @@ import pytest
 
 from megarl.system import lease as lease_module
 from megarl.system.guard import start_guarded
-from megarl.system.lease import PrivateLease, digest_program, find_leased, record_path
+from megarl.system.lease import LeasedGuard, PrivateLease, digest_program, find_leased, record_path
+from megarl.system.proc import read_stat
 from megarl.system.run_lock import run_lock
 from tests.engine.test_process import group_members, wait_until_gone
 
@@ -27,9 +28,10 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lease(run_folder: Path, tmp_path: Path) -> PrivateLease:
+def lease(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrivateLease:
     folder = tmp_path / "ray"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(lease_module, "RAY_FOLDER", str(folder))
     return PrivateLease(run_folder, folder=folder, program="digest", seconds=600)
 
 
@@ -65,7 +67,53 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
         assert not wait_until_gone(guard.pid, 60)
         assert not lease.of_guard.folder.exists()
         assert find_leased(run_folder) is None
-        assert not record_path(run_folder).exists()
+
+
+@pytest.mark.fault("a lease record that somebody planted", "nobody is killed and nothing is removed")
+@pytest.mark.parametrize("plant", ["another process", "another folder", "not private", "shared file", "another user's"])
+def test_a_record_that_another_wrote_or_that_names_what_is_no_guard_harms_nobody(
+    run_folder: Path,
+    lease: PrivateLease,
+    guard: subprocess.Popen[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: str,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    path = record_path(run_folder)
+    with run_lock(run_folder), subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander:
+        lease.take()
+        assert find_leased(run_folder) is not None
+        record = json.loads(path.read_text())
+        changes: dict[str, object] = {}
+        match plant:
+            case "another process":
+                changes = {"pid": bystander.pid, "started": read_stat(bystander.pid).started, "folder": str(mine)}
+            case "another folder":
+                changes = {"folder": str(mine)}
+            case "not private":
+                lease.of_guard.folder.chmod(0o755)
+            case "shared file":
+                path.chmod(0o660)
+            case _:
+                monkeypatch.setattr("megarl.system.lease.os.geteuid", lambda: os.getuid() + 1)
+        path.write_text(json.dumps(record | {"guard": record["guard"] | changes}))
+        assert find_leased(run_folder) is None
+        if changes:
+            LeasedGuard(**(record["guard"] | changes)).end(grace_s=0.1)
+        assert (bystander.poll(), guard.poll(), mine.exists()) == (None, None, True)
+        bystander.kill()
+
+
+def test_looking_for_a_lease_removes_nothing(run_folder: Path, lease: PrivateLease) -> None:
+    """A command looks without the lock when its driver was killed: another driver may hold the run by then."""
+    with run_lock(run_folder):
+        lease.started("127.0.0.1:1", os.getpid())
+        lease.take()
+        assert find_leased(run_folder) is None, "this process is no guard"
+        assert record_path(run_folder).stat().st_mode & 0o777 == 0o600
+        assert lease.give_back()
 
 
 def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: Path) -> None:

@@ -245,6 +245,9 @@ class Cluster:
         return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
 
     def release(self) -> None:
+        """Give the devices back, unless another driver has them."""
+        if self._lease is not None and not self._lease.is_ours:
+            return
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()

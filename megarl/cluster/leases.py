@@ -18,6 +18,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
+from megarl.errors import MachineError
+from megarl.system.epoch import Fence
 from megarl.system.lease import JoinedLease
 
 logger = logging.getLogger(__name__)
@@ -63,19 +65,33 @@ class AdoptableActors:
 
 
 class LeaseActor:
-    """Ends the actors and placement groups of its namespace when no driver has renewed the lease for `seconds`."""
+    """Ends the actors and placement groups of its namespace when no driver has renewed the lease for `seconds`.
 
-    def __init__(self, seconds: float) -> None:
+    It obeys the driver with the highest token.
+    """
+
+    def __init__(self, token: int, seconds: float) -> None:
+        self._fence = Fence(token)
         self._seconds = seconds
+        self._num_renewals = 0
         self._renewed = time.monotonic()
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
-    def renew(self, seconds: float) -> None:
+    def renew(self, token: int, seconds: float) -> None:
+        self._fence.enter(token)
         self._seconds = seconds
+        self._num_renewals += 1
         self._renewed = time.monotonic()
 
-    def end(self) -> None:
+    def num_renewals(self) -> int:
+        return self._num_renewals
+
+    def end(self, token: int) -> None:
         """End everything but this actor."""
+        self._fence.enter(token)
+        self._end()
+
+    def _end(self) -> None:
         own = ray.get_runtime_context().get_actor_id()
         for name in ray.util.list_named_actors():
             with suppress(ValueError):  # it has ended meanwhile
@@ -94,7 +110,7 @@ class LeaseActor:
         # Twice: an actor that was just being made has a name now.
         for _ in range(2):
             with suppress(ray.exceptions.RayError):
-                self.end()
+                self._end()
             time.sleep(_POLL_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -107,29 +123,56 @@ def leased(lease: JoinedLease) -> Iterator[None]:
         yield
     finally:
         if lease.give_back():
-            _end(actor)
+            _end(actor, lease.token)
 
 
 def take_lease(lease: JoinedLease) -> ActorHandle:
-    """Return the lease actor, which is renewed from now on. What an earlier driver left is adopted or ended."""
+    """Return the lease actor, which is renewed from now on. What an earlier driver left is adopted or ended.
+
+    Raise MachineError if a driver still renews it.
+    """
     actor = _left()
     if actor is not None and lease.adopted is None:
+        _refuse_renewed(actor, lease)
         logger.warning("what an earlier driver of this run left on Ray is ended")
-        _end(actor)
+        _end(actor, lease.token)
         actor = None
     if actor is None:
         lease.adopted = None
         options = {"name": f"{_NAME}{uuid4().hex[:8]}", "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
-        actor = ray.remote(LeaseActor).options(**options).remote(lease.seconds)
-    lease.renew_by = partial(_renew, actor, lease.seconds)
+        actor = ray.remote(LeaseActor).options(**options).remote(lease.token, lease.seconds)
+    else:
+        _answered(actor.renew.remote(lease.token, lease.seconds))
+    lease.renew_by = partial(_renew, actor, lease.token, lease.seconds)
     lease.renew()
     lease.start_renewing()
     return actor
 
 
-def _renew(actor: ActorHandle, seconds: float) -> None:
+def _refuse_renewed(actor: ActorHandle, lease: JoinedLease) -> None:
+    """Raise MachineError if a driver renews the lease: this one has another lock, as a copy of the folder has."""
+    before = _answered(actor.num_renewals.remote())
+    time.sleep(1.5 * lease.renew_every_s)
+    if before is not None and _answered(actor.num_renewals.remote()) not in (None, before):
+        raise MachineError(
+            f"another driver of this run works on the Ray cluster ({lease.namespace}); end it, or give this run "
+            "another name (--set run.name=...)"
+        )
+
+
+def _answered(call: ray.ObjectRef) -> object:
+    """Return what the lease actor answers, None if it has ended; raise what it refuses."""
+    try:
+        return ray.get(call, timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError:
+        return None
+
+
+def _renew(actor: ActorHandle, token: int, seconds: float) -> None:
     with suppress(Exception):  # Ray cannot be reached now: the next time may succeed
-        actor.renew.remote(seconds)
+        actor.renew.remote(token, seconds)
 
 
 def _left() -> ActorHandle | None:
@@ -141,7 +184,7 @@ def _left() -> ActorHandle | None:
     return None
 
 
-def _end(actor: ActorHandle) -> None:
+def _end(actor: ActorHandle, token: int) -> None:
     with suppress(Exception):  # it ended everything by itself, or its node is gone: Ray raises anything then
-        ray.get(actor.end.remote(), timeout=_ANSWER_S)
+        ray.get(actor.end.remote(token), timeout=_ANSWER_S)
         ray.kill(actor)

@@ -155,7 +155,7 @@ async def assign_credit(
         assigned |= part.sample_ids
     started = [
         ranks.workers[rank].compute_credit.remote(
-            tasks[rank], {name: column.references(ids) for name, column in columns.items()}, ids
+            ranks.token, tasks[rank], {name: column.references(ids) for name, column in columns.items()}, ids
         )
         for rank, ids in samples.items()
     ]
@@ -168,7 +168,7 @@ async def assign_credit(
     if scales is None:
         return task.sums(rows), {}
     started = [
-        ranks.workers[rank].normalise_credit.remote(scales[of_rank])
+        ranks.workers[rank].normalise_credit.remote(ranks.token, scales[of_rank])
         for rank, of_rank in zip(tasks, indices, strict=True)
     ]
     normalised: list[tuple[dict[ColumnName, RemotePart], Float64Array]]

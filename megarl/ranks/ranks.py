@@ -37,8 +37,10 @@ from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_collectiv
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.affinity import bind_to_gpu
 from megarl.system.environment import capture_environment
+from megarl.system.epoch import Fence
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
+from megarl.system.run_lock import held_token, is_held
 from megarl.tokens import ColumnName, SampleColumn
 from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
@@ -65,10 +67,14 @@ _KILL_S = 30.0
 
 
 class RankHost(ColumnHost):
-    """The process of one rank: builds the rank and runs its methods, which the driver calls on all ranks at once."""
+    """The process of one rank: builds the rank and runs its methods, which the driver calls on all ranks at once.
+
+    Each call that changes something has the token of its driver. One of a driver that another has followed is refused.
+    """
 
     def __init__(self, bind: str | None, log: Path | None = None) -> None:
         """Write all output of the process to `log`."""
+        self._fence = Fence()
         for variable in (*NCCL_VARIABLES, FLIGHT_RECORDER):
             if not variable.is_set:
                 variable.set(variable.default)
@@ -99,8 +105,9 @@ class RankHost(ColumnHost):
             spec = replace(spec, listener=self._listener.detach())
         self._rank = build(spec)
 
-    def run(self, method: str, *arguments: object, **named: object) -> object:
+    def run(self, token: int, method: str, *arguments: object, **named: object) -> object:
         """Call a method of the rank."""
+        self._fence.enter(token)
         assert self._rank is not None, "start comes first"
         try:
             return getattr(self._rank, method)(*arguments, **named)
@@ -119,20 +126,30 @@ class RankHost(ColumnHost):
         profile, self._profile = self._profile, None
         return [] if profile is None else profile.write(path)
 
-    def adopt(self, fill: Callable[[ModelCalls], bool]) -> bool:
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
+    def follow(self, token: int) -> RemoteProcess:
+        """Refuse what earlier drivers ask from now on; what they began goes on."""
+        self._fence.enter(token)
+        return this_process()
+
+    def adopt(self, token: int, fill: Callable[[ModelCalls], bool]) -> bool:
         """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""
+        self._fence.enter(token)
         if self._rank is None or self._has_failed:
             raise WorkerError("it was left without a model, or inside a call that failed")
         return fill(self._rank)
 
-    def run_share(self, method: str, share: Share, references: Mapping[ColumnName, Sequence[ray.ObjectRef]]) -> object:
+    def run_share(
+        self, token: int, method: str, share: Share, references: Mapping[ColumnName, Sequence[ray.ObjectRef]]
+    ) -> object:
         """Call a method of the rank with its share of a step, and with columns that ranks computed before.
 
         The responses are loaded here. A column of tokens that the method returns stays on this node.
         """
+        self._fence.enter(token)
         fetch(share.sources)
         columns = {name: ray.get(list(parts)) for name, parts in references.items()}
-        result = self.run(method, with_columns(share.fill(), columns))
+        result = self.run(token, method, with_columns(share.fill(), columns))
         return RemotePart.of(result) if isinstance(result, SampleColumn) else result
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
@@ -178,17 +195,19 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         *,
         split: ModelParallelConfig,
         timeout_s: float,
-        report_folder: Path,
+        run_folder: Path,
         device_lock: asyncio.Lock,
     ) -> None:
-        """A call that does not end leaves a file in `report_folder`. All models of a pool have the same lock."""
+        """A call that does not end leaves a file in `run_folder`. All models of a pool have the same lock."""
         super().__init__(role, workers, timeout_s=timeout_s)
         self._split = split
         self._data_parallel = len(workers) // split.model_parallel
         self.is_lost = False
         self.device_lock = device_lock
         """Locked while the ranks compute: models of one pool compute one after the other."""
-        self._report_folder = report_folder
+        self._run_folder = run_folder
+        self.token = held_token(run_folder)
+        """This driver's, which the ranks compare with those of others."""
         self.processes: list[RemoteProcess] = []
         """The processes of the ranks, in order; empty until they have started."""
 
@@ -237,7 +256,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
             started = [
                 worker.run_share.options(name=f"{self.role.capitalize()}Rank.{method}").remote(
-                    method, *stored[rank // (self._split.tensor * self._split.context) % data_parallel]
+                    self.token, method, *stored[rank // (self._split.tensor * self._split.context) % data_parallel]
                 )
                 for rank, worker in enumerate(self.workers)
             ]
@@ -252,7 +271,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile."""
         shared = [ray.put(argument) for argument in arguments]
         started = [
-            worker.run.options(concurrency_group=BESIDE_TRAINING).remote(method.__name__, *shared, **named)
+            worker.run.options(concurrency_group=BESIDE_TRAINING).remote(self.token, method.__name__, *shared, **named)
             for worker in self.workers
         ]
         return await self.gather(method.__name__, started, waits_for_all=True)
@@ -287,7 +306,9 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
                 watch.cancel()
 
     async def end(self) -> None:
-        """End every process, frozen ones included, and wait until they are gone."""
+        """End every process, frozen ones included, and wait until they are gone, unless another driver has them."""
+        if not await asyncio.to_thread(is_held, self._run_folder):
+            return
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
         endings = await asyncio.gather(
@@ -301,12 +322,13 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     def _start(
         self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]
     ) -> ray.ObjectRef:
-        return worker.run.options(name=f"{self.role.capitalize()}Rank.{method}").remote(method, *arguments, **named)
+        call = worker.run.options(name=f"{self.role.capitalize()}Rank.{method}")
+        return call.remote(self.token, method, *arguments, **named)
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> WorkerLateError:
         processes: Sequence[RemoteProcess | None] = self.processes or [None] * len(self)
         stacks = await asyncio.gather(*map(fetch_stacks, self.workers, processes))
-        records = self._report_folder / f"{RECORDS_PREFIX}{self.role}_{method}"
+        records = self._run_folder / f"{RECORDS_PREFIX}{self.role}_{method}"
         answering = [rank for rank, each in enumerate(stacks) if isinstance(each, RankStacks)]
         called = await asyncio.gather(
             *(fetch_collectives(self.workers[rank], records / f"rank_{rank}") for rank in answering)
@@ -314,7 +336,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         answers = {rank: calls for rank, calls in zip(answering, called, strict=True) if calls is not None}
         report = explain_hang(stacks, method=method, late=late, stalls=find_stalls(answers))
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
-        where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, stacks)
+        where = await asyncio.to_thread(write_report, self._run_folder, self.role, method, headline, stacks)
         return WorkerLateError(f"{headline}; {where}", self.role, report.at_fault)
 
 

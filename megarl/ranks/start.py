@@ -230,7 +230,7 @@ class _Starter:
             role,
             split=split,
             timeout_s=recipe.train.deadline_s,
-            report_folder=recipe.run_folder.absolute(),
+            run_folder=recipe.run_folder.absolute(),
             device_lock=places.device_lock,
         )
         left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
@@ -391,7 +391,7 @@ async def adopt_ranks(ranks: RankGroup[Rank], fill: Callable[[Rank], bool], *, i
 
 async def _adopt(ranks: RankGroup[Rank], fill: Callable[[Rank], bool]) -> bool:
     for group in (ALWAYS, BESIDE_TRAINING):  # in the latter after the calls that the earlier driver began
-        started = [worker.process.options(concurrency_group=group).remote() for worker in ranks.workers]
-        ranks.processes = await ranks.gather("process", started, timeout_s=_ADOPT_S)
-    filling = [worker.adopt.remote(fill) for worker in ranks.workers]
+        started = [worker.follow.options(concurrency_group=group).remote(ranks.token) for worker in ranks.workers]
+        ranks.processes = await ranks.gather("follow", started, timeout_s=_ADOPT_S)
+    filling = [worker.adopt.remote(ranks.token, fill) for worker in ranks.workers]
     return all(await ranks.gather("adopt", filling, timeout_s=max(_ADOPT_S, ranks.timeout_s)))

@@ -30,6 +30,7 @@ from megarl.planner.fit import check_fit
 from megarl.planner.hardware import gpu_of
 from megarl.run.driver_process import drive_again, exit_notice
 from megarl.run.inputs import Inputs
+from megarl.run.preemption import ending_on_signals
 from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
 from megarl.system.lease import JoinedLease, Lease
@@ -96,7 +97,7 @@ class _Driver:
     def drive(self, resume: ResumeChoice) -> None:
         """Take the steps of the run that are left."""
         recipe, inputs = self.recipe, self.inputs
-        with run_lock(recipe.run_folder):
+        with ending_on_signals(), run_lock(recipe.run_folder):
             notify = _notify_on(self.display)
             decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
             allows = self.allows_data_change

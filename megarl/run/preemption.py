@@ -2,6 +2,9 @@
 
 SIGHUP, which comes when the terminal is closed, is one more, unless it is ignored as under nohup.
 SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM or Ctrl-C ends the run at once.
+
+While a run starts and while it is taken down, the loop handles no signals: there the first one is raised where the
+process is, and the others are ignored.
 """
 
 from __future__ import annotations
@@ -10,10 +13,18 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
 
 from megarl.errors import PreemptedError, StoppedError
+from megarl.system.run_lock import check_held, told_of_loss
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int
+
+_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Preemption:
@@ -41,6 +52,10 @@ class Preemption:
         if self._num_orders > 1 or not self._has_steps:
             self._cancel()
 
+    def abandon(self) -> None:
+        """End the run at once, and save nothing: another driver has it, or may have it."""
+        self._cancel()
+
     def error(self, text: str) -> PreemptedError:
         """Return the error that ends the run; `text` says where it stands."""
         if self.signal_name == signal.SIGINT.name:
@@ -55,32 +70,86 @@ class Preemption:
 
 
 @contextmanager
-def preemptible(*, grace_s: float) -> Iterator[Preemption]:
+def preemptible(*, grace_s: float, run_folder: Path | None = None) -> Iterator[Preemption]:
     """Turn the signals into a PreemptedError, raised after everything inside the block has been shut down.
 
-    Outside the main thread, where Python handles no signals, `interrupt` stands for Ctrl-C.
+    Outside the main thread, where Python handles no signals, `interrupt` stands for Ctrl-C. A driver that loses the
+    lock of the run in `run_folder` is cancelled, and the block ends with a MachineError.
     """
+    _raise_asked()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     preemption = Preemption(task, grace_s=grace_s)
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT] if is_main else []
-    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    earlier = _handlers()
+    numbers = [*earlier, signal.SIGINT] if _is_main() else []
     stop = partial(loop.call_soon_threadsafe, preemption.request, signal.SIGINT)
     _interrupts.append(stop)
     for number in numbers:
         loop.add_signal_handler(number, preemption.request, number)
     try:
-        yield preemption
+        with told_of_loss(run_folder, partial(_tell, loop, preemption)) if run_folder is not None else nullcontext():
+            yield preemption
     except asyncio.CancelledError:
+        if run_folder is not None:
+            check_held(run_folder)
         if preemption.requested.is_set():
             raise preemption.error("before the step was saved") from None
         raise
     finally:
         _interrupts.remove(stop)
+        if preemption.requested.is_set() and _asked:
+            _asked[-1].append(preemption.signal_name)
         for number in numbers:
             loop.remove_signal_handler(number)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, preemption: Preemption) -> None:
+    with suppress(RuntimeError):  # its loop has ended by itself meanwhile
+        loop.call_soon_threadsafe(preemption.abandon)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Turn a signal that comes where `preemptible` handles none into a PreemptedError: requeue the run."""
+    earlier = _handlers()
+    _asked.append([])
+    for number in earlier:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        _asked.pop()
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    asked = _asked[-1]
+    asked.append(signal.Signals(number).name)
+    if len(asked) == 1:
+        _raise_asked()
+
+
+def _raise_asked() -> None:
+    """Raise what a library may have swallowed."""
+    if _asked and _asked[-1]:
+        raise PreemptedError(f"stopped by {_asked[-1][0]} before a step was trained; everything it started is gone")
+
+
+def _handlers() -> dict[signal.Signals, Handler]:
+    """Return the handlers of the signals that end a run; none where Python handles no signals."""
+    handlers = {number: signal.getsignal(number) for number in _ENDING} if _is_main() else {}
+    return {number: each or signal.SIG_DFL for number, each in handlers.items() if each is not signal.SIG_IGN}
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+_asked: list[list[str]] = []
+"""For each run of this process, the signals that came where the loop handles none, and the first that it handled."""
 
 
 _interrupts: list[Callable[[], object]] = []

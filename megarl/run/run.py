@@ -66,7 +66,8 @@ async def _take_steps(
     asks_ray_for_gpu: bool,
 ) -> None:
     recipe, inputs, observer = rank_sets.recipe, rank_sets.inputs, rank_sets.observer
-    with opening as cluster, preemptible(grace_s=recipe.checkpoint.time_to_save_s) as preemption:
+    grace_s = recipe.checkpoint.time_to_save_s
+    with opening as cluster, preemptible(grace_s=grace_s, run_folder=recipe.run_folder) as preemption:
         kinds = accelerators()
         warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
         if warning is not None:

@@ -65,9 +65,9 @@ _RESPONSE: TypeAdapter[OperatorReply] = TypeAdapter(OperatorReply)
 
 @asynccontextmanager
 async def open_to_operator(
-    folder: Path, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes
+    folder: Path, fleet: Fleet, supervisor: Supervisor, nodes: EngineNodes, *, warn: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Serve requests at a socket in `folder` inside the block."""
+    """Serve requests at a socket in `folder` inside the block; without one where the folder cannot have sockets."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError, TimeoutError):
@@ -80,18 +80,35 @@ async def open_to_operator(
         writer.close()
 
     path = folder / SOCKET_FILE
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short(folder) as short:
-        listener.bind(str(short / SOCKET_FILE))
-    # Nothing can connect yet: the socket does not listen.
-    path.chmod(0o600)
+    try:
+        listener = _bind(path)
+    except OSError as error:
+        warn(f"{path}: cannot be made: {error.strerror}; the run goes on, and `megarl fleet` does not reach it")
+        yield
+        return
+    own = path.stat().st_ino
     server = await asyncio.start_unix_server(answer, sock=listener, limit=_MAX_LINE_BYTES)
     try:
         async with server:
             yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if path.stat().st_ino == own:  # another driver may have taken over
+                path.unlink()
+
+
+def _bind(path: Path) -> socket.socket:
+    """Return a socket at a path that only this user can open; it does not listen yet."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short(path.parent) as short:
+            listener.bind(str(short / path.name))
+        path.chmod(0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:

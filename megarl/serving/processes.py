@@ -33,6 +33,8 @@ from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
+from megarl.system.epoch import Fence
+from megarl.system.run_lock import held_token, is_held
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +47,27 @@ _MAX_STARTS = 3
 
 
 class EngineHost:
-    """The actor that starts, watches and stops one engine on one node. It runs several calls at a time."""
+    """The actor that starts, watches and stops one engine on one node. It runs several calls at a time.
+
+    Each call has the token of its driver. One of a driver that another has followed is refused.
+    """
 
     def __init__(self) -> None:
+        self._fence = Fence()
         self._engine: EngineProcess | None = None
         self._adapters = ReadAdapters()
         self._is_ready = False
 
-    async def find_address(self, bind: str | None) -> str:
+    async def find_address(self, token: int, bind: str | None) -> str:
         """Return this node's address with a port that is free now, where the processes of an engine meet."""
+        self._fence.enter(token)
         with socket.create_server((own_address(bind), 0)) as listener:
             host, port = listener.getsockname()[:2]
         return f"{host}:{port}"
 
-    async def start(self, spec: EngineSpec) -> EngineEndpoint:
+    async def start(self, token: int, spec: EngineSpec) -> EngineEndpoint:
         """Start an engine; return when it generates."""
-        await self.stop()
+        await self.stop(token)
         await asyncio.to_thread(remove_left_adapters)
         self._engine = engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
         engine.start()
@@ -68,28 +75,33 @@ class EngineHost:
         self._is_ready = True
         return engine.endpoint
 
-    async def serving(self) -> EngineEndpoint:
+    async def serving(self, token: int) -> EngineEndpoint:
         """Return where the engine is that was started for an earlier driver."""
+        self._fence.enter(token)
         if self._engine is None or not self._is_ready or self._engine.exit_code is not None:
             raise EngineError("was not running")
         return self._engine.endpoint
 
-    async def place_adapter(self, stored: StoredAdapter, index: int) -> Path:
+    async def place_adapter(self, token: int, stored: StoredAdapter, index: int) -> Path:
         """Write an adapter to a folder of this node, compared with its digests."""
+        self._fence.enter(token)
         content = await stored.content
         return await asyncio.to_thread(place_adapter, stored, content, engine=index)
 
-    async def remove_adapter(self, folder: Path) -> None:
+    async def remove_adapter(self, token: int, folder: Path) -> None:
         """Remove a folder that the engine has read, after a while."""
+        self._fence.enter(token)
         await self._adapters.add(folder)
 
-    async def wait_end(self) -> str:
+    async def wait_end(self, token: int) -> str:
         """Wait for the end of the engine; return the reason."""
+        self._fence.enter(token)
         assert self._engine is not None, "start comes first"
         return await self._engine.wait_end()
 
-    async def stop(self) -> None:
+    async def stop(self, token: int) -> None:
         """Stop the engine."""
+        self._fence.enter(token)
         await self._adapters.remove()
         engine = self._engine
         self._engine = None
@@ -111,6 +123,8 @@ class Engines:
     ) -> None:
         """`places` has those of each engine, node by node."""
         self._actors = actors
+        self._run_folder = specs[0].run_folder
+        self._token = held_token(self._run_folder)
         self._specs = list(specs)
         self._places = [on_nodes(of_engine) for of_engine in places]
         self._gpu_fraction = gpu_fraction
@@ -252,7 +266,9 @@ class Engines:
             ray.kill(self._hosts.pop(key))
 
     async def stop(self) -> None:
-        """Stop all engines."""
+        """Stop all engines, unless another driver has them."""
+        if not await asyncio.to_thread(is_held, self._run_folder):
+            return
         calls = [self._call(*key, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S) for key in self._hosts]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
@@ -265,7 +281,7 @@ class Engines:
         self,
         index: int,
         node: int,
-        method: Callable[[EngineHost, *Arguments], Coroutine[None, None, Result]],
+        method: Callable[[EngineHost, int, *Arguments], Coroutine[None, None, Result]],
         *arguments: *Arguments,
         timeout_s: float | None,
     ) -> Result:
@@ -273,7 +289,7 @@ class Engines:
         host = self._hosts.get((index, node))
         if host is None:
             raise EngineError(f"engine {index}: its host process is gone")
-        reference = getattr(host, name).remote(*arguments)
+        reference = getattr(host, name).remote(self._token, *arguments)
         try:
             async with asyncio.timeout(timeout_s):
                 result: Result = await reference

@@ -229,7 +229,7 @@ async def watched_engines(
             grow=Growth(pool, fleet, engines, connect=connect).add,
             notify_excluded=move,
         )
-        await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes))
+        await stack.enter_async_context(open_to_operator(run_folder, fleet, supervisor, nodes, warn=observer.warned))
         await stack.enter_async_context(slow.running())
         await stack.enter_async_context(following_nodes(pool, fleet, engines, warn=observer.warned))
         yield supervisor

@@ -36,7 +36,7 @@ from megarl.env import program_environment
 from megarl.system import guard as guard_module
 from megarl.system.guard import LEASE_OPTION, GuardLease, remove, segments_of
 from megarl.system.proc import ZOMBIE, read_stat
-from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held, held_by_this_process, is_held
+from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held, held_by_this_process, held_token, is_held
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,15 @@ class Lease(ABC):
         return self.seconds > 0
 
     @property
+    def renew_every_s(self) -> float:
+        return self.seconds / _RENEWALS
+
+    @property
+    def token(self) -> int:
+        """This driver's, from the lock of the run."""
+        return held_token(self._run_folder)
+
+    @property
     def is_ours(self) -> bool:
         """Whether what runs there is this driver's to end: another one may have taken over the run."""
         return is_held(self._run_folder)
@@ -218,7 +227,7 @@ class Lease(ABC):
             self._renewing.start()
 
     def _renew(self) -> None:
-        while not self._stop.wait(self.seconds / _RENEWALS):
+        while not self._stop.wait(self.renew_every_s):
             with suppress(OSError):  # a full disk: the next time may succeed
                 self.renew()
 

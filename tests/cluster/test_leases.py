@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
+from megarl.errors import MachineError
 from megarl.system.lease import JoinedLease, find_leased
 from megarl.system.run_lock import run_lock
 from tests.cluster.ray_worker import Worker
@@ -62,8 +63,8 @@ def test_what_a_driver_left_is_adopted_ended_by_another_program_or_by_the_end_of
     tmp_path: Path, address: str
 ) -> None:
     folder = tmp_path / "runs" / "one"
-    first = lease_of(folder, address)
     with run_lock(folder):
+        first = lease_of(folder, address)
         with joined(address, namespace=first.namespace):
             take_lease(first)
             start_some()
@@ -96,7 +97,38 @@ def test_what_a_driver_left_is_adopted_ended_by_another_program_or_by_the_end_of
             assert find_leased(folder) is None
 
 
-def test_runs_in_other_folders_have_other_namespaces(tmp_path: Path) -> None:
-    one, two = (lease_of(tmp_path / name, "10.0.0.1:6379") for name in ("one", "two"))
-    assert one.namespace != two.namespace
-    assert one.namespace == lease_of(tmp_path / "one", "10.0.0.1:6379").namespace
+@pytest.mark.fault("two runs whose folders have the same path, on one Ray cluster", "neither ends what the other has")
+def test_a_run_in_a_folder_of_the_same_path_on_another_disk_has_another_namespace(tmp_path: Path) -> None:
+    folder, names = tmp_path / "runs" / "grpo_7b", list[str]()
+    for is_other_disk in (False, False, True):
+        if is_other_disk:
+            (tmp_path / "runs").rename(tmp_path / "first disk")
+        with run_lock(folder):
+            names.append(lease_of(folder, "10.0.0.1:6379").namespace)
+    assert names[0] == names[1] != names[2]
+
+
+def test_the_lease_actor_obeys_the_latest_driver_alone_and_a_driver_that_renews_is_left_in_peace(
+    tmp_path: Path, address: str
+) -> None:
+    folder = tmp_path / "runs" / "one"
+    with run_lock(folder):
+        first = lease_of(folder, address, seconds=5)
+        with joined(address, namespace=first.namespace):
+            actor = take_lease(first)
+            copy = lease_of(folder, address, seconds=5, program="of a copy of the folder")
+            with pytest.raises(MachineError, match="another driver of this run works on the Ray cluster"):
+                take_lease(copy)
+            die(first)
+            start_some()
+            ray.get(actor.renew.remote(first.token + 1, 600), timeout=60)
+            with pytest.raises(ray.exceptions.RayTaskError, match="has taken over"):
+                ray.get(actor.end.remote(first.token), timeout=60)
+            assert running() == ["actor-0#1", "megarl-train"]
+            second = lease_of(folder, address, seconds=5)
+            second.adopted = second._leased
+            with pytest.raises(MachineError, match="has taken over"):
+                take_lease(second)
+            ray.get(actor.end.remote(first.token + 1), timeout=60)
+            ray.kill(actor)
+            wait_for(lambda: running() == [])

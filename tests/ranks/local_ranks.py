@@ -27,7 +27,7 @@ class LocalRanks(RankGroup[Any]):
 
     def __init__(self, answers: object, *, role: str = "actor") -> None:
         super().__init__(
-            role, [], split=ModelParallelConfig(), timeout_s=60, report_folder=Path(), device_lock=asyncio.Lock()
+            role, [], split=ModelParallelConfig(), timeout_s=60, run_folder=Path(), device_lock=asyncio.Lock()
         )
         self._answers = answers
 

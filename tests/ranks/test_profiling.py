@@ -44,7 +44,7 @@ async def test_only_the_chosen_ranks_record_the_chosen_step(tmp_path: Path) -> N
         for rank in range(4)
     ]
     group: RankGroup[Any] = RankGroup(
-        "actor", workers, split=ModelParallelConfig(), timeout_s=60, report_folder=tmp_path, device_lock=asyncio.Lock()
+        "actor", workers, split=ModelParallelConfig(), timeout_s=60, run_folder=tmp_path, device_lock=asyncio.Lock()
     )
     # Rank 9 is none of a smaller run's.
     profiling = Profiling(config=ProfileConfig(steps=(2,), ranks=(0, 3, 9)), actor=group, folder=tmp_path)

@@ -31,19 +31,21 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.env import trainer_environment
-from megarl.errors import WorkerError
+from megarl.errors import MachineError, WorkerError
 from megarl.families import PUBLIC_MODELS
 from megarl.observe.events import Record, Straggled
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup, RankHost
 from megarl.serving.stragglers import watched_ranks
+from megarl.system.run_lock import run_lock
 from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.train.rank_spec import RankSpec
 from megarl.types import TrainBatch, TrainSample
 from tests.cluster.worker_setup import quick_ray
 from tests.run.runs import write_recipe
+from tests.system.test_run_lock import ELSEWHERE, write
 from tests.train.samples import make_samples
 
 with private_ray():
@@ -127,7 +129,7 @@ async def test_ranks_get_their_share_and_columns_stay_with_those_that_computed_t
     samples = make_samples(9, vocab=50)
     workers = start_hosts(WORLD)
     group: RankGroup[EchoRank] = RankGroup(
-        "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
+        "actor", workers, split=SPLIT, timeout_s=300, run_folder=folder, device_lock=asyncio.Lock()
     )
     await group.start(build, spec(WORLD))
     column = await group.compute_column(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
@@ -220,7 +222,7 @@ def shouting(spec: RankSpec) -> ShoutingRank:
 async def test_every_rank_leaves_a_log_with_its_node_its_librarys_warnings_and_its_error(folder: Path) -> None:
     logs = [folder / "ranks" / rank_log_name("actor", rank) for rank in range(2)]
     group: RankGroup[ShoutingRank] = RankGroup(
-        "actor", start_hosts(2, logs), split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
+        "actor", start_hosts(2, logs), split=SPLIT, timeout_s=300, run_folder=folder, device_lock=asyncio.Lock()
     )
     await group.start(shouting, spec(2))
     with pytest.raises(WorkerError, match="a CUDA error"):
@@ -277,7 +279,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
 
     async def run() -> None:
         group: RankGroup[BareRank] = RankGroup(
-            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, device_lock=asyncio.Lock()
+            "actor", workers, split=SPLIT, timeout_s=300, run_folder=folder, device_lock=asyncio.Lock()
         )
         await group.start(bare, spec(len(workers)))
         hindering = asyncio.create_task(hinder(group.processes[2].pid))
@@ -308,7 +310,7 @@ def test_a_call_to_some_ranks_names_the_one_that_died() -> None:
             [],
             split=ModelParallelConfig(),
             timeout_s=60,
-            report_folder=Path(),
+            run_folder=Path(),
             device_lock=asyncio.Lock(),
         )
         await group.gather("compute_credit", [_end(), _die()], ranks=[0, 2])
@@ -316,6 +318,60 @@ def test_a_call_to_some_ranks_names_the_one_that_died() -> None:
     with pytest.raises(WorkerDiedError, match="critic rank 2: died during compute_credit") as raised:
         asyncio.run(call())
     assert raised.value.ranks == (2,)
+
+
+class CountingRank:
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def update(self) -> int:
+        self.num_updates += 1
+        return self.num_updates
+
+
+@pytest.mark.fault("an update of a driver that another has followed arrives late", "refused; the weights stay")
+def test_a_rank_refuses_a_driver_that_another_has_followed() -> None:
+    host, rank = RankHost("127.0.0.0/8"), CountingRank()
+    host.start(lambda _spec: rank, spec(1))  # type: ignore[arg-type,return-value]
+    assert host.run(1, "update") == 1
+    host.follow(2)
+    shares: list[object] = [[], {}]
+    late: list[Callable[[], object]] = [
+        lambda: host.run(1, "update"),
+        lambda: host.run_share(1, "update", *shares),  # type: ignore[arg-type]
+        lambda: host.adopt(1, lambda _rank: True),
+        lambda: host.follow(1),
+        lambda: host.compute_credit(1, *shares, frozenset()),  # type: ignore[arg-type]
+        lambda: host.normalise_credit(1, np.zeros((0, 0))),
+    ]
+    for call in late:
+        with pytest.raises(MachineError, match="driver 2 has taken over"):
+            call()
+    assert rank.num_updates == 1
+    assert host.adopt(2, lambda _rank: True), "a refused call does not count as one that failed"
+    assert host.run(2, "update") == 2
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_driver_that_lost_its_run_ends_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr(ray, "kill", lambda worker, no_restart: killed.append(worker))
+    with run_lock(tmp_path / "run", beat_s=3600) as holder:
+        group: RankGroup[ModelCalls] = RankGroup(
+            "actor",
+            ["rank"],  # type: ignore[list-item]
+            split=ModelParallelConfig(),
+            timeout_s=60,
+            run_folder=tmp_path / "run",
+            device_lock=asyncio.Lock(),
+        )
+        assert group.token == holder.token
+        if is_lost:
+            write(tmp_path / "run", replace(ELSEWHERE, token=99))
+        await group.end()
+    assert killed == ([] if is_lost else ["rank"])
 
 
 def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it() -> None:

@@ -36,10 +36,10 @@ class FakeWorker:
     def __init__(self, outcome: bool | WorkerError) -> None:
         self.num_adopted = 0
         self._outcome = outcome
-        self.process = FakeMethod(lambda: RemoteProcess(node="here", pid=1, started=1))
+        self.follow = FakeMethod(lambda token: RemoteProcess(node="here", pid=1, started=token + 1))
         self.adopt = FakeMethod(self._adopt)
 
-    def _adopt(self, fill: object) -> bool:
+    def _adopt(self, token: int, fill: object) -> bool:
         self.num_adopted += 1
         if isinstance(self._outcome, WorkerError):
             raise self._outcome
@@ -60,7 +60,7 @@ async def test_ranks_are_adopted_unless_they_failed_or_share_their_devices(
         [cast("ActorHandle", worker)],
         split=ModelParallelConfig(),
         timeout_s=60,
-        report_folder=Path(),
+        run_folder=Path(),
         device_lock=asyncio.Lock(),
     )
     is_adopted = await adopt_ranks(ranks, lambda _: True, is_shared=is_shared)

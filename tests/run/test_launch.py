@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
-from megarl.errors import ConfigError, MachineError
+from megarl.errors import ConfigError, MachineError, PreemptedError
+from megarl.run import launch
+from megarl.run.inputs import Inputs
 from megarl.run.launch import find_token, ray_environment, refuse_nodes_without_cluster, train
 from megarl.system.run_lock import run_lock
 from tests.observe.samples import ListSink, make_recipe
@@ -53,8 +60,6 @@ def test_a_cluster_without_a_token_is_joined_only_if_the_recipe_allows_it(monkey
     with pytest.raises(MachineError, match=r"^no token .* RAY_AUTH_TOKEN_PATH, or set cluster.allows_no_token: true "):
         ray_environment("10.0.0.1:6379", ClusterConfig())
     with ray_environment("10.0.0.1:6379", ClusterConfig(allows_no_token=True)):
-        import os
-
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
@@ -65,6 +70,29 @@ def test_a_run_that_goes_on_is_refused_before_model_and_data_are_read(tmp_path: 
         pytest.raises(MachineError, match="is running this run now; wait for it or end it"),
     ):
         train(recipe, display=ListSink())
+
+
+def test_a_signal_before_ray_starts_is_a_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetching a checkpoint takes long, and so does waiting for a driver elsewhere."""
+
+    def choose(*_words: object, **_options: object) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+
+    monkeypatch.setattr(launch, "choose", choose)
+    recipe = make_recipe(tmp_path / "runs")
+    driver = launch._Driver(
+        recipe=recipe,
+        inputs=cast("Inputs", SimpleNamespace(tools_digest=None)),
+        program="",
+        display=ListSink(),
+        address=None,
+        allows_data_change=False,
+        asks_ray_for_gpu=False,
+        tasks_file=None,
+    )
+    with pytest.raises(PreemptedError, match="stopped by SIGUSR1"):
+        driver.drive("auto")
 
 
 def test_several_nodes_need_a_cluster() -> None:

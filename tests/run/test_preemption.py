@@ -7,11 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megarl.errors import PreemptedError, StoppedError
-from megarl.run.preemption import interrupt, preemptible
+from megarl.errors import MachineError, PreemptedError, StoppedError
+from megarl.run.preemption import ending_on_signals, interrupt, preemptible
+from megarl.system.run_lock import run_lock
+from tests.system.test_run_lock import ELSEWHERE, write
 
 
 def terminate() -> None:
@@ -85,6 +90,65 @@ def test_a_closed_terminal_lets_the_step_be_saved_and_nohup_is_respected() -> No
         assert asyncio.run(main()) == ("finished", "")
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.fault("a signal of the scheduler while Ray starts", "exit code 75")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("is_swallowed", [False, True])
+def test_a_signal_while_ray_starts_is_a_preemption(number: signal.Signals, is_swallowed: bool) -> None:
+    """The loop handles no signals while a call in it waits."""
+
+    @contextmanager
+    def opening() -> Iterator[None]:
+        with suppress(PreemptedError if is_swallowed else ZeroDivisionError):  # as a library may
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        yield
+
+    async def main() -> None:
+        with opening(), preemptible(grace_s=60):
+            raise AssertionError("nothing is started any more")
+
+    before = signal.getsignal(number)
+    with pytest.raises(PreemptedError, match=f"stopped by {number.name}") as caught, ending_on_signals():
+        asyncio.run(main())
+    assert caught.value.exit_code == 75
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_while_everything_is_taken_down_does_not_end_the_process() -> None:
+    taken_down = []
+
+    async def main() -> None:
+        try:
+            with preemptible(grace_s=60):
+                terminate()
+                await asyncio.sleep(60)
+        finally:
+            terminate()
+            taken_down.append(True)
+
+    with pytest.raises(PreemptedError), ending_on_signals():
+        asyncio.run(main())
+    assert taken_down == [True]
+
+
+@pytest.mark.fault("a driver that was frozen until another took over, in a step", "it is cancelled at once")
+def test_a_driver_that_lost_its_run_is_cancelled_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    folder, calls = tmp_path / "run", []
+
+    async def main() -> None:
+        with preemptible(grace_s=3600, run_folder=folder) as preemption:
+            preemption.begin_steps()
+            write(folder, replace(ELSEWHERE, token=99))
+            while True:
+                calls.append(await step())
+
+    began = time.monotonic()
+    with pytest.raises(MachineError, match="process 12 on node7 has taken over"), run_lock(folder, beat_s=0.1):
+        asyncio.run(main())
+    assert time.monotonic() - began < 60
+    assert len(calls) < 1000
 
 
 def test_early_warnings_do_not_hurry() -> None:

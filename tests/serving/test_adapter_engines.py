@@ -77,7 +77,7 @@ class AdaptedEngine:
 
     @asynccontextmanager
     async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
-        folder = await self.host.place_adapter(stored, index)
+        folder = await self.host.place_adapter(1, stored, index)
         yield folder
         await self.host.remove_adapter(folder)
 
@@ -145,7 +145,7 @@ def adapted_engine(folder: Path, family: str, *, tensor: int, expert: int = 1) -
         asyncio.run(process.wait_ready())
         host = EngineHost()
         yield AdaptedEngine(process=process, host=host, shape=shape, model=folder / "model", adapters=folder)
-        asyncio.run(host.stop())
+        asyncio.run(host.stop(1))
     finally:
         process.stop()
 
@@ -167,7 +167,7 @@ async def test_requests_keep_their_version_through_publishes(adapted: AdaptedEng
         await publisher.publish(PolicyVersion(3))
         assert dict(engine.adapters) == {"policy@3": 0}
         # SGLang would load an adapter of an earlier name again from its folder.
-        await adapted.host.stop()
+        await adapted.host.stop(1)
         for name in ("policy@0", "policy@2"):
             with pytest.raises(EngineError, match="400"):
                 await engine.client.generate(ask(name))

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import stat
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from megarl.cluster.cluster import NodeFaults
 from megarl.engine.fleet import Fleet
 from megarl.errors import EngineError, FleetError, MachineError
 from megarl.observe.observer import Observer
+from megarl.serving import operator
 from megarl.serving.nodes import EngineNodes
 from megarl.serving.operator import SOCKET_FILE, EngineReport, OperatorRequest, ask, open_to_operator
 from megarl.serving.supervisor import Supervisor
@@ -33,7 +37,7 @@ async def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path:
 
     async with (
         supervised() as (_, fleet, supervisor),
-        open_to_operator(folder, fleet, supervisor, nodes_of(fleet, supervisor)),
+        open_to_operator(folder, fleet, supervisor, nodes_of(fleet, supervisor), warn=pytest.fail),
     ):
         assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
         assert [report.state for report in await say(OperatorRequest(action="list"))] == ["healthy", "healthy"]
@@ -59,3 +63,31 @@ async def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path:
 def test_asking_where_no_run_is_says_so(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="no run with engines is under way here"):
         ask(tmp_path, OperatorRequest(action="list"))
+
+
+@pytest.mark.fault("a run folder that cannot have sockets (SMB, some FUSE)", "a warning; the run goes on")
+async def test_a_folder_without_unix_sockets_costs_the_operator_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(operator, "_bind", refuse)
+    warnings: list[str] = []
+    async with (
+        supervised() as (_, fleet, supervisor),
+        open_to_operator(tmp_path, fleet, supervisor, nodes_of(fleet, supervisor), warn=warnings.append),
+    ):
+        assert not (tmp_path / SOCKET_FILE).exists()
+    (warning,) = warnings
+    assert warning.startswith(f"{tmp_path / SOCKET_FILE}: cannot be made: Operation not permitted; the run goes on")
+
+
+async def test_the_socket_of_a_later_driver_stays(tmp_path: Path) -> None:
+    async with supervised() as (_, fleet, supervisor):
+        opened = partial(open_to_operator, tmp_path, fleet, supervisor, nodes_of(fleet, supervisor), warn=pytest.fail)
+        async with AsyncExitStack() as late:
+            async with opened():
+                await late.enter_async_context(opened())
+            assert (tmp_path / SOCKET_FILE).exists()
+        assert not (tmp_path / SOCKET_FILE).exists()

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import pytest
 import ray
 from safetensors.torch import load_file
 
-from megarl.cluster.cluster import Place, open_cluster
+from megarl.cluster.cluster import NodeBundle, Place, open_cluster
 from megarl.cluster.leases import AdoptableActors
 from megarl.cluster.local_ray import private_ray
 from megarl.config.load import load_recipe
@@ -29,10 +30,11 @@ from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineSpec, PortTakenError
 from megarl.engine.reply import Expectation, read_response
-from megarl.errors import EngineError
+from megarl.errors import EngineError, MachineError
 from megarl.ranks.adapters import store_adapter
 from megarl.serving import processes as engines
 from megarl.serving.processes import Adoption, EngineHost, Engines, on_nodes, start_engines, take_over, with_free_ports
+from megarl.system.run_lock import run_lock
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.cluster.worker_setup import quick_ray
@@ -40,7 +42,12 @@ from tests.engine.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, Serv
 from tests.engine.template import EngineTemplate
 from tests.processes import command_of
 from tests.run.runs import write_recipe
+from tests.system.test_run_lock import ELSEWHERE, write
 from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 
 class ScriptedEngine:
@@ -83,7 +90,7 @@ def test_a_port_that_somebody_took_is_no_reason_to_give_up(
     monkeypatch.setattr(ScriptedEngine, "num_starts", 0)
     monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
     monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
-    asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
+    asyncio.run(with_free_ports(lambda: EngineHost().start(1, spec)))
     assert ScriptedEngine.num_starts == num_starts
 
 
@@ -93,8 +100,45 @@ def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
     monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
     with pytest.raises(PortTakenError, match="EADDRINUSE"):
-        asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
+        asyncio.run(with_free_ports(lambda: EngineHost().start(1, spec)))
     assert ScriptedEngine.num_starts == 3
+
+
+class FakeStop:
+    """A host that is asked to stop."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.stop = self
+
+    async def remote(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_driver_that_lost_its_run_ends_no_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    place = Place(bundle=NodeBundle(cast("PlacementGroup", None), 0, resource="slot", size=1), slot=0)
+    with run_lock(tmp_path / "run", beat_s=3600) as holder:
+        spec = engine_spec(tmp_path / "model", tmp_path / "run")
+        started = Engines([spec], [[place]], gpu_fraction=1, actors=AdoptableActors(outlive_driver=False))
+        host = FakeStop()
+        started._hosts[0, 0] = cast("ActorHandle", host)
+        if is_lost:
+            write(tmp_path / "run", replace(ELSEWHERE, token=99))
+        await started.stop()
+    assert (host.tokens, killed) == (([], []) if is_lost else ([holder.token], [host]))
+
+
+async def test_the_host_of_an_engine_refuses_a_driver_that_another_has_followed() -> None:
+    host = EngineHost()
+    await host.stop(2)
+    for call in (host.stop(1), host.serving(1), host.start(1, cast("EngineSpec", None)), host.wait_end(1)):
+        with pytest.raises(MachineError, match="driver 2 has taken over"):
+            await call
 
 
 PROMPT = tuple(range(3, 12))

@@ -2,7 +2,7 @@
 
 The work is done by a process of its own (`python -m` this module), so that a store can neither slow the loop down nor
 stop it. Errors of a store have no common class: the driver reads the exit code and the last line. The process prints
-`moved BYTES` as it works, then `uploaded STEP BYTES`, `newest STEP` or `fetched STEP BYTES`.
+`moved BYTES` as it works, then `claimed CLAIM`, `uploaded STEP BYTES`, `newest STEP` or `fetched STEP BYTES`.
 
 The store has the files of a checkpoint under their names. `manifest.json` is written last and removed first: with it a
 checkpoint is complete. Until then `uploading.json` has the same text, so that an interrupted upload is continued.
@@ -24,12 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-import fsspec
-import xxhash
 from pydantic import JsonValue
 
 from megarl.checkpoint.folder import (
@@ -43,22 +40,21 @@ from megarl.checkpoint.folder import (
     marked,
     step_of,
 )
-from megarl.checkpoint.manifest import MANIFEST_FILE, FileDigest, Manifest, check_sizes, inside, read_manifest, sync
+from megarl.checkpoint.manifest import MANIFEST_FILE, FileDigest, Manifest, check_sizes, inside, read_manifest
+from megarl.checkpoint.mirror_owner import Owner, check_owner, claim, note_steps
+from megarl.checkpoint.store import MOVED, UPLOADING_FILE, Moved, Store, print_line
 from megarl.env import current_environment
-from megarl.errors import CheckpointError, DamagedError, MegarlError, PreemptedError
+from megarl.errors import CheckpointError, DamagedError, MachineError, MegarlError, PreemptedError
 from megarl.system.guard import start_guarded, stop_guarded
+from megarl.system.run_lock import held_by_this_process, held_token
 
 if TYPE_CHECKING:
     from megarl.config.recipe import CheckpointConfig, MirrorConfig
     from megarl.observe.observer import Observer
 
-UPLOADING_FILE = "uploading.json"
-UPLOADED, NEWEST, FETCHED, MOVED = "uploaded", "newest", "fetched", "moved"
+CLAIMED, UPLOADED, NEWEST, FETCHED = "claimed", "uploaded", "newest", "fetched"
 NUM_STREAMS = 8
 """Files under way at once: one connection to a store does not fill a network."""
-_CHUNK_BYTES = 16 << 20
-_PRINT_EVERY_S = 1.0
-"""Between two lines of the process."""
 _REPORT_EVERY_S = 10.0
 """Between two lines of the driver."""
 _POLL_S = 0.2
@@ -123,16 +119,27 @@ class Transfer:
 
     def _take(self, line: str) -> None:
         words = line.split()
-        if words and words[0] in (MOVED, UPLOADED, NEWEST, FETCHED):
+        if words and words[0] in (MOVED, CLAIMED, UPLOADED, NEWEST, FETCHED):
             self.on_line(words)
         elif line:
             self._last = line
 
 
 class Mirroring:
-    """Copies every saved checkpoint, beside the steps. A store that fails is reported once and asked again later."""
+    """Copies every saved checkpoint, beside the steps. A store that fails is reported once and asked again later.
 
-    def __init__(self, config: CheckpointConfig, run_folder: Path, observer: Observer) -> None:
+    A driver that finds its mirror with another owner is cancelled, and ends with a MachineError.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, run_folder: Path, observer: Observer, *, claim: str | None = None
+    ) -> None:
+        """`claim` is what `claim_mirror` returned; without one it is claimed when the store can be reached."""
+        self._claim = claim
+        self._loss = ""
+        """Why the mirror is no longer this driver's."""
+        self._driving: asyncio.Task[object] | None = None
+        self._run_folder = run_folder
         self._config, self._mirror = config, config.mirror
         self._parent, self._run_name = run_folder.absolute() / CHECKPOINTS_FOLDER, run_folder.name
         self._observer = observer
@@ -154,6 +161,7 @@ class Mirroring:
     async def __aenter__(self) -> Mirroring:
         if self._mirror is not None:
             self.saved()  # an earlier process may not have finished
+            self._driving = asyncio.current_task()
             self._task = asyncio.create_task(self._work(self._mirror))
         return self
 
@@ -172,6 +180,8 @@ class Mirroring:
             self._stop.set()
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._loss:
+            raise MachineError(f"{mirror_url(self._mirror, self._run_name)}: {self._loss}")
 
     async def _finish(self, timeout_s: float) -> None:
         """Wait for the last copy; a store that fails is asked once more at once, and then no longer waited for."""
@@ -197,16 +207,27 @@ class Mirroring:
             self._is_newer = False
             began = time.monotonic()
             problem = await self._upload(url, mirror)
+            if self._loss:
+                return
             seconds = time.monotonic() - began
             pause_s = self._after(url, problem, seconds)
             if not problem and not self._is_newer:
                 self._idle.set()
 
     async def _upload(self, url: str, mirror: MirrorConfig) -> str:
+        """Copy what the disk has; return why that failed."""
         self._uploaded = []
+        if self._claim is None:
+            words = _claiming(url, self._run_folder, is_late=True)
+            problem = await self._transfer(words, mirror) if words else ""
+            if problem:
+                return problem
         words = ("upload", url, str(self._parent), "--keep-last", str(self._config.keep_last))
+        return await self._transfer((*words, "--claim", self._claim) if self._claim else words, mirror)
+
+    async def _transfer(self, words: Sequence[str], mirror: MirrorConfig) -> str:
         transfer = Transfer(
-            words=words,
+            words=tuple(words),
             stall_s=mirror.stall_s,
             api_key_file=mirror.api_key_file,
             on_line=self._note,
@@ -219,10 +240,15 @@ class Mirroring:
             if not running.done():
                 self._stop.set()
             await asyncio.wait([running])
+        if transfer.code == MachineError.exit_code and self._driving is not None and not self._loss:
+            self._loss = transfer.problem
+            self._driving.cancel()
         return transfer.problem
 
     def _note(self, words: list[str]) -> None:
-        if words[0] == UPLOADED:
+        if words[0] == CLAIMED:
+            self._claim = words[1]
+        elif words[0] == UPLOADED:
             self._uploaded.append((int(words[1]), int(words[2])))
 
     def _after(self, url: str, problem: str, seconds: float) -> float | None:
@@ -271,7 +297,7 @@ class MirroredRun:
         local, notes = _newest_local(parent, damaged), list[str]()
         without = _abandoned(parent)
         while True:
-            newest_there, problem = self._peek(without)
+            newest_there, problem = self._peek(without, notes)
             if problem and local is None:
                 raise CheckpointError(
                     f"checkpoint.mirror {url} cannot be read, and there is no checkpoint in {parent}: {problem}; "
@@ -282,7 +308,8 @@ class MirroredRun:
             if newest_there is None or (local is not None and local >= newest_there.step):
                 return Fetched(notes=tuple(notes))
             step = newest_there.step
-            transfer = _fetch(url, self.mirror, parent, newest_there, notify)
+            token = held_token(self.run_folder)
+            transfer = _fetch(url, self.mirror, parent, newest_there, notify, token=token)
             if not transfer.problem:
                 return Fetched(notes=tuple(notes), replaced=frozenset({checkpoint_folder(parent, step)}))
             if transfer.code != CheckpointError.exit_code:
@@ -292,15 +319,25 @@ class MirroredRun:
             notes.append(f"skipped {url}, step {step}: {transfer.problem}")
             without.add(step)
 
-    def _peek(self, without: Collection[int]) -> tuple[Manifest | None, str]:
-        """Return the mirror's newest manifest and why there is none; raise if the run cannot continue from it."""
+    def _peek(self, without: set[int], notes: list[str]) -> tuple[Manifest | None, str]:
+        """Return the mirror's newest manifest and why there is none; raise if the run cannot continue from it.
+
+        A step whose manifest is damaged joins `without`, with a note.
+        """
         from megarl.checkpoint.resume import obstacle  # noqa: PLC0415 - the process of a mirror reads no recipe
 
-        with tempfile.TemporaryDirectory() as folder:
-            step, problem = _ask(self._url, self.mirror, folder, without)
-            if step is None:
-                return None, problem
-            manifest = read_manifest(Path(folder))
+        while True:
+            with tempfile.TemporaryDirectory() as folder:
+                step, problem = _ask(self._url, self.mirror, folder, without)
+                if step is None:
+                    return None, problem
+                try:
+                    manifest = read_manifest(Path(folder))
+                    break
+                except CheckpointError as error:
+                    reason_there = str(error).replace(folder, checkpoint_folder(Path(), step).name)
+                    notes.append(f"skipped {self._url}, step {step}: {reason_there}")
+                    without.add(step)
         reason = obstacle(manifest, f"{self._url}, step {step}", recipe=self.recipe, num_steps=self.num_steps)
         if reason is not None:
             raise reason
@@ -319,6 +356,35 @@ def refuse_occupied(mirror: MirrorConfig, run_name: str) -> None:
             f"{url} has checkpoints of an earlier run, the newest of step {step}; give the new run another run.name or "
             "checkpoint.mirror, or remove them there"
         )
+
+
+def claim_mirror(mirror: MirrorConfig, run_folder: Path) -> tuple[str | None, str]:
+    """Make this driver the owner of the run's mirror; return its claim, and why there is none.
+
+    Raise MachineError if a later driver owns it. The caller holds the run's lock.
+    """
+    claims: list[str] = []
+    words = _claiming(mirror_url(mirror, run_folder.name), run_folder, is_late=False)
+    assert words, "the lock comes first"
+    transfer = Transfer(
+        words=words,
+        stall_s=mirror.stall_s,
+        api_key_file=mirror.api_key_file,
+        on_line=lambda line: claims.append(line[1]),
+    )
+    transfer.run()
+    if transfer.code == MachineError.exit_code:
+        raise MachineError(transfer.problem)
+    return (claims[0] if claims and not transfer.problem else None), transfer.problem
+
+
+def _claiming(url: str, run_folder: Path, *, is_late: bool) -> tuple[str, ...]:
+    """Return the words of the process that claims a mirror; none where this process does not hold the run's lock."""
+    holder = held_by_this_process(run_folder)
+    if holder is None:
+        return ()
+    words = ("claim", url, str(run_folder), "--run-id", holder.run_id, "--token", str(holder.token))
+    return (*words, "--late") if is_late else words
 
 
 def _newest_local(parent: Path, damaged: Collection[Path]) -> int | None:
@@ -351,7 +417,9 @@ def _ask(url: str, mirror: MirrorConfig, folder: str, without: Collection[int]) 
     return (steps[0] if steps and not transfer.problem else None), transfer.problem
 
 
-def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, notify: Callable[[str], None]) -> Transfer:
+def _fetch(
+    url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, notify: Callable[[str], None], *, token: int
+) -> Transfer:
     what, total = f"step {manifest.step} from {url}", f"{manifest.num_bytes / 1e9:.3f} GB"
     began = last = time.monotonic()
 
@@ -362,7 +430,7 @@ def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, not
             notify(f"fetching {what}: {int(words[1]) / 1e9:.3f} of {total}")
 
     notify(f"fetching {what}: {total}")
-    words = ("fetch", url, str(parent), "--step", str(manifest.step))
+    words = ("fetch", url, str(parent), "--step", str(manifest.step), "--token", str(token))
     transfer = Transfer(words=words, stall_s=mirror.stall_s, api_key_file=mirror.api_key_file, on_line=report)
     transfer.run()
     if not transfer.problem:
@@ -370,120 +438,39 @@ def _fetch(url: str, mirror: MirrorConfig, parent: Path, manifest: Manifest, not
     return transfer
 
 
-class Store:
-    """One run's checkpoints below a URL that fsspec knows."""
-
-    def __init__(self, url: str) -> None:
-        # Its own listing would be out of date: other processes write here too.
-        options: dict[str, object] = {"use_listings_cache": False}
-        if url.startswith("file:"):
-            options["auto_mkdir"] = True
-        self._files, self._root = fsspec.url_to_fs(url, **options)
-
-    def steps(self) -> dict[int, str]:
-        """Return the folder of every step, complete or not."""
-        try:
-            listed = self._files.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return {}
-        folders = {name.rstrip("/"): step_of(Path(name.rstrip("/"))) for name in listed}
-        return {step: name for name, step in folders.items() if step is not None}
-
-    def folder(self, step: int) -> str:
-        return f"{self._root}/{checkpoint_folder(Path(), step).name}"
-
-    def read(self, path: str) -> bytes | None:
-        """Return the contents of a small file, None without one."""
-        try:
-            contents: bytes = self._files.cat_file(path)
-        except FileNotFoundError:
-            return None
-        return contents
-
-    def write(self, path: str, contents: bytes) -> None:
-        with self._files.open(path, "wb") as file:
-            file.write(contents)
-            _sync(file)
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of every file of a folder by its path inside."""
-        entries = self._files.find(folder, detail=True)
-        return {name.removeprefix(f"{folder}/"): entry["size"] for name, entry in entries.items()}
-
-    def remove(self, folder: str) -> None:
-        for name in (MANIFEST_FILE, UPLOADING_FILE):
-            with suppress(FileNotFoundError):
-                self._files.rm_file(f"{folder}/{name}")
-        with suppress(FileNotFoundError):
-            self._files.rm(folder, recursive=True)
-
-    def finish(self, folder: str, text: bytes) -> None:
-        self.write(f"{folder}/{MANIFEST_FILE}", text)
-        self._files.rm_file(f"{folder}/{UPLOADING_FILE}")
-
-    def send(self, path: str, source: Path, expected: FileDigest, moved: Moved) -> None:
-        """Copy a file into the store; one that does not have its digests raises a DamagedError."""
-        opened = self._files.open(path, "wb", block_size=_CHUNK_BYTES)
-        try:
-            with source.open("rb", buffering=0) as local, opened as file:
-                _copy(local, file, expected, str(source), moved)
-                _sync(file)
-        except DamagedError:
-            # Leaving the block has made it a file of the right size.
-            self._files.rm_file(path)
-            raise
-
-    def receive(self, path: str, target: Path, expected: FileDigest, moved: Moved) -> None:
-        """Copy a file from the store and compare its digests."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        opened = self._files.open(path, "rb", block_size=_CHUNK_BYTES, cache_type="none")
-        with opened as file, target.open("xb", buffering=0) as local:
-            _copy(file, local, expected, path, moved)
-        sync(target)
-
-
-class Moved:
-    """Counts bytes from several threads, and prints their sum now and then."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._lock = Lock()
-        self._printed = time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes += num_bytes
-            if time.monotonic() - self._printed >= _PRINT_EVERY_S:
-                self._printed = time.monotonic()
-                _print_line(MOVED, self.num_bytes)
-
-
-def upload(parent: Path, store: Store, *, keep_last: int) -> None:
+def upload(parent: Path, store: Store, *, keep_last: int, claimed: str | None) -> None:
     """Copy the checkpoints that the store lacks, the newest first, and remove from it what is not to be kept.
 
-    One that is removed meanwhile is passed over; a damaged one is reported after the others are copied.
+    One that is removed meanwhile is passed over; a damaged one is reported after the others are copied. Raise
+    MachineError if the store has another owner than the one that `claimed` it.
     """
+    owner = check_owner(store, claimed)
     best = marked(parent, BEST)
     local = list_checkpoints(parent)
-    complaints = []
+    complaints, copied = [], []
     for folder in [*local[:keep_last], *(folder for folder in local[keep_last:] if folder == best)]:
         try:
-            _upload_one(folder, store)
+            copied.append(_upload_one(folder, store, claimed))
         except (DamagedError, FileNotFoundError, CheckpointError) as error:
             if folder.exists():
                 complaints.append(str(error))
     if complaints:
         raise CheckpointError("; ".join(complaints))
+    if owner is not None:
+        owner = note_steps(store, owner, copied)
     kept = [step for folder in (*local, best) if folder is not None and (step := step_of(folder)) is not None]
     if kept:
-        _prune(store, newest=max(kept), best=None if best is None else step_of(best), keep_last=keep_last)
+        check_owner(store, claimed)
+        of_best = None if best is None else step_of(best)
+        _prune(store, newest=max(kept), best=of_best, keep_last=keep_last, owner=owner)
 
 
-def _upload_one(folder: Path, store: Store) -> None:
+def _upload_one(folder: Path, store: Store, claimed: str | None) -> int:
+    """Copy a checkpoint unless the store has it; return its step."""
     manifest, text, moved = read_manifest(folder), (folder / MANIFEST_FILE).read_bytes(), Moved()
     target = store.folder(manifest.step)
     if store.read(f"{target}/{MANIFEST_FILE}") == text:
-        return
+        return manifest.step
     if store.read(f"{target}/{UPLOADING_FILE}") != text:
         store.remove(target)
         store.write(f"{target}/{UPLOADING_FILE}", text)
@@ -494,16 +481,20 @@ def _upload_one(folder: Path, store: Store) -> None:
         store.send(f"{target}/{name}", inside(folder, name), manifest.files[name], moved)
 
     _in_parallel(send, missing, manifest.files)
+    check_owner(store, claimed)  # sending took long
     store.finish(target, text)
-    _print_line(UPLOADED, manifest.step, moved.num_bytes)
+    print_line(UPLOADED, manifest.step, moved.num_bytes)
+    return manifest.step
 
 
-def _prune(store: Store, *, newest: int, best: int | None, keep_last: int) -> None:
+def _prune(store: Store, *, newest: int, best: int | None, keep_last: int, owner: Owner | None) -> None:
     """Keep the newest `keep_last` complete checkpoints and the best.
 
-    Later ones than `newest`, the newest on the local disk, belong to steps that the run has taken again.
+    Later ones than `newest`, the newest on the local disk, are steps that the run has taken again if it copied them
+    itself. Others are not its own, and stay.
     """
-    steps = store.steps()
+    own = () if owner is None else owner.steps
+    steps = {step: folder for step, folder in store.steps().items() if step <= newest or step in own}
     complete = [
         step
         for step in sorted(steps, reverse=True)
@@ -521,37 +512,32 @@ def newest(store: Store, copy: Path, *, without: Iterable[int]) -> None:
         text = None if step in skipped else store.read(f"{folder}/{MANIFEST_FILE}")
         if text is not None:
             (copy / MANIFEST_FILE).write_bytes(text)
-            _print_line(NEWEST, step)
+            print_line(NEWEST, step)
             return
 
 
-def fetch(store: Store, parent: Path, step: int) -> None:
+def fetch(store: Store, parent: Path, step: int, *, token: int) -> None:
     """Copy a checkpoint of the store to the local disk, where it takes its name when every digest was compared."""
     folder, source, moved = checkpoint_folder(parent, step), store.folder(step), Moved()
     text = store.read(f"{source}/{MANIFEST_FILE}")
     if text is None:
         raise CheckpointError(f"{source}: has no {MANIFEST_FILE} any more")
-    manifest = _parsed(text, folder)
+    manifest = _parsed(text)
 
     def receive(name: str) -> None:
         store.receive(f"{source}/{name}", inside(partial, name), manifest.files[name], moved)
 
-    partial = begin(folder, num_bytes=manifest.num_bytes)
+    partial = begin(folder, num_bytes=manifest.num_bytes, token=token)
     _in_parallel(receive, manifest.files, manifest.files)
     commit(partial, folder, manifest)
-    _print_line(FETCHED, step, moved.num_bytes)
+    print_line(FETCHED, step, moved.num_bytes)
 
 
-def _parsed(text: bytes, folder: Path) -> Manifest:
+def _parsed(text: bytes) -> Manifest:
     """Return the manifest after it is checked like one on disk."""
-    copy = folder.with_name(f"{folder.name}.manifest.tmp")
-    copy.mkdir(parents=True, exist_ok=True)
-    try:
-        (copy / MANIFEST_FILE).write_bytes(text)
-        return read_manifest(copy)
-    finally:
-        (copy / MANIFEST_FILE).unlink(missing_ok=True)
-        copy.rmdir()
+    with tempfile.TemporaryDirectory() as copy:
+        (Path(copy) / MANIFEST_FILE).write_bytes(text)
+        return read_manifest(Path(copy))
 
 
 def _in_parallel(move: Callable[[str], None], names: Iterable[str], files: Mapping[str, FileDigest]) -> None:
@@ -564,53 +550,31 @@ def _in_parallel(move: Callable[[str], None], names: Iterable[str], files: Mappi
         pool.shutdown(cancel_futures=True)
 
 
-def _copy(source: IO[bytes], target: IO[bytes], expected: FileDigest, name: str, moved: Moved) -> None:
-    """Copy a file of these digests: of its header and its tensors, or of the whole."""
-    own_bytes = expected.num_bytes - sum(tensor.num_bytes for tensor in expected.tensors)
-    parts = [("", own_bytes, expected.xxh3_128)]
-    parts += [(f": tensor {tensor.name}", tensor.num_bytes, tensor.xxh3_128) for tensor in expected.tensors]
-    for what, num_bytes, wanted in parts:
-        digest, left = xxhash.xxh3_128(), num_bytes
-        while left and (chunk := source.read(min(_CHUNK_BYTES, left))):
-            digest.update(chunk)
-            part = memoryview(chunk)
-            while part:
-                part = part[target.write(part) :]
-            left -= len(chunk)
-            moved(len(chunk))
-        if left or digest.hexdigest() != wanted:
-            raise DamagedError(f"{name}{what}: damaged: it does not have the digest of the manifest")
-
-
-def _sync(file: IO[bytes]) -> None:
-    # A store keeps what it confirmed; a disk keeps what is synced.
-    with suppress(OSError, AttributeError):
-        os.fsync(file.fileno())
-
-
-def _print_line(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
-
-
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="megarl.checkpoint.mirror")
-    parser.add_argument("action", choices=("upload", "newest", "fetch"))
+    parser.add_argument("action", choices=("claim", "upload", "newest", "fetch"))
     parser.add_argument("url")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--keep-last", type=int, default=1)
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--without", type=int, nargs="*", default=())
+    parser.add_argument("--claim")
+    parser.add_argument("--run-id")
+    parser.add_argument("--token", type=int, default=0)
+    parser.add_argument("--late", action="store_true")
     options = parser.parse_args(words)
     store = Store(options.url)
     try:
         match options.action:
+            case "claim":
+                owner = claim(store, run_id=options.run_id, token=options.token, is_late=options.late)
+                print_line(CLAIMED, owner.claim)
             case "upload":
-                upload(options.folder, store, keep_last=options.keep_last)
+                upload(options.folder, store, keep_last=options.keep_last, claimed=options.claim)
             case "newest":
                 newest(store, options.folder, without=options.without)
             case _:
-                fetch(store, options.folder, options.step)
+                fetch(store, options.folder, options.step, token=options.token)
     except MegarlError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from megarl.checkpoint.mirror import refuse_occupied
+from megarl.checkpoint.mirror import claim_mirror, refuse_occupied
 from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.local_ray import private_ray, run_lease
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
@@ -105,8 +105,7 @@ class _Driver:
             notes = [*decision.notes]
             point = decision.point and check(decision.point, warn=notes.append)
             is_continued = point is not None and is_of_run(point, recipe.run_folder)
-            if not is_continued and recipe.checkpoint.mirror is not None:
-                refuse_occupied(recipe.checkpoint.mirror, recipe.run.name)
+            claim = self._claim(is_continued=is_continued, warn=notes.append)
             lease, environment = self._lease(is_continued=is_continued)
             resumed_step = 0 if point is None else point.step
             started = observing(
@@ -130,9 +129,22 @@ class _Driver:
                     lease=lease,
                     resume=point,
                     choose_earlier=choose_earlier,
+                    mirror_claim=claim,
                     asks_ray_for_gpu=self.asks_ray_for_gpu,
                     tasks_file=self.tasks_file,
                 )
+
+    def _claim(self, *, is_continued: bool, warn: Callable[[str], None]) -> str | None:
+        """Make this driver the owner of the run's mirror; refuse one with checkpoints of another run."""
+        mirror, folder = self.recipe.checkpoint.mirror, self.recipe.run_folder
+        if mirror is None:
+            return None
+        if not is_continued:
+            refuse_occupied(mirror, folder.name)
+        claim, problem = claim_mirror(mirror, folder)
+        if problem:
+            warn(f"checkpoint.mirror {mirror.url} cannot be claimed now, and is when it can be reached: {problem}")
+        return claim
 
     def _lease(self, *, is_continued: bool) -> tuple[Lease, AbstractContextManager[None]]:
         """Return the lease of the run, and the settings of its Ray."""

@@ -56,13 +56,16 @@ class RankSets:
     observer: Observer
     choose_earlier: Callable[[Collection[Path]], ResumePoint | None]
     """Returns another checkpoint where ranks find some damaged."""
+    mirror_claim: str | None = None
+    """What `claim_mirror` returned."""
     _saved_steps: list[int] = field(default_factory=list, init=False)
     _retained: RetainedGroups = field(default_factory=RetainedGroups, init=False)
     _damaged: set[Path] = field(default_factory=set, init=False)
     """Checkpoints that ranks found damaged."""
 
     def __post_init__(self) -> None:
-        self.mirroring = Mirroring(self.recipe.checkpoint, self.recipe.run_folder, self.observer)
+        recipe = self.recipe
+        self.mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, self.observer, claim=self.mirror_claim)
 
     async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""

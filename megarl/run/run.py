@@ -41,20 +41,22 @@ def run_recipe(
     lease: Lease | None,
     resume: ResumePoint | None,
     choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
+    mirror_claim: str | None,
     asks_ray_for_gpu: bool,
     tasks_file: Path | None,
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
     With a `lease` a private Ray outlives this process if it is killed. `choose_earlier` returns another checkpoint
-    where ranks find some damaged. With `asks_ray_for_gpu` a run that does not fit the GPUs that Ray reports is refused
-    before a role starts. `tasks_file` gets a trace of Ray's tasks.
+    where ranks find some damaged. `mirror_claim` is this driver's, None where its mirror could not be reached. With
+    `asks_ray_for_gpu` a run that does not fit the GPUs that Ray reports is refused before a role starts. `tasks_file`
+    gets a trace of Ray's tasks.
     """
     observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     cluster = open_cluster(recipe.run, recipe.pools, address=ray_address, lease=lease, tasks_file=tasks_file)
-    rank_sets = RankSets(recipe, inputs, observer, choose_earlier)
+    rank_sets = RankSets(recipe, inputs, observer, choose_earlier, mirror_claim)
     asyncio.run(_take_steps(rank_sets, resume, cluster, asks_ray_for_gpu=asks_ray_for_gpu))
 
 

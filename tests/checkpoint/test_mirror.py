@@ -24,12 +24,23 @@ import pytest
 from megarl.checkpoint import mirror
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder, list_checkpoints, mark_best, remove, step_of
 from megarl.checkpoint.manifest import MANIFEST_FILE, verify
-from megarl.checkpoint.mirror import MirroredRun, Mirroring, Transfer, main, mirror_url, refuse_occupied
+from megarl.checkpoint.mirror import (
+    MirroredRun,
+    Mirroring,
+    Transfer,
+    claim_mirror,
+    main,
+    mirror_url,
+    refuse_occupied,
+)
+from megarl.checkpoint.mirror_owner import check_owner, claim, current_owner
+from megarl.checkpoint.store import Store
 from megarl.config.recipe import MirrorConfig, Recipe
 from megarl.env import current_environment
-from megarl.errors import CheckpointError, PreemptedError
+from megarl.errors import CheckpointError, MachineError, PreemptedError
 from megarl.observe.events import Noted, Warned
 from megarl.observe.observer import Observer
+from megarl.system.run_lock import run_lock
 from tests.checkpoint.object_store import GS, ObjectStore, object_store
 from tests.checkpoint.samples import make_recipe, write_checkpoint
 from tests.observe.samples import ListSink
@@ -112,18 +123,99 @@ def test_a_checkpoint_that_was_copied_and_fetched_has_the_same_bytes(url: str, p
 
 
 def test_the_store_keeps_what_the_disk_keeps(url: str, parent: Path) -> None:
+    _claim(url, "disk", 1)
     for step in (1, 2, 3):
         write_checkpoint(parent, step)
         if step == 1:
             mark_best(checkpoint_folder(parent, 1))
-        _run("upload", url, parent, "--keep-last", 1)
-    assert {name.split("/")[0] for name in _names(url)} == {"step_000001", "step_000003"}
+        # Each upload is of another driver of this disk.
+        _run("upload", url, parent, "--keep-last", 1, "--claim", _claim(url, "disk", 1 + step))
+    assert _steps(url) == {1, 3}
     # The run resumed from step 1 and took step 2 again: step 3 is not part of it.
     remove(checkpoint_folder(parent, 3))
     remove(checkpoint_folder(parent, 2))
     write_checkpoint(parent, 2)
-    _run("upload", url, parent, "--keep-last", 1)
-    assert {name.split("/")[0] for name in _names(url)} == {"step_000001", "step_000002"}
+    _run("upload", url, parent, "--keep-last", 1, "--claim", _claim(url, "disk", 9))
+    assert _steps(url) == {1, 2}
+
+
+def _claim(url: str, run_id: str, token: int) -> str:
+    return _run("claim", url, "unused", "--run-id", run_id, "--token", token).split()[1]
+
+
+def _steps(url: str) -> set[int]:
+    return {int(name.split("/")[0].removeprefix("step_")) for name in _names(url) if name.startswith("step_")}
+
+
+@pytest.mark.fault("a driver wakes up after another one has gone on from its mirror", "it ends; the mirror stays")
+def test_a_driver_that_wakes_up_changes_nothing_in_the_mirror_of_its_successor(
+    url: str, parent: Path, tmp_path: Path
+) -> None:
+    early = _claim(url, "disk", 1)
+    write_checkpoint(parent, 10)
+    _run("upload", url, parent, "--claim", early)
+    other = tmp_path / "other" / "checkpoints"
+    late = _claim(url, "another disk", 1)
+    for step in (30, 40):
+        write_checkpoint(other, step)
+        _run("upload", url, other, "--keep-last", 2, "--claim", late)
+    before = _names(url)
+    assert _steps(url) == {30, 40}
+    write_checkpoint(parent, 11)
+    for words in ((), ("--claim", early)):
+        line = _run("upload", url, parent, *words, expected=MachineError.exit_code)
+        assert "another driver of this run has taken its mirror" in line
+    assert _names(url) == before
+
+
+def test_steps_of_others_are_not_removed_because_a_run_has_not_come_that_far(
+    url: str, parent: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "checkpoints"
+    write_checkpoint(other, 40)
+    _run("upload", url, other, "--claim", _claim(url, "another disk", 1))
+    write_checkpoint(parent, 10)
+    _run("upload", url, parent, "--claim", _claim(url, "disk", 1))
+    assert _steps(url) == {10, 40}
+
+
+def test_a_mirror_is_claimed_by_one_driver_after_the_other(url: str) -> None:
+    first = _claim(url, "disk", 3)
+    assert first.startswith("1-")
+    second = _claim(url, "disk", 4)
+    assert second.startswith("2-")
+    assert _names(url) == {"owner_000002.json"}
+    refused = ("claim", url, "unused", "--run-id", "disk", "--token", 3)
+    assert "has taken its mirror (owner 2, run disk)" in _run(*refused, expected=MachineError.exit_code)
+    # The run began while the store could not be reached, and another disk has it.
+    late = ("claim", url, "unused", "--token", 1, "--late", "--run-id")
+    assert "has taken its mirror" in _run(*late, "another disk", expected=MachineError.exit_code)
+    assert _claim(url, "another disk", 1).startswith("3-")
+
+
+def test_of_two_drivers_that_claim_at_once_one_is_refused(url: str) -> None:
+    """The second has read the owners before the first has written."""
+    store, beaten = Store(url), list[str]()
+
+    class Late(Store):
+        def names(self) -> list[str]:
+            found = super().names()
+            if not beaten:
+                beaten.append(claim(store, run_id="first", token=1).claim)
+            return found
+
+    owner = claim(Late(url), run_id="second", token=1)
+    assert owner.number == 2
+    with pytest.raises(MachineError, match="owner 2, run second"):
+        check_owner(store, beaten[0])
+
+
+def test_an_owner_that_cannot_be_read_is_another_owner(url: str) -> None:
+    mine = _claim(url, "disk", 1)
+    Store(url).write_named("owner_000007.json", b"{")
+    with pytest.raises(MachineError, match="owner 7, run unknown"):
+        check_owner(Store(url), mine)
+    assert _claim(url, "disk", 2).startswith("8-")
 
 
 def test_a_file_that_is_damaged_on_the_disk_is_not_copied(url: str, parent: Path) -> None:
@@ -359,6 +451,62 @@ def test_the_newest_of_disk_and_store_is_resumed_and_the_disk_is_preferred(tmp_p
     fetched = _mirrored(recipe).fetch_newest(notify=told.append)
     assert fetched.replaced == {older}
     assert "step 2: " in fetched.notes[0]
+
+
+@pytest.mark.fault("a manifest that is damaged in the mirror", "skipped with a note; an earlier step is resumed")
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("damage", [b"", b'{"format": 1', b'{"format": 999}'])
+def test_a_manifest_that_is_damaged_in_the_mirror_is_skipped_with_a_note(tmp_path: Path, damage: bytes) -> None:
+    recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
+    older, newer = (write_checkpoint(_parent(recipe), step, recipe=recipe) for step in (1, 2))
+    _upload(recipe)
+    (tmp_path / "mirror" / "run" / newer.name / MANIFEST_FILE).write_bytes(damage)
+    shutil.rmtree(newer)
+    fetched = _mirrored(recipe).fetch_newest(notify=lambda _text: None)
+    assert fetched.replaced == frozenset(), "the disk has the step before"
+    (note,) = fetched.notes
+    assert note.startswith(f"skipped file://{tmp_path}/mirror/run, step 2: {newer.name}/manifest.json")
+    shutil.rmtree(older)
+    assert _mirrored(recipe).fetch_newest(notify=lambda _text: None).replaced == {older}
+
+
+@pytest.mark.usefixtures("in_this_process")
+async def test_a_driver_whose_mirror_another_one_has_taken_ends(tmp_path: Path) -> None:
+    recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
+    write_checkpoint(_parent(recipe), 1, recipe=recipe)
+    url, is_copied = mirror_url(_mirror(recipe), recipe.run.name), asyncio.Event()
+
+    async def drive(claimed: str | None) -> None:
+        async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([]), claim=claimed) as mirroring:
+            async with asyncio.timeout(_WAIT_S):
+                while not mirroring._idle.is_set():
+                    await asyncio.sleep(0.01)
+            is_copied.set()
+            claim(Store(url), run_id="another disk", token=1)
+            write_checkpoint(_parent(recipe), 2, recipe=recipe)
+            mirroring.saved()
+            await asyncio.sleep(_WAIT_S)
+            raise AssertionError("it takes further steps")
+
+    with run_lock(recipe.run_folder):
+        mine, problem = claim_mirror(_mirror(recipe), recipe.run_folder)
+        assert (problem, mine is not None) == ("", True)
+        with pytest.raises(MachineError, match="another driver of this run has taken its mirror"):
+            await drive(mine)
+    assert is_copied.is_set()
+    assert _steps(url) == {1}
+
+
+@pytest.mark.usefixtures("in_this_process")
+async def test_a_mirror_that_could_not_be_reached_is_claimed_later(tmp_path: Path) -> None:
+    recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")
+    write_checkpoint(_parent(recipe), 1, recipe=recipe)
+    with run_lock(recipe.run_folder) as holder:
+        async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([])):
+            pass
+        owner = current_owner(Store(mirror_url(_mirror(recipe), recipe.run.name)))
+    assert owner is not None
+    assert (owner.run_id, owner.token, owner.steps) == (holder.run_id, holder.token, (1,))
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -330,7 +330,8 @@ class CountingRank:
 
 
 @pytest.mark.fault("an update of a driver that another has followed arrives late", "refused; the weights stay")
-def test_a_rank_refuses_a_driver_that_another_has_followed() -> None:
+def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.ranks.ranks.this_process", lambda: None)
     host, rank = RankHost("127.0.0.0/8"), CountingRank()
     host.start(lambda _spec: rank, spec(1))  # type: ignore[arg-type,return-value]
     assert host.run(1, "update") == 1
@@ -341,7 +342,7 @@ def test_a_rank_refuses_a_driver_that_another_has_followed() -> None:
         lambda: host.run_share(1, "update", *shares),  # type: ignore[arg-type]
         lambda: host.adopt(1, lambda _rank: True),
         lambda: host.follow(1),
-        lambda: host.compute_credit(1, *shares, frozenset()),  # type: ignore[arg-type]
+        lambda: host.compute_credit(1, *shares, frozenset()),  # type: ignore[arg-type,call-arg]
         lambda: host.normalise_credit(1, np.zeros((0, 0))),
     ]
     for call in late:

@@ -42,9 +42,9 @@ class OwnedStore(Protocol):
 class Owner:
     number: int
     run_id: str
-    """Of the run's lock: equal for all drivers that share a disk."""
+    """The one of the run's lock: equal for all drivers that share a disk."""
     token: int
-    """The driver's, of this lock."""
+    """The driver's token of this lock."""
     nonce: str
     """Random: a store that ignores conditions lets two drivers write one name."""
     steps: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Owner:
 
     @property
     def claim(self) -> str:
-        """What a process needs to act for this owner."""
+        """Proof of a process that it acts for this owner."""
         return f"{self.number}-{self.nonce}"
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.errors import CheckpointError, MegarlError, NodeMemoryError, WeightSyncError, WorkerError
+from megarl.system.run_lock import held_token, is_held
 
 Worker = TypeVar("Worker", covariant=True)
 Parameters = ParamSpec("Parameters")
@@ -47,14 +49,23 @@ class WorkerGroup(Generic[Worker]):
     A method is named as `Worker.method`, so that arguments and result are checked where the call is written.
     """
 
-    def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float) -> None:
-        """`timeout_s` is the deadline of a call without one of its own."""
+    def __init__(
+        self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float, run_folder: Path | None = None
+    ) -> None:
+        """`timeout_s` is the deadline of a call without one of its own. `run_folder` is that of a run with a lock."""
+        self._lock_of = run_folder
+        self.token = 0 if run_folder is None else held_token(run_folder)
+        """This driver's, which workers compare with those of others."""
         self.role = role
         self.workers = tuple(workers)
         self.timeout_s = timeout_s
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    async def is_ours(self) -> bool:
+        """Whether the workers are this driver's to end: another one may have taken over the run."""
+        return self._lock_of is None or await asyncio.to_thread(is_held, self._lock_of)
 
     async def call(
         self,

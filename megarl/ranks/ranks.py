@@ -37,10 +37,8 @@ from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_collectiv
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.affinity import bind_to_gpu
 from megarl.system.environment import capture_environment
-from megarl.system.epoch import Fence
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
-from megarl.system.run_lock import held_token, is_held
 from megarl.tokens import ColumnName, SampleColumn
 from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
@@ -74,7 +72,7 @@ class RankHost(ColumnHost):
 
     def __init__(self, bind: str | None, log: Path | None = None) -> None:
         """Write all output of the process to `log`."""
-        self._fence = Fence()
+        super().__init__()
         for variable in (*NCCL_VARIABLES, FLIGHT_RECORDER):
             if not variable.is_set:
                 variable.set(variable.default)
@@ -199,15 +197,13 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         device_lock: asyncio.Lock,
     ) -> None:
         """A call that does not end leaves a file in `run_folder`. All models of a pool have the same lock."""
-        super().__init__(role, workers, timeout_s=timeout_s)
+        super().__init__(role, workers, timeout_s=timeout_s, run_folder=run_folder)
         self._split = split
         self._data_parallel = len(workers) // split.model_parallel
         self.is_lost = False
         self.device_lock = device_lock
         """Locked while the ranks compute: models of one pool compute one after the other."""
         self._run_folder = run_folder
-        self.token = held_token(run_folder)
-        """This driver's, which the ranks compare with those of others."""
         self.processes: list[RemoteProcess] = []
         """The processes of the ranks, in order; empty until they have started."""
 
@@ -307,7 +303,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
     async def end(self) -> None:
         """End every process, frozen ones included, and wait until they are gone, unless another driver has them."""
-        if not await asyncio.to_thread(is_held, self._run_folder):
+        if not await self.is_ours():
             return
         for worker in self.workers:
             ray.kill(worker, no_restart=True)

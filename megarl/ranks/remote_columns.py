@@ -74,8 +74,9 @@ class RemoteColumn:
 class ColumnHost:
     """The methods of a rank's process that read columns of tokens on its node."""
 
-    _credit: PartCredit | None = None
-    _fence: Fence
+    def __init__(self) -> None:
+        self._fence = Fence()
+        self._credit: PartCredit | None = None
 
     def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleColumn:
         """Return the column of these samples from a part that is on this node."""

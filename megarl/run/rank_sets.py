@@ -29,7 +29,6 @@ from megarl.serving.connect import connect, make_room
 from megarl.serving.frozen import alternating, sleeping_beside_trainers
 from megarl.serving.serving import NoServing, Serving
 from megarl.serving.stragglers import watched_ranks
-from megarl.system.run_lock import check_held
 
 COLLECT_EVERY = 20_000
 """New objects before garbage is looked for: a step makes several for each of its rollouts, and none is garbage."""
@@ -57,7 +56,7 @@ class RankSets:
     choose_earlier: Callable[[Collection[Path]], ResumePoint | None]
     """Returns another checkpoint where ranks find some damaged."""
     mirror_claim: str | None = None
-    """What `claim_mirror` returned."""
+    """Returned by `claim_mirror`."""
     _saved_steps: list[int] = field(default_factory=list, init=False)
     _retained: RetainedGroups = field(default_factory=RetainedGroups, init=False)
     _damaged: set[Path] = field(default_factory=set, init=False)
@@ -92,8 +91,6 @@ class RankSets:
             except WorkerError as error:
                 if serving.done() and serving.exception() is not None:
                     raise  # the engines did not start
-                # Ranks of a driver that another has followed are not lost: the other has them, or has ended them.
-                await asyncio.to_thread(check_held, self.recipe.run_folder)
                 pause_s = restarts.spend(error, saved_step=max(self._saved_steps, default=0))
                 point = await self._last_good(first)
                 self._restarted(point, error)

@@ -17,6 +17,7 @@ from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError, WorkerError
 from megarl.families.shape import ModelShape
 from megarl.run.inputs import Inputs
+from megarl.system.run_lock import check_held
 
 ResumeChoice: TypeAlias = Path | Literal["auto", "never"]
 """`auto` resumes from the run's own newest checkpoint, if it has one."""
@@ -73,6 +74,8 @@ def last_good(
 
     Only checkpoints of `saved_steps` count: the folder may hold others, of an earlier run that went further.
     """
+    # Ranks of a driver that another has followed are not lost: the other has them, or has ended them.
+    check_held(recipe.run_folder)
     parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
     if recipe.checkpoint.contents == "everything":
         folders = [checkpoint_folder(parent, step) for step in sorted(set(saved_steps), reverse=True)]

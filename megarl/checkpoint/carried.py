@@ -21,6 +21,7 @@ from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.data.group_encoding import GroupRecord, JoinedColumns, content_columns, rollout_columns
 from megarl.data.rollout_files import make_text_folder
 from megarl.errors import CheckpointError, first_line
+from megarl.system.run_lock import check_held
 from megarl.tokens import OF_ROLLOUT, Content
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
@@ -120,9 +121,11 @@ def write_open_step(
 ) -> None:
     """Write groups that `version` answered; `identity` is equal in runs whose answers and scores would be the same.
 
-    Each part is complete under its name. With `is_continued` it comes beside those that are there.
+    Each part is complete under its name. With `is_continued` it comes beside those that are there. Raise MachineError
+    where another driver has the run: they are its own.
     """
     folder = run_folder / OPEN_STEP_FOLDER
+    check_held(run_folder)
     if not is_continued:
         remove_open_step(run_folder)
     make_text_folder(folder)
@@ -135,6 +138,7 @@ def write_open_step(
         (partial / _OPEN_PART_FILE).write_bytes(_OPEN_PART.dump_json(record))
         sync(partial / _OPEN_PART_FILE)
         sync(partial)
+        check_held(run_folder)
         partial.rename(folder / name)
     sync(folder)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
 from megarl.env import visible_gpus
-from megarl.errors import MachineError, first_line
+from megarl.errors import MachineError, PreemptedError, first_line
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
 from megarl.weights.algebra.slices import Gpu
@@ -364,10 +366,17 @@ def own_address(bind: str | None) -> str:
 
 @contextmanager
 def joined(address: str, *, log_hint: str = "", namespace: str | None = None) -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise MachineError(f"cannot join Ray at {address}: {first_line(error)}{log_hint}") from None
+    except SystemExit:
+        # Ray sets a handler of its own, which exits.
+        raise PreemptedError(f"stopped by SIGTERM while it joined Ray at {address}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
     try:
         yield
     finally:

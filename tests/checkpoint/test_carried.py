@@ -17,9 +17,12 @@ from megarl.checkpoint.carried import (
     write_groups,
     write_open_step,
 )
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, MachineError
+from megarl.system.run_lock import run_lock
 from megarl.types import PolicyVersion, Prompt, Rollout, ScoredGroup
 from tests.algo.groups import scored_group, with_baseline
+from tests.system.test_run_lock import ELSEWHERE
+from tests.system.test_run_lock import write as write_lock
 
 GROUPS = [
     scored_group(3, [1, 0], lengths=[2, 5], cut=[1]),
@@ -150,6 +153,16 @@ def test_what_cannot_be_read_is_asked_again(tmp_path: Path, name: str, is_missin
 def test_a_half_written_one_is_as_if_there_were_none(tmp_path: Path) -> None:
     (tmp_path / OPEN_STEP_FOLDER / "0.tmp").mkdir(parents=True)
     assert take(tmp_path) == ([], [])
+
+
+def test_a_driver_that_lost_its_run_leaves_the_answers_of_its_successor_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write(folder)
+    with run_lock(folder, beat_s=3600):
+        write_lock(folder, replace(ELSEWHERE, token=99))
+        with pytest.raises(MachineError, match="has taken over"):
+            write_open_step(folder, GROUPS[:1], version=PolicyVersion(5), identity="a run")
+    assert len(take(folder)[0]) == len(GROUPS)
 
 
 def test_parts_are_added_while_a_step_goes_on_and_a_new_step_begins_anew(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import ray
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
@@ -16,12 +20,13 @@ from megarl.cluster.cluster import (
     Pool,
     accelerators,
     gpu_numbers,
+    joined,
     nodes_of,
     refuse_missing,
 )
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
-from megarl.errors import MachineError
+from megarl.errors import MachineError, PreemptedError
 
 
 def places(pool: str, *nodes: str, gpus: tuple[int, ...] = (), size: int = 2) -> list[Place]:
@@ -127,3 +132,21 @@ def test_excluded_nodes_are_known_to_the_next_driver_until_they_are_taken_back(t
     assert later.excluded == {"10.0.0.3", "10.0.0.7"}
     later.forgive("10.0.0.3")
     assert NodeFaults(record=record).excluded == {"10.0.0.7"}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_sigterm_while_ray_is_joined_is_a_preemption_and_rays_handler_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    def init(**_options: object) -> None:
+        """Set a handler as Ray does."""
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(number))
+        if is_early:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(PreemptedError, match="stopped by SIGTERM") if is_early else nullcontext(), joined("ray:1"):
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -332,6 +332,7 @@ class CountingRank:
 @pytest.mark.fault("an update of a driver that another has followed arrives late", "refused; the weights stay")
 def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.ranks.ranks.this_process", lambda: None)
+    monkeypatch.setattr("megarl.ranks.ranks.own_address", lambda _: "127.0.0.1")
     host, rank = RankHost("127.0.0.0/8"), CountingRank()
     host.start(lambda _spec: rank, spec(1))  # type: ignore[arg-type,return-value]
     assert host.run(1, "update") == 1
@@ -375,7 +376,10 @@ async def test_a_driver_that_lost_its_run_ends_no_ranks(
     assert killed == ([] if is_lost else ["rank"])
 
 
-def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it() -> None:
+def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megarl.ranks.ranks.own_address", lambda _: "127.0.0.1")
     built: list[RankSpec] = []
     host = RankHost("127.0.0.0/8")
     address, port = host.find_address()

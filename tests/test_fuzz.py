@@ -1,4 +1,4 @@
-"""Whatever bytes a manifest, an event, a recipe or a data set has: an error of megarl or an answer, soon."""
+"""Whatever bytes a manifest, an event, a recipe or a data set has: an error of megarl or an answer, within bounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pyarrow as pa
@@ -37,6 +38,8 @@ from tests.repository import ROOT
 
 MAX_CPU_S = 5.0
 """One parse; far more than any takes, on a machine that is five times slower too."""
+MAX_KIB = 512 << 10
+"""By which one parse may raise the most that this process ever held."""
 FUZZ = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -54,12 +57,13 @@ HOSTILE = st.recursive(
 
 @contextmanager
 def no_exception_but_ours() -> Iterator[None]:
-    began = time.process_time()
+    began, held = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
     try:
         yield
     except MegarlError as error:
         str(error).encode(errors="surrogatepass")
     assert time.process_time() - began < MAX_CPU_S
+    assert getrusage(RUSAGE_SELF).ru_maxrss - held < MAX_KIB
 
 
 @st.composite

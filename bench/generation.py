@@ -24,7 +24,8 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import graph_sizes
 from megarl.families import PUBLIC_MODELS
-from megarl.planner.deployment import deploy, find_shapes
+from megarl.planner.complete import complete
+from megarl.planner.deployment import find_shapes
 from megarl.planner.hardware import gpu_of
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
 from megarl.types import Prompt
@@ -64,7 +65,7 @@ def default_role(folder: Path, options: Mapping[str, object], load: GenerationLo
             "train": {"prompts_per_step": load.num_prompts},
         }
     )
-    deployment = deploy(recipe, find_shapes(recipe.model, recipe.roles), gpu_of(recipe.cluster, ()))
+    _, deployment = complete(recipe, find_shapes(recipe.model, recipe.roles), gpu_of(recipe.cluster, ()))
     role, engine = deployment.roles.rollout, deployment.engine
     assert role is not None and engine is not None, "a recipe with engines"  # noqa: PT018
     return role.model_copy(update={"sglang": dict(options), "max_cached_tokens": engine.cached_tokens})

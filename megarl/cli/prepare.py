@@ -73,7 +73,6 @@ def init(
         "reward": _reward(scorer),
         "train": {
             "prompts_per_step": 64,
-            "tokens_per_micro_batch": max(8192, 1024 + response_tokens),
             "optimizer": {"learning_rate": 1e-6},
         },
         **({"evaluation": {"every_steps": 10}} if held_out else {}),

@@ -359,7 +359,7 @@ def accelerators() -> list[str]:
 def own_address(bind: str | None) -> str:
     """Return this machine's address in the network `bind`; without one, the address Ray has for this machine."""
     if bind is not None:
-        return address_in(bind, towards=ray.get_runtime_context().gcs_address)
+        return address_in(bind, towards=ray.get_runtime_context().gcs_address if ray.is_initialized() else None)
     address: str = ray.util.get_node_ip_address()
     return address
 

@@ -174,8 +174,9 @@ class TrainConfig(Section):
     """Mini-batch of one optimizer update; null makes the whole step one update."""
     epochs: PositiveInt = 1
     """How often the rollouts of a step are trained on."""
-    tokens_per_micro_batch: PositiveInt = 8192
-    """Sequences are packed up to this many tokens; must hold the longest prompt + response."""
+    tokens_per_micro_batch: PositiveInt | None = None
+    """Sequences are packed up to this many tokens; must hold the longest prompt + response. null: so many that a GPU
+    computes several times as long as its host needs to start the work, if the plan finds memory for them."""
     max_staleness: NonNegativeInt = 0
     """Steps a trained token's policy may be behind the one that is trained; 0 generates and trains in turn, 1 generates
     the next step while this one is trained, more lets engines run further ahead."""
@@ -192,6 +193,12 @@ class TrainConfig(Section):
     count. 0 ends the run at once."""
     restart_pause_s: NonNegativeFloat = 1.0
     """Pause before the first restart; it doubles with each further one, up to a minute."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch, in a recipe that its plan has completed."""
+        assert self.tokens_per_micro_batch is not None, "the plan has not completed the recipe"
+        return self.tokens_per_micro_batch
 
     @property
     def deadline_s(self) -> float:

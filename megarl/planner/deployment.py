@@ -280,7 +280,7 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
                 work=ModelWork.of(
                     shapes.of(role),
                     split,
-                    tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
+                    tokens_per_micro_batch=recipe.train.micro_batch_tokens,
                     device=device,
                     lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
                 ),

@@ -17,11 +17,12 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
-from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig, TrainedModelConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import Recomputation
-from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, deploy, find_shapes
+from megarl.planner.complete import complete
+from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, find_shapes
 from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.ledger import (
     HostLedger,
@@ -30,7 +31,6 @@ from megarl.planner.ledger import (
     host_ledgers,
     ledgers,
     snapshot_bytes,
-    with_release,
 )
 from megarl.planner.limits import RunLimits, check_limits, limits_of
 from megarl.planner.memory import EngineMemory, StageMemory
@@ -135,7 +135,7 @@ def size(
 def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> list[Proposal]:
     """Return at most three proposals, each sufficient by itself; pairs of changes if no single change is."""
     singles: list[_Change] = [
-        *_micro_batch_changes(recipe.train.tokens_per_micro_batch, smallest=recipe.max_context_tokens),
+        *_micro_batch_changes(recipe.train.micro_batch_tokens, smallest=recipe.max_context_tokens),
         *(change for role, split in recipe.roles.megatron_roles.items() for change in _model_changes(role, split)),
         *_pool_changes(recipe.pools),
         *_engine_changes(recipe.roles.rollout),
@@ -195,7 +195,7 @@ def _fitting(
         changed = _changed(document, assignments)
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
-        deployment = with_release(deploy(changed, shapes, gpu), changed.algorithm)
+        changed, deployment = complete(changed, shapes, gpu)
         of_gpus = ledgers(deployment, changed.algorithm)
         worst = min(of_gpus, key=lambda ledger: ledger.margin_bytes or 0)
         if worst.margin_bytes is None or worst.margin_bytes < 0:
@@ -327,7 +327,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         raise ConfigError(source, tuple(problems))
     recipe = _without_running_engines(recipe)
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
-    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    recipe, deployment = complete(recipe, shapes, gpu)
     published = _published(deployment)
     sizes = size(
         recipe,
@@ -359,7 +359,7 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     """Replay a run through the model of its own recipe."""
     recipe = _without_running_engines(run.recipe)
     shapes = find_shapes(recipe.model, recipe.roles, name=shape_name, algorithm=recipe.algorithm)
-    deployment = with_release(deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster)), recipe.algorithm)
+    recipe, deployment = complete(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
     published = _published(deployment)
     publish_s = published.seconds if published else 0.0
     timings = [
@@ -368,10 +368,10 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     return replay(run, [timing for timing in timings if timing is not None])
 
 
-def planned_roles(recipe: Recipe, gpu: GpuModel) -> RolesConfig:
-    """Return the roles with what the recipe leaves to the plan: requests at a time in an engine, memory it gives up."""
+def planned(recipe: Recipe, gpu: GpuModel) -> Recipe:
+    """Return the recipe with what it leaves to the plan."""
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
-    return with_release(deploy(recipe, shapes, gpu), recipe.algorithm).roles
+    return complete(recipe, shapes, gpu)[0]
 
 
 def planned_limits(recipe: Recipe, gpu: GpuModel) -> RunLimits | None:
@@ -381,7 +381,8 @@ def planned_limits(recipe: Recipe, gpu: GpuModel) -> RunLimits | None:
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = _without_running_engines(recipe)
     workload = StepWorkload.half(recipe.data, recipe.sampling)
-    return size(recipe, with_release(deploy(recipe, shapes, gpu), recipe.algorithm), workload, publish_s=0.0).limits
+    recipe, deployment = complete(recipe, shapes, gpu)
+    return size(recipe, deployment, workload, publish_s=0.0).limits
 
 
 def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
@@ -394,7 +395,7 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
         return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = _without_running_engines(recipe)
-    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    recipe, deployment = complete(recipe, shapes, gpu)
     workload = StepWorkload.half(recipe.data, recipe.sampling)
     sizes = size(recipe, deployment, workload, publish_s=0.0)
     if contradictions := tuple(check_limits(recipe, sizes.limits)):

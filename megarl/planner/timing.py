@@ -175,7 +175,7 @@ def _training_times(
             deployment.gpu,
             workload,
             num_sequences=num_sequences,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            tokens_per_micro_batch=train.micro_batch_tokens,
             num_mini_batches=_mini_batches(train, deployment.roles.critic if role == "critic" else None),
         )
         for role, model in deployment.models.items()

@@ -78,7 +78,7 @@ def _packing(
     needs = recipe.algorithm.needs
     packing = Packing(
         data_parallel=recipe.pools[pool].gpus // split.model_parallel,
-        tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
+        tokens_per_micro_batch=recipe.train.micro_batch_tokens,
         samples_per_update=None if prompts_per_update is None else prompts_per_update * recipe.samples_per_prompt,
         pad_multiple=split.pack_multiple,
         sequence_multiple=split.sequence_multiple,

@@ -19,7 +19,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.observe.observer import Observer
-from megarl.planner.fit import check_fit, planned_limits, planned_roles
+from megarl.planner.fit import check_fit, planned, planned_limits
 from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
 from megarl.planner.limits import with_limits
 from megarl.rollout.frozen import FrozenRole
@@ -76,7 +76,7 @@ async def _take_steps(
             observer.warned(warning)
         gpu = gpu_of(recipe.cluster, kinds)
         recipe = _limited(recipe, gpu, observer)
-        recipe = recipe.model_copy(update={"roles": planned_roles(recipe, gpu)})
+        recipe = planned(recipe, gpu)
         rank_sets, preemption.grace_s = replace(rank_sets, recipe=recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")

@@ -35,6 +35,8 @@ from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork, _kept_bytes_per_token, layer_bytes
 from megarl.planner.deployment import find_shapes
+from megarl.planner.fit import planned
+from megarl.planner.hardware import gpu_of
 from megarl.planner.memory import stage_memory
 from megarl.train import attention, cpu, layers
 from megarl.train.attention import PackedSequences, Rotation
@@ -360,8 +362,9 @@ def main(what: str, path: Path) -> None:
     if what == "activations":
         replace_kernels()
     recipe = read_recipe(path, []).recipe
+    recipe = planned(recipe, gpu_of(recipe.cluster))
     for model in trained_models(recipe):
-        tokens = recipe.train.tokens_per_micro_batch
+        tokens = recipe.train.micro_batch_tokens
         found = check_ranks(model) if what == "layouts" else kept_by_a_micro_batch(model, tokens_per_micro_batch=tokens)
         sys.stdout.write(f"{json.dumps(asdict(found))}\n")
         sys.stdout.flush()

@@ -18,7 +18,7 @@ RECIPE_TREE: dict[str, Tree] = {
     },
     "algorithm": {"kind": "grpo"},
     "sampling": {"max_response_tokens": 3072},
-    "train": {"prompts_per_step": 128},
+    "train": {"prompts_per_step": 128, "tokens_per_micro_batch": 8192},
 }
 
 

@@ -31,7 +31,7 @@ SHAPE = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=8)
 def work_of(*assignments: str) -> ModelWork:
     recipe: Recipe = make_recipe("roles.actor={pool: train, tensor: 4}", *assignments)
     return ModelWork.of(
-        SHAPE, recipe.roles.actor, tokens_per_micro_batch=recipe.train.tokens_per_micro_batch, device=recipe.run.device
+        SHAPE, recipe.roles.actor, tokens_per_micro_batch=recipe.train.micro_batch_tokens, device=recipe.run.device
     )
 
 

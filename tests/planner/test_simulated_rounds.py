@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.load import read_recipe
-from megarl.planner.deployment import PublishWay, deploy, find_shapes
+from megarl.planner.complete import complete
+from megarl.planner.deployment import PublishWay, find_shapes
 from megarl.planner.hardware import gpu_of
 from megarl.planner.reshard import publish_plan, reshard
 from megarl.weights.algebra.slices import Link
@@ -31,7 +32,7 @@ WIDE = ("pools.train.nodes=64", "pools.rollout.nodes=32")
 def test_a_publish_takes_as_long_as_its_busiest_rank_and_as_planned(name: str, changes: tuple[str, ...]) -> None:
     recipe = read_recipe(ROOT / "recipes" / f"{name}.yaml", changes).recipe
     gpu = gpu_of(recipe.cluster)
-    deployment = deploy(recipe, find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm), gpu)
+    _, deployment = complete(recipe, find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm), gpu)
     planned = reshard(deployment)
     assert planned.way is PublishWay.NCCL
     publish = Publish.of(publish_plan(deployment), direct=Link.NODE)

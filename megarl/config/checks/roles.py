@@ -280,7 +280,9 @@ def _lengths(data: DataConfig, sampling: SamplingConfig, train: TrainConfig, rol
         f"one sequence of data.max_prompt_tokens {data.max_prompt_tokens} + "
         f"sampling.max_response_tokens {sampling.max_response_tokens}"
     )
-    if num_tokens > train.tokens_per_micro_batch:
+    if train.tokens_per_micro_batch is None:
+        pass  # the plan chooses enough
+    elif num_tokens > train.tokens_per_micro_batch:
         yield Problem(
             key="train.tokens_per_micro_batch", message=f"{train.tokens_per_micro_batch} cannot hold {longest}"
         )

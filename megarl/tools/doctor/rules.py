@@ -89,7 +89,7 @@ def longer_responses(run: RunHistory) -> Sequence[RecipeChange]:
     limit = 2 * recipe.sampling.max_response_tokens
     changes = [_change("sampling.max_response_tokens", limit)]
     needed = recipe.data.max_prompt_tokens + limit
-    if recipe.train.tokens_per_micro_batch < needed:
+    if (tokens := recipe.train.tokens_per_micro_batch) is not None and tokens < needed:
         changes.append(_change("train.tokens_per_micro_batch", needed))
     return changes
 
@@ -153,8 +153,9 @@ def less_for_engines(run: RunHistory) -> Sequence[RecipeChange]:
 def less_per_micro_batch(run: RunHistory) -> Sequence[RecipeChange]:
     """Halve the tokens of a micro-batch down to the longest sequence; where that is reached, recompute activations."""
     recipe = run.recipe
-    tokens = max(recipe.max_context_tokens, recipe.train.tokens_per_micro_batch // 2)
-    if tokens < recipe.train.tokens_per_micro_batch:
+    tokens, longest = recipe.train.tokens_per_micro_batch, recipe.max_context_tokens
+    if tokens is None or tokens > longest:
+        tokens = longest if tokens is None else max(longest, tokens // 2)
         return (_change("train.tokens_per_micro_batch", tokens),)
     if "recompute_granularity" in recipe.roles.actor.megatron:
         return ()

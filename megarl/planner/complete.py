@@ -1,0 +1,78 @@
+"""Completes a recipe with what it leaves to its plan: tokens of a micro-batch, and an engine's requests and memory."""
+
+from __future__ import annotations
+
+from megarl.config.recipe import Recipe
+from megarl.planner.deployment import Deployment, PlannedModel, RoleShapes, deploy
+from megarl.planner.flops import forward_work
+from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, EXPERT_EFFICIENCY, GpuModel
+from megarl.planner.ledger import SPARE_SHARE, ledgers, with_release
+
+_FEWEST_TOKENS = 8192
+"""Rows with which the products of any model fill a GPU; more are needed where its layers are small."""
+_LAYER_START_S = 1.4e-3
+"""Time of the host to start one layer's forward and backward pass: a micro-batch of a 135M model with 30 layers took
+58, 100 and 167 ms with 8k, 32k and 64k tokens on an H200, of which 42 ms are independent of its tokens."""
+_BUSY = 4
+"""A GPU computes for this many times as long as the host needs to start its work."""
+_PER_STAGE = 4
+"""Micro-batches per pipeline stage, at least, that keep its bubble small."""
+
+
+def complete(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> tuple[Recipe, Deployment]:
+    """Return the recipe with every value that it leaves to the plan, and its deployment."""
+    recipe = with_micro_batch(recipe, shapes, gpu)
+    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    return recipe.model_copy(update={"roles": deployment.roles}), deployment
+
+
+def with_micro_batch(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Recipe:
+    """Return the recipe with the tokens of a micro-batch, where it does not say: many, as far as memory is left."""
+    if recipe.train.tokens_per_micro_batch is not None:
+        return recipe
+    smallest = max(
+        -(-recipe.max_context_tokens // split.sequence_multiple) * split.sequence_multiple
+        for split in recipe.roles.megatron_roles.values()
+    )
+    if recipe.run.device == "cpu":
+        return _with_tokens(recipe, max(smallest, _FEWEST_TOKENS))
+    least = with_release(deploy(_with_tokens(recipe, smallest), shapes, gpu), recipe.algorithm)
+    tokens = _wanted_tokens(recipe, least.models["actor"], gpu)
+    while tokens > smallest:
+        larger = with_release(deploy(_with_tokens(recipe, tokens), shapes, gpu), recipe.algorithm)
+        if _has_room(larger, recipe) and _released(larger) == _released(least):
+            break
+        tokens //= 2
+    return _with_tokens(recipe, max(tokens, smallest))
+
+
+def _with_tokens(recipe: Recipe, tokens: int) -> Recipe:
+    train = recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})
+    return recipe.model_copy(update={"train": train})
+
+
+def _wanted_tokens(recipe: Recipe, actor: PlannedModel, gpu: GpuModel) -> int:
+    """Return a power of two that keeps a GPU busy, but no more than an update has for it."""
+    shape, parallel = actor.work.shape, actor.placement.parallel
+    context = recipe.max_context_tokens
+    work = forward_work(shape, num_tokens=context, num_squared_tokens=context**2)
+    forward = work.dense / DENSE_EFFICIENCY + work.expert / EXPERT_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
+    token_s = 3 * forward / context / gpu.flops / (parallel.tensor * parallel.context * parallel.pipeline)
+    busy = _BUSY * _LAYER_START_S * shape.num_layers / parallel.pipeline / token_s
+    prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
+    own = prompts * recipe.samples_per_prompt * context // parallel.data
+    if parallel.pipeline > 1:
+        own //= _PER_STAGE * parallel.pipeline
+    wanted = min(max(int(busy), _FEWEST_TOKENS), max(own, 1))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _released(deployment: Deployment) -> str | None:
+    """Return what engines give up for an update: it takes seconds of every step to come back."""
+    return None if deployment.roles.rollout is None else deployment.roles.rollout.release
+
+
+def _has_room(deployment: Deployment, recipe: Recipe) -> bool:
+    assert deployment.capacity_bytes is not None, "a GPU has a memory"
+    spare = min(each.margin_bytes or 0 for each in ledgers(deployment, recipe.algorithm))
+    return spare >= SPARE_SHARE * deployment.capacity_bytes

@@ -111,7 +111,7 @@ def test_a_recipe_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "complaint"),
     [
         (["--set", "model.path=mine"], "model.path: mine is neither here nor a known model; name a shape with --shape"),
-        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of qwen2.5-0.5b"),
+        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of llama-3.1-8b"),
         (["--gpu", "v100"], "v100: unknown 'v100'; one of a100, a100-40g, h20, h100, h200"),
     ],
 )

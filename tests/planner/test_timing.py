@@ -227,7 +227,7 @@ def test_the_all_to_all_of_a_mixture_takes_its_time_over_the_network() -> None:
         "roles.actor={pool: train, tensor: 4, is_sequence_parallel: true, pipeline: 8, last_stage_layers: 10, "
         "expert: 16, expert_tensor: 1}",
         "roles.rollout={pool: rollout, tensor: 8}",
-        "train={prompts_per_step: 256, prompts_per_update: 128}",
+        "train={prompts_per_step: 256, prompts_per_update: 128, tokens_per_micro_batch: 8192}",
     )
     network_s = 131_072 * 12 * 262_144 / 2 / (50e9 * ALL_TO_ALL_EFFICIENCY)
     timing = time_of(recipe, shape=mixture, response=1948)

@@ -301,7 +301,8 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{workload.mean_response_tokens:,} tokens: {timing.trained_tokens:,} tokens a step",
         f"{gpu.name}: {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_per_s:g} GB/s memory, "
         f"{gpu.node_gb_per_s:g} GB/s in a node, {gpu.network_gb_per_s:g} GB/s network",
-        f"{timing.num_micro_batches} micro-batches per rank and update, a pipeline bubble of {timing.bubble:.0%}, "
+        f"{timing.num_micro_batches} micro-batches of up to {plan.tokens_per_micro_batch:,} tokens per rank and "
+        f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
     ]
     if saves(answer.recipe.checkpoint):

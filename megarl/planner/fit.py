@@ -21,7 +21,7 @@ from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConf
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import Recomputation
-from megarl.planner.complete import complete
+from megarl.planner.complete import complete, with_micro_batch
 from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, find_shapes
 from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.ledger import (
@@ -134,8 +134,9 @@ def size(
 
 def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> list[Proposal]:
     """Return at most three proposals, each sufficient by itself; pairs of changes if no single change is."""
+    tokens = with_micro_batch(recipe, shapes, gpu).train.micro_batch_tokens
     singles: list[_Change] = [
-        *_micro_batch_changes(recipe.train.micro_batch_tokens, smallest=recipe.max_context_tokens),
+        *_micro_batch_changes(tokens, smallest=recipe.max_context_tokens),
         *(change for role, split in recipe.roles.megatron_roles.items() for change in _model_changes(role, split)),
         *_pool_changes(recipe.pools),
         *_engine_changes(recipe.roles.rollout),
@@ -302,6 +303,7 @@ class RunPlan:
     sizes: Sizes
     reshard: Reshard | None
     """None for a run without engines."""
+    tokens_per_micro_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,10 +329,10 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         raise ConfigError(source, tuple(problems))
     recipe = _without_running_engines(recipe)
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
-    recipe, deployment = complete(recipe, shapes, gpu)
+    completed, deployment = complete(recipe, shapes, gpu)
     published = _published(deployment)
     sizes = size(
-        recipe,
+        completed,
         deployment,
         workload,
         publish_s=published.seconds if published else 0.0,
@@ -346,6 +348,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         stages={role: model.stages for role, model in deployment.models.items() if model.is_trained},
         sizes=sizes,
         reshard=published,
+        tokens_per_micro_batch=completed.train.micro_batch_tokens,
     )
     fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)
     faster = None
@@ -395,9 +398,9 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
         return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
     shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = _without_running_engines(recipe)
-    recipe, deployment = complete(recipe, shapes, gpu)
+    completed, deployment = complete(recipe, shapes, gpu)
     workload = StepWorkload.half(recipe.data, recipe.sampling)
-    sizes = size(recipe, deployment, workload, publish_s=0.0)
+    sizes = size(completed, deployment, workload, publish_s=0.0)
     if contradictions := tuple(check_limits(recipe, sizes.limits)):
         raise ConfigError(recipe.run.name, contradictions)
     if sizes.fits:

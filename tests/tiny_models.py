@@ -16,6 +16,12 @@ from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -38,6 +44,9 @@ from megarl.config.model import read_model_shape
 from megarl.families.shape import ModelShape
 
 _MODELS = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -51,6 +60,30 @@ _MODELS = {
 FAMILIES = tuple(_MODELS)
 QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
+_LATENT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_TRUNCATED_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_UNWRITTEN: dict[str, dict[str, object]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+}
+"""Fields that SGLang reads and transformers does not write."""
 
 
 def write_tiny_model(
@@ -90,20 +123,51 @@ def write_tiny_model(
         sizes |= {"head_dim": 32, "sliding_window": None}  # as in Nemo
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 2 * ffn
+    sizes |= _own_sizes(family, layers=layers, heads=heads, ffn=ffn)
     if rope is not None:
         sizes["rope_parameters"] = rope
     config = config_class(
-        **sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32"
+        **sizes,
+        tie_word_embeddings=tied or family == "gemma3_text",
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        dtype="float32",
     )
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
-        for name, parameter in [*model.named_parameters(), *biases]:
-            mean = 1.0 if "norm" in name else 0.0
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
+            mean = 1.0 if "norm" in name and family != "gemma3_text" else 0.0
             parameter.normal_(mean=mean, std=0.05, generator=generator)
+            if name.endswith("sinks"):
+                parameter.copy_(parameter.bfloat16())  # as engines have them, whatever their dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if family in _UNWRITTEN:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | _UNWRITTEN[family]))
     return read_model_shape(folder)
+
+
+def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, object]:
+    """Return the fields of families whose layers are not those of Llama."""
+    near_and_far = ["sliding_attention", "full_attention"] * layers
+    windows: dict[str, object] = {"head_dim": 16, "sliding_window": 5, "layer_types": near_and_far[:layers]}
+    match family:
+        case "deepseek_v3":
+            latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+            experts = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 4}
+            groups = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "moe_intermediate_size": ffn // 2}
+            heads_too = {"v_head_dim": 16, "num_key_value_heads": heads, "rope_parameters": _LATENT_ROPE}
+            return {**latent, **experts, **groups, **heads_too}
+        case "gpt_oss":
+            experts = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+            return {**windows, **experts, "rope_parameters": _TRUNCATED_YARN}
+        case "gemma3_text":
+            return {**windows, "query_pre_attn_scalar": 24}
+        case _:
+            return {}
 
 
 def write_random_adapter(

@@ -29,11 +29,13 @@ from megarl.families.interface import critic_architecture
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes
+from megarl.weights.executors.codecs import as_in_file
 from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
 from megarl.weights.executors.tensors import box_of, bytes_of, torch_dtype
-from megarl.weights.layouts.pieces import whole
+from megarl.weights.layouts.pieces import stacked, whole
+from megarl.weights.layouts.stored import file_shape, place_of
 
 BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
 """(name of a rank's own tensor, offsets, shape) -> that box of it."""
@@ -131,18 +133,21 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
 
 
 def assign_tensors(layout: Layout) -> Layout:
-    """Assign every canonical tensor to one of the ranks that hold a part of it: largest first, to the least loaded."""
+    """Assign every tensor of the files to one of the ranks that hold a part: largest first, to the least loaded."""
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for holding in layout.holdings:
-        for piece in holding.pieces:
-            holders[piece.slice.name].add(holding.rank)
+        for name in {piece.slice.name for piece in holding.pieces}:
+            holders[place_of(name)[0]].add(holding.rank)
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for name, spec in layout.canonical.items():
+        sizes[place_of(name)[0]] += spec.num_bytes
     load = {holding.rank: 0 for holding in layout.holdings}
     assigned: defaultdict[int, list[str]] = defaultdict(list)
-    for name in sorted(layout.canonical, key=lambda name: (-layout.canonical[name].num_bytes, name)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
             raise CheckpointError(f"no rank holds any of {name}")
         rank = min(holders[name], key=lambda rank: (load[rank], rank))
-        load[rank] += layout.canonical[name].num_bytes
+        load[rank] += sizes[name]
         assigned[rank].append(name)
     holdings = [_whole_holding(rank, sorted(assigned[rank]), layout.canonical) for rank in sorted(load)]
     return Layout(canonical=layout.canonical, holdings=tuple(holdings))
@@ -150,14 +155,26 @@ def assign_tensors(layout: Layout) -> Layout:
 
 def _all_on_one(layout: Layout) -> Layout:
     others = [Holding(rank=holding.rank, tensors={}, pieces=()) for holding in layout.holdings if holding.rank]
-    first = _whole_holding(0, sorted(layout.canonical), layout.canonical)
+    names = {place_of(name)[0] for name in layout.canonical}
+    first = _whole_holding(0, sorted(names), layout.canonical)
     return Layout(canonical=layout.canonical, holdings=(first, *others))
 
 
 def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, TensorSpec]) -> Holding:
-    specs = {name: canonical[name] for name in names}
-    pieces = tuple(piece for name, spec in specs.items() for piece in whole(name, name, spec).pieces)
-    return Holding(rank=rank, tensors=specs, pieces=pieces)
+    """Return tensors of the files, of which some are stacks of canonical ones, in their orientation."""
+    stacks: defaultdict[str, list[str]] = defaultdict(list)
+    for name in canonical:
+        if (holder := place_of(name)[0]) != name:
+            stacks[holder].append(name)
+    tensors: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    for name in names:
+        parts = [whole(part, part, canonical[part]) for part in stacks.get(name, ())]
+        tensor = stacked(name, parts) if parts else whole(name, name, canonical[name])
+        dtype = canonical[stacks[name][0] if parts else name].dtype
+        tensors[name] = TensorSpec(shape=tensor.shape, dtype=dtype)
+        pieces += tensor.pieces
+    return Holding(rank=rank, tensors=tensors, pieces=tuple(pieces))
 
 
 class GatheringPlan(Plan):
@@ -351,13 +368,13 @@ def receive_into(
         return None
     specs = moves.target.by_rank[group.peer].tensors
     parts = _room_for_parts(moves, tensors, group.peer)
-    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs.items()}
+    headers = {name: (header_dtype(spec.dtype), file_shape(name, spec.shape)) for name, spec in specs.items()}
     with closing(TensorFile(path, headers)) as file, ThreadPoolExecutor(1) as writer:
         entries, written = {entry.name: entry for entry in file.entries}, dict[str, Future[None]]()
 
         def write(name: str) -> None:
             refuse_unfinite({name: parts[name]})
-            file.write(entries[name], [bytes_of(parts[name])])
+            file.write(entries[name], [bytes_of(as_in_file(name, parts[name]))])
 
         def begin(name: str) -> None:
             written[name] = writer.submit(write, name)

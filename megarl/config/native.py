@@ -308,6 +308,7 @@ _SGLANG: Mapping[str, str] = {
 _SGLANG_ON_CPU: Mapping[str, str] = {
     "attention_backend": "torch_native is the only one on a CPU; remove it",
     "chunked_prefill_size": "prompts are never cut on a CPU; remove it",
+    "disable_radix_cache": "a deterministic engine on a CPU has none; set roles.rollout.is_deterministic instead",
 }
 
 OWNED: Mapping[Library, tuple[Mapping[str, str], ...]] = {

@@ -44,6 +44,8 @@ def install() -> None:
     _allow_deterministic_inference()
     _divide_experts()
     _gate_shared_experts()
+    _absorb_latent_keys()
+    _add_sinks()
     _unpin_memory()
     _fork_workers()
 
@@ -65,7 +67,9 @@ def _allow_deterministic_inference() -> None:
     from sglang.srt import batch_invariant_ops  # noqa: PLC0415 - needs the stand-ins
     from sglang.srt.arg_groups import choices  # noqa: PLC0415 - needs the stand-ins
 
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_deterministic_attention_backend_choices(["torch_native", "intel_amx"])
+    # SGLang refuses latent attention by backends that are not in this list, too. `process` disables the cache.
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native", "intel_amx"])
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
 
 
@@ -102,6 +106,25 @@ def _gate_shared_experts() -> None:
     from sglang.kernels.ops.elementwise import elementwise  # noqa: PLC0415 - needs the stand-ins
 
     elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
+def _absorb_latent_keys() -> None:
+    """Let latent attention read its cache in every pass: without a word SGLang takes the cached vectors for keys."""
+    from sglang.srt.models.deepseek_common import (  # noqa: PLC0415 - needs the stand-ins
+        attention_backend_handler as handlers,
+    )
+
+    method = handlers.AttnForwardMethod.MLA
+    handlers.AttentionBackendRegistry.register("torch_native", lambda *_: method)
+
+
+def _add_sinks() -> None:
+    """Give attention in torch sinks. SGLang chooses it, for want of AMX, where a family asks for Intel's."""
+    from sglang.srt.layers.attention import torch_native_backend  # noqa: PLC0415 - needs the stand-ins
+
+    from megarl.engine.cpu_attention import SinkAttention  # noqa: PLC0415 - needs the stand-ins
+
+    torch_native_backend.TorchNativeAttnBackend = SinkAttention
 
 
 def _unpin_memory() -> None:

@@ -99,6 +99,7 @@ class EngineSpec:
     is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
     has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
     options: tuple[str, ...] = ()  # words of the command line that its family needs
+    is_dequantized: bool = False  # the folder may have quantized files, and the engine has none
 
     @property
     def dtype(self) -> str:
@@ -266,7 +267,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--log-level-http": "warning",
         **_memory_options(spec),
         **_node_options(spec),
-        **({"--quantization": "fp8", "--json-model-override-args": spec.quantization} if spec.quantization else {}),
+        **({"--quantization": "fp8"} if spec.quantization else {}),
     }
     if spec.device == "cpu":
         options["--attention-backend"] = "torch_native"
@@ -279,11 +280,15 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     # Its own metrics are under /metrics, which needs no key.
     flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
     flags += ["--constrained-json-disable-any-whitespace"] if spec.has_grammars else ["--skip-tokenizer-init"]
-    flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
+    if config.is_deterministic_on(spec.device):
+        # On a CPU the bits of a token depend on how much of its prefix is cached.
+        flags += ["--enable-deterministic-inference", *(["--disable-radix-cache"] if spec.device == "cpu" else [])]
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
-    scale = json.dumps({"logit_scale": 1 / spec.temperature})
-    flags += ["--json-model-override-args", scale] if spec.temperature != 1 else []
+    overrides: dict[str, object] = json.loads(spec.quantization) if spec.quantization else {}
+    overrides |= {"quantization_config": None} if spec.is_dequantized and not spec.quantization else {}
+    overrides |= {"logit_scale": 1 / spec.temperature} if spec.temperature != 1 else {}
+    flags += ["--json-model-override-args", json.dumps(overrides)] if overrides else []
     if spec.shares_devices and spec.device == "cuda" and config.gives_up_memory:
         # Frozen models give up their weights as well, and no publish restores these.
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
@@ -428,9 +433,9 @@ def deadlines_of(
     )
 
 
-def family_options(shape: ModelShape) -> tuple[str, ...]:
+def family_options(shape: ModelShape, device: Device) -> tuple[str, ...]:
     """Return the words of the command line that a model's family needs."""
-    return family_of(shape).engine.options
+    return family_of(shape).engine.options_on(device)
 
 
 def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:

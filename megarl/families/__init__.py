@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from megarl.families.deepseek_v3 import DeepseekV3
+from megarl.families.gemma3 import Gemma3
+from megarl.families.gpt_oss import GptOss
 from megarl.families.interface import Family
 from megarl.families.llama import Llama
 from megarl.families.mistral import Mistral
@@ -17,6 +20,9 @@ from megarl.families.qwen3_moe import Qwen3Moe
 from megarl.families.shape import ModelShape
 
 FAMILIES: tuple[Family, ...] = (
+    DeepseekV3(),
+    Gemma3(),
+    GptOss(),
     Llama(),
     Mistral(),
     Mixtral(),

@@ -124,12 +124,19 @@ class EngineTraits:
     """Module of the class with one output per sequence, whose head has a bias that no checkpoint fills."""
     options: tuple[str, ...] = ()
     """Options of the server's command line."""
+    cpu_options: tuple[str, ...] = ()
+    """Options on a CPU, in the place of `options`."""
     unnumbered: str | None = None
     """Module of a layer that chooses experts without knowing the layer's number, by which choices are recorded."""
     has_cache_scales: bool = False
     """Whether attention gets scales of an FP8 cache as soon as weights are in FP8."""
     adapts_shared_expert: bool = False
     """Whether the shared expert can have adapters: SGLang's class needs layers of other names for it."""
+    is_dequantized: bool = False
+    """Whether files may be quantized: engines then start without, since tensors of the model's dtype are published."""
+
+    def options_on(self, device: str) -> tuple[str, ...]:
+        return self.cpu_options if device == "cpu" else self.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from megarl.routes import RouteShape
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped"]
+"""The function of the gate of a feed-forward block; `clamped` is gpt-oss's, whose gate and up rows alternate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,26 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWidths:
+    """Attention whose queries, keys and values are products of small vectors, of which an engine caches the keys'."""
+
+    query_rank: int | None
+    """Size of the vector that queries come from; None: they come from the hidden state."""
+    key_rank: int
+    """Size of the vector that keys and values come from."""
+    plain: int
+    """Channels of a head's query and key that do not turn with the position."""
+    rotary: int
+    """Channels that do; keys of all heads share them."""
+    value: int
+    """Channels of a head's value: `ModelShape.head_dim`."""
+
+    @property
+    def query(self) -> int:
+        return self.plain + self.rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
@@ -101,6 +124,25 @@ class ModelShape:
     """Inner size of the dense blocks of a mixture; 0 where every layer is a mixture."""
     rotary_dim: int | None = None
     """Channels of a head that turn with the position, the first ones; None: all."""
+    latent: LatentWidths | None = None
+    """None: queries, keys and values are products of the hidden state."""
+    attention_scale: float | None = None
+    """Factor of the logits of attention; None: one over the root of `head_dim`."""
+    window: int | None = None
+    """Tokens before its own that a token sees in the layers of `window_layers`."""
+    window_layers: tuple[int, ...] = ()
+    window_theta: float | None = None
+    """Base of the rotary frequencies in these layers, which nothing scales; None: as in the others."""
+    has_sinks: bool = False
+    """Whether each head has a logit that takes its share of attention and has no value."""
+    has_biases: bool = False
+    """Whether every linear layer has a bias, that of the router and of experts included."""
+    activation: Activation = "silu"
+    has_centred_norms: bool = False
+    """Whether norms multiply by one plus their weight."""
+    has_post_norms: bool = False
+    """Whether outputs of attention and feed-forward block are normed before they are added."""
+    embedding_scale: float = 1.0
 
     @property
     def routes(self) -> RouteShape | None:

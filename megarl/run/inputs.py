@@ -23,6 +23,7 @@ from megarl.system.lease import digest_program
 from megarl.system.user_code import digest_sources, source_of
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
+from megarl.weights.layouts.stored import held_in, stored_tensors
 
 _REFERENCE = re.compile(r"(\S.*\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """A user's function as a recipe names it."""
@@ -134,10 +135,12 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         named = set(folder.glob(f"*{TENSOR_SUFFIX}"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
-    shapes_in_files = {entry.name: entry.shape for path in sorted(named) for entry in read_header(path).entries}
+    entries = (entry for path in sorted(named) for entry in read_header(path).entries)
+    stored = stored_tensors({entry.name: (entry.dtype, entry.shape) for entry in entries})
     for name, spec in canonical_tensors(shape).items():
-        if name not in shapes_in_files and name != VALUE_HEAD:
+        found = held_in(name, stored)
+        if found is None and name != VALUE_HEAD:
             raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
-        if name in shapes_in_files and shapes_in_files[name] != spec.shape:
-            text = f"{list(shapes_in_files[name])}, config.json says {list(spec.shape)}"
+        if found is not None and (extents := found[0].spec.shape[len(found[1]) :]) != spec.shape:
+            text = f"{list(extents)}, config.json says {list(spec.shape)}"
             raise CheckpointError(f"{folder}: tensor {name} has shape {text}; do these files belong together?")

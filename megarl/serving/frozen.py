@@ -148,7 +148,7 @@ class _Start:
             has_grammars=self.longest_reply is not None,
             shares_devices=shares_devices,
             temperature=self.temperature,
-            options=family_options(shape),
+            options=family_options(shape, run.device),
         )
 
 

@@ -10,6 +10,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineKeys
 from megarl.engine.process import EngineAdapters, EngineSpec, family_options
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_of
 from megarl.planner.memory import adapter_slots, planned_cached_tokens
@@ -51,7 +52,8 @@ def rollout_engine(
         shares_devices=shares_devices,
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,
-        options=family_options(shape),
+        options=family_options(shape, recipe.run.device),
+        is_dequantized=family_of(shape).engine.is_dequantized,
     )
 
 

@@ -34,6 +34,7 @@ from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Piece
+from megarl.weights.executors.codecs import as_files
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.layouts.canonical import EMBEDDING, HEAD, VALUE_HEAD, canonical_tensors
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -160,7 +161,7 @@ def write_random_model(folder: Path, shape: ModelShape, *, seed: int) -> None:
     """Write config.json and model.safetensors; an engine that gets token ids needs no tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(family_of(shape).config_json(shape), indent=2) + "\n")
-    save_file(random_tensors(shape, seed=seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_files(random_tensors(shape, seed=seed)), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
@@ -182,6 +183,7 @@ def tensor_class(name: str) -> str:
         (VALUE_HEAD, "value head"),
         ("norm", "norms"),
         (".gate.", "router"),
+        (".router.", "router"),
         (".experts.", "experts"),
         (".shared_expert", "shared expert"),
         ("o_proj", "attention output"),

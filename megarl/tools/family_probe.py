@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,10 +28,12 @@ from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.tools.small_recipe import tiny_shape
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.hf import tensor_files
+from megarl.weights.executors.codecs import as_files
+from megarl.weights.executors.hf import read_header, tensor_files
 from megarl.weights.executors.tensors import box_of, check_holding, specs_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout
+from megarl.weights.layouts.stored import place_of, stored_tensors
 
 _TIMEOUT_S = 900.0
 _MODEL = "model"
@@ -56,7 +57,7 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     model = work / _MODEL
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
-    save_file(numbered, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_files(numbered), model / "model.safetensors", metadata={"format": "pt"})
     yield _names("transformers", _saved_shapes(model, work / "saved"), tiny)
     splits = ((1, 1), (2, 1), (2, 2)) if tiny.experts else ((1, 1), (2, 1))
     for tensor, expert in splits:
@@ -70,7 +71,10 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
 
 def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> ProbeFinding:
     """Compare names and shapes; files may have more, such as layers that predict further tokens."""
-    described = {name: spec.shape for name, spec in canonical_tensors(shape).items()}
+    described: dict[str, tuple[int, ...]] = {}
+    for name, spec in canonical_tensors(shape).items():
+        holder, place = place_of(name)
+        described[holder] = tuple(index + 1 for index in place) + spec.shape  # the last of a stack says its size
     wrong = [f"{name} is not there" for name in described if name not in found]
     wrong += [
         f"{name} has shape {list(found[name])}, described as {list(extents)}"
@@ -84,11 +88,9 @@ def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -
 
 
 def _file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in tensor_files(folder):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-    return shapes
+    """Return the tensors of a folder in the orientation of the description."""
+    header = {name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()}
+    return {name: tensor.spec.shape for name, tensor in stored_tensors(header).items()}
 
 
 def _saved_shapes(model: Path, saved: Path) -> dict[str, tuple[int, ...]]:
@@ -123,7 +125,7 @@ async def _loaded(shape: ModelShape, work: Path, *, tensor: int, expert: int) ->
         run_folder=run,
         keys=EngineKeys.fresh(),
         start_timeout_s=_TIMEOUT_S,
-        options=family_options(shape),
+        options=family_options(shape, "cpu"),
     )
     process = EngineProcess(spec)
     process.start()

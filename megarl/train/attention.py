@@ -2,7 +2,7 @@
 
 Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
 wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU packs of short
-sequences go to torch's flash kernel; `long_attention` has what long ones need.
+sequences go to torch's flash kernel; `long_attention` has what long ones need, `softmax` windows and sinks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 
 from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
 from megarl.train.long_attention import (
-    CAUSAL_GROUPED,
     ContextPart,
     Rectangles,
     attend_by_cudnn,
@@ -36,6 +35,7 @@ from megarl.train.long_attention import (
     rectangles_of,
 )
 from megarl.train.routing import RankRoutes
+from megarl.train.softmax import Softmax, Spans, attend_by_flash, attend_on_host
 from megarl.train.topology import Topology
 
 
@@ -48,8 +48,8 @@ class PackedSequences(PackedSeqParams):
 
     starts: Tensor  # [S + 1], int32, on the device
     lengths: list[int]
-    rotation: Rotation | None = None
-    """Set by the model; None leaves queries and keys unrotated."""
+    rotations: tuple[Rotation, ...] = ()
+    """Set by the model, one for each base of frequencies; none leaves queries and keys unrotated."""
     part: ContextPart | None = None
     """None where the sequences are whole."""
     routes: RankRoutes | None = None  # None where the router of a mixture chooses
@@ -92,6 +92,9 @@ class LengthGroups:
 
 
 class PackedAttention(torch.nn.Module):
+    softmax_offset: torch.nn.Parameter | None
+    """The sinks, by Megatron's name for them."""
+
     def __init__(
         self,
         *,
@@ -101,14 +104,21 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         cp_comm_type: str | None,
         softmax_scale: float | None,
-        pg_collection: object,
+        pg_collection: ProcessGroupCollection | None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        base: int = 0,
     ) -> None:
+        """`window` and sinks as in `Softmax`; `base` is the number of the rotation."""
         super().__init__()
         del attn_mask_type
         assert attention_type == "self", attention_type
-        self.scale = softmax_scale
+        self.scale, self.window, self.base = softmax_scale, window, base
+        self.register_parameter("softmax_offset", _sinks(config, pg_collection) if has_sinks else None)
         self.exchanging: torch.nn.Module | None = None
         if cp_comm_type is not None and config.context_parallel_size > 1:
+            assert window is None, "Transformer Engine exchanges no windows here"
+            assert not has_sinks, "Transformer Engine exchanges no sinks here"
             from megatron.core.extensions.transformer_engine import (  # noqa: PLC0415 - on GPU machines only
                 TEDotProductAttention,
             )
@@ -127,7 +137,7 @@ class PackedAttention(torch.nn.Module):
         self,
         query: Tensor,  # [N, heads, head_dim]
         key: Tensor,  # [N, kv heads, head_dim]
-        value: Tensor,
+        value: Tensor,  # [N, kv heads, width]
         attention_mask: None,
         *,
         attn_mask_type: object,
@@ -135,8 +145,8 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
     ) -> Tensor:
         del attention_mask, attn_mask_type, attention_bias
-        rotation = packed_seq_params.rotation
-        if rotation is not None:
+        if packed_seq_params.rotations:
+            rotation = packed_seq_params.rotations[self.base]
             query, key = rotated(query, rotation), rotated(key, rotation)
         if query.is_cuda and query.dtype == torch.float32:
             # Flash kernels have no float32.
@@ -145,26 +155,39 @@ class PackedAttention(torch.nn.Module):
         return self._attend(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
+        softmax = Softmax(scale=self.scale, window=self.window, sinks=self.softmax_offset)
         if packed_seq_params.part is not None and self.exchanging is not None:
             whole, mask = packed_seq_params.part.whole, AttnMaskType.padding_causal
             attended: Tensor = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
             return attended.view(query.shape)
         if packed_seq_params.part is not None:
-            return attend_to_all(query, key, value, packed_seq_params.part, self.scale)
+            return attend_to_all(query, key, value, packed_seq_params.part, softmax)
         if query.device.type == "cpu":
-            return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
+            return _attend_by_length(query, key, value, packed_seq_params.by_length, softmax)
         rectangles = packed_seq_params.rectangles
-        if rectangles is not None and is_usable(
-            query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+        is_usual = softmax.is_plain and key.shape == value.shape
+        if (
+            rectangles is not None
+            and is_usual
+            and is_usable(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
         ):
             return attend_by_cudnn(query, key, value, rectangles, self.scale)
         starts, longest = packed_seq_params.starts, packed_seq_params.longest
-        output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **CAUSAL_GROUPED)
-        assert isinstance(output, Tensor)
-        return output
+        spans = Spans(query_starts=starts, key_starts=starts, most_queries=longest, most_keys=longest)
+        return attend_by_flash(query, key, value, spans, softmax)
 
 
-def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:
+def _sinks(config: TransformerConfig, groups: ProcessGroupCollection | None) -> torch.nn.Parameter:
+    """Return the logits of this rank's heads."""
+    assert groups is not None, "attention with sinks without its groups"
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    num_heads = config.num_attention_heads // groups.tp.size()
+    sinks = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
+
+
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, softmax: Softmax) -> Tensor:
     def rectangles(tensor: Tensor) -> list[Tensor]:
         """Return rectangles of [sequences, heads, length, head_dim]."""
         sizes = [num * length for num, length in groups.rectangles]
@@ -173,7 +196,7 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthG
         return [part.view(shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
     outputs = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        attend_on_host(q, k, v, softmax)
         for q, k, v in zip(rectangles(query), rectangles(key), rectangles(value), strict=True)
     ]
     return torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs]).index_select(0, groups.inverse)
@@ -194,8 +217,8 @@ def _group_by_length(lengths: list[int]) -> LengthGroups:
 class Rotation:
     """Rotary angles per position of a pack."""
 
-    cosines: Tensor  # [N, head_dim / 2], float32
-    sines: Tensor  # [N, head_dim / 2], float32
+    cosines: Tensor  # [N, pairs], float32
+    sines: Tensor  # [N, pairs], float32
     is_fused: bool = True
     """Whether a kernel of Triton rotates, where there is a GPU."""
 
@@ -206,8 +229,9 @@ class Rotation:
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Return the angle per position of each pair of channels. [head_dim / 2], float32"""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    """Return the angle per position of each pair of channels that turn, float32."""
+    width = shape.rotary_dim or shape.head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / (shape.rope_theta**exponents)
     match shape.rope_scaling:
         case None:
@@ -252,7 +276,13 @@ def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Te
 
 
 def rotated(values: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding, the two halves of the channels as pairs. [N, heads, head_dim]"""
+    """Rotary position embedding, the two halves of the channels as pairs. [N, heads, head_dim]
+
+    With fewer angles than pairs the first channels turn, and the others stay.
+    """
+    num_turned = 2 * rotation.cosines.shape[-1]
+    if num_turned < values.shape[-1]:
+        return torch.cat((rotated(values[..., :num_turned], rotation), values[..., num_turned:]), dim=-1)
     if values.is_cuda and rotation.is_fused:
         return _Rotated.apply(values, rotation.cosines, rotation.sines)  # type: ignore[no-any-return, no-untyped-call]
     halves = rotation.cosines, rotation.sines

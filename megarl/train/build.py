@@ -7,6 +7,8 @@ weights to the gradient buffers inside the product. Weights are zero until they 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
@@ -15,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,9 +27,11 @@ from megarl.config.kernels import adds_gradients_in_products, is_te_installed, u
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.train.attention import PackedAttention
-from megarl.train.layers import GatedActivation, RMSNorm
+from megarl.train.latent_attention import LatentAttention, LatentSubmodules
+from megarl.train.layers import BiasedExpertOutput, GatedActivation, RMSNorm, with_post_norm
 from megarl.train.lora import with_adapter
 from megarl.train.model import Model, PolicyModel, ValueModel
 from megarl.train.routing import EngineRouter, MixtureLayer
@@ -56,14 +61,19 @@ def build_chunks(
             raise
         problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {split.megatron}: {error}")
         raise ConfigError(problem.key, (problem,)) from error
-    kind = ValueModel if shape.has_value_head else PolicyModel
+    model_class = ValueModel if shape.has_value_head else PolicyModel
     parallel = MegatronParallel.of(split, data=topology.data)
-    chunks: list[Model] = []
+    family, chunks = family_of(shape), list[Model]()
+    kinds = family.kinds(shape)
+    by_kind = {
+        each: layer_spec(family.alone(shape, each), is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
+        for each in set(kinds)
+    }
     for chunk in range(split.virtual_pipeline):
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
-        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
-        block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
-        model = kind(config, block, shape, topology, chunk)
+        specs = [by_kind[kinds[layer]] for layer in layers]
+        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+        model = model_class(config, block, shape, topology, chunk)
         model.is_fused = split.is_fused
         if isinstance(model, PolicyModel):
             model.has_float32_head = has_float32_head
@@ -81,14 +91,16 @@ def transformer_config(
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn_hidden,
+        ffn_hidden_size=shape.dense_hidden or shape.ffn_hidden,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.has_qk_norm,
-        add_bias_linear=False,
+        softmax_scale=shape.attention_scale,
+        add_bias_linear=shape.has_biases,
+        layernorm_zero_centered_gamma=shape.has_centred_norms,
         add_qkv_bias=shape.has_qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -127,6 +139,7 @@ def transformer_config(
         gradient_accumulation_fusion=is_cuda and not is_te and split.is_fused and adds_gradients_in_products(),
         **precision_fields(split),
         **mixture_fields(shape, split, is_te=is_te),
+        **family_of(shape).options(shape),
         **split.megatron,
     )
 
@@ -146,20 +159,22 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         )
         spec.submodules.input_layernorm = RMSNorm
     feed_forward = spec.submodules.mlp.submodules
-    activation = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused})
+    activation = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused, "kind": shape.activation})
     if num_experts is not None:
         spec.module, feed_forward.router = MixtureLayer, EngineRouter
         feed_forward.shared_experts.submodules.activation_func = activation
         feed_forward = feed_forward.experts.submodules
+        if shape.has_biases and not is_te:
+            feed_forward.linear_fc2 = BiasedExpertOutput
     feed_forward.activation_func = activation
     if num_experts is not None or not is_te:
         # Elsewhere the norms are inside Transformer Engine's linear layers.
         spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if shape.has_qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+    if shape.has_post_norms:
+        attention.linear_proj = with_post_norm(attention.linear_proj)
+        feed_forward.linear_fc2 = with_post_norm(feed_forward.linear_fc2)
+    _set_attention(spec, shape, is_te=is_te)
     if is_adapted:
         columns = ColumnParallelLinear
         if is_te:
@@ -172,6 +187,30 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         feed_forward.linear_fc1 = with_adapter(columns)
         feed_forward.linear_fc2 = with_adapter(feed_forward.linear_fc2)
     return spec
+
+
+def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
+    """Set the attention of a layer; a layer with a window is that of a model with windows in every layer."""
+    attention, is_near = spec.submodules.self_attention.submodules, bool(shape.window_layers)
+    attention.core_attention = partial(
+        PackedAttention,
+        window=shape.window if is_near else None,
+        has_sinks=shape.has_sinks,
+        base=int(is_near and shape.window_theta is not None),
+    )
+    if shape.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.latent is not None:
+        spec.submodules.input_layernorm = RMSNorm
+        spec.submodules.self_attention = ModuleSpec(
+            module=LatentAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "widths": shape.latent},
+            submodules=LatentSubmodules(
+                core_attention=attention.core_attention,
+                linear_proj=attention.linear_proj,
+                linear=TEColumnParallelLinear if is_te else ColumnParallelLinear,
+            ),
+        )
 
 
 def precision_fields(split: ModelParallelConfig) -> dict[str, object]:
@@ -197,9 +236,15 @@ def mixture_fields(shape: ModelShape, split: ModelParallelConfig, *, is_te: bool
         "moe_ffn_hidden_size": shape.ffn_hidden,
         "moe_router_topk": experts.per_token,
         "moe_shared_expert_intermediate_size": experts.shared or None,
-        "moe_shared_expert_gate": experts.shared > 0,
+        "moe_shared_expert_gate": experts.shared > 0 and experts.is_shared_gated,
         # A softmax over the chosen logits equals the softmax over all, divided by its sum over the chosen.
-        "moe_router_pre_softmax": not experts.is_normalized,
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.is_normalized,
+        "moe_router_score_function": experts.score,
+        "moe_router_enable_expert_bias": experts.has_bias,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
+        "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
+        "moe_router_group_topk": experts.groups_per_token if experts.num_groups > 1 else None,
+        "moe_layer_freq": [int(layer >= experts.num_dense_layers) for layer in range(shape.num_layers)],
         # An auxiliary loss would pull the policy away from the reward, by an amount that depends on how tokens are
         # packed. At the learning rates of this stage the balance learnt in pre-training holds.
         "moe_router_load_balancing_type": "none",

@@ -5,37 +5,96 @@ Megatron's own need Transformer Engine, do not support sequence parallelism, or 
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megarl.families.shape import Activation
+
+_LIMIT, _SLOPE = 7.0, 1.702
+"""Constants of gpt-oss's activation, in transformers and in SGLang."""
 
 
 class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self.is_centred = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        initial = torch.zeros if self.is_centred else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
         # With sequence parallelism each tensor-parallel rank sees its part of the sequence; Megatron sums the gradients
         # of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        if not self.is_centred:
+            return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        # The factor is 1 + weight, in float32: bfloat16 would round the weight away.
+        normed = F.rms_norm(hidden.float(), (hidden.shape[-1],), self.weight.float() + 1, self.eps)
+        return normed.type_as(hidden)
+
+
+def with_post_norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a linear layer with a norm behind it, before the residual is added."""
+
+    class Normed(base):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(values)
+            return self.post_layernorm(output), bias
+
+    return Normed
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """The second matrix of an expert with biases. Megatron adds the bias in place, which torch refuses for a view."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        # Ranks of a tensor-parallel group have different experts: Megatron would sum their gradients, and count those
+        # of the first alone in the norm.
+        self.bias.sequence_parallel = False
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(values)
+        return output.clone(), bias
 
 
 class GatedActivation(torch.nn.Module):
     """The activation between the two matrices of Megatron's MLP."""
 
-    def __init__(self, *, config: TransformerConfig, is_fused: bool = True) -> None:
+    def __init__(self, *, config: TransformerConfig, is_fused: bool = True, kind: Activation = "silu") -> None:
         super().__init__()
         del config
-        self._is_fused = is_fused
+        self._is_fused, self._kind = is_fused, kind
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return gated(gate_up, is_fused=self._is_fused)
+        match self._kind:
+            case "silu":
+                return gated(gate_up, is_fused=self._is_fused)
+            case "gelu_tanh":
+                gate, up = gate_up.chunk(2, dim=-1)
+                return F.gelu(gate, approximate="tanh") * up
+            case "clamped":
+                return clamped(gate_up)
+            case _:
+                assert_never(self._kind)
+
+
+def clamped(gate_up: Tensor) -> Tensor:
+    """Return gpt-oss's activation of rows that are gate and up by turns. [..., 2 F] -> [..., F]"""
+    gate, up = gate_up[..., ::2].clamp(max=_LIMIT), gate_up[..., 1::2].clamp(min=-_LIMIT, max=_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(_SLOPE * gate)
 
 
 def gated(gate_up: Tensor, *, is_fused: bool = True) -> Tensor:

@@ -11,12 +11,10 @@ those up to their own positions; or Transformer Engine exchanges them.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +25,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 
 from megarl.data.packing import runs, zigzag
+from megarl.train.softmax import Softmax, Spans, attend_by_flash, attend_on_host
 from megarl.train.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -264,42 +262,19 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
     )
 
 
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
     """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
-    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen).unbind(1)
+    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).split((key.shape[-1], value.shape[-1]), dim=-1)
     if query.device.type == "cuda":
-        # With fewer queries than keys the kernel aligns their ends.
-        output = varlen_attn(
-            query,
-            keys,
-            values,
-            part.query_starts,
-            part.key_starts,
-            max(part.query_lengths),
-            max(part.key_lengths),
-            scale=scale,
-            **CAUSAL_GROUPED,
+        spans = Spans(
+            query_starts=part.query_starts,
+            key_starts=part.key_starts,
+            most_queries=max(part.query_lengths),
+            most_keys=max(part.key_lengths),
         )
-        assert isinstance(output, Tensor)
-        return output
+        return attend_by_flash(query, keys, values, spans, softmax)
     columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
     chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
-    outputs = []
-    for q, k, v in zip(*chunks, strict=True):
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-        outputs.append(attended[0].transpose(0, 1))
+    outputs = [attend_on_host(q, k, v, softmax)[0].transpose(0, 1) for q, k, v in zip(*chunks, strict=True)]
     return torch.cat(outputs)
-
-
-def _causal_grouped() -> dict[str, Any]:
-    """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
-    parameters = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = True
-    return options
-
-
-CAUSAL_GROUPED = _causal_grouped()

@@ -153,7 +153,10 @@ class Model(GPTModel):
         )
         self._shape = shape
         self._topology = topology
-        self._frequencies, self._magnitude = rotary_frequencies(shape), rotary_magnitude(shape)
+        self._rotary = [(rotary_frequencies(shape), rotary_magnitude(shape))]
+        if shape.window_theta is not None:
+            near = replace(shape, rope_theta=shape.window_theta, rope_scaling=None)
+            self._rotary.append((rotary_frequencies(near), rotary_magnitude(near)))
         if self.post_process:
             self._set_head()
 
@@ -163,16 +166,21 @@ class Model(GPTModel):
     def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
         """Return hidden states for the next chunk; normed in the last."""
         embedded = self.embedding(micro_batch.token_ids, micro_batch.positions) if self.pre_process else None
+        if embedded is not None and self._shape.embedding_scale != 1:
+            embedded = embedded * self._shape.embedding_scale
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Layers that are recomputed have gradients only if their input has: that of a frozen embedding does not.
             embedded.requires_grad_()
-        sequences = replace(micro_batch.sequences, rotation=self._rotation(micro_batch.positions))
+        sequences = replace(micro_batch.sequences, rotations=self._rotations(micro_batch.positions[0]))
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
         return hidden
 
-    def _rotation(self, positions: Tensor) -> Rotation:
-        self._frequencies = self._frequencies.to(positions.device)
-        return Rotation.by(positions[0, :, None] * self._frequencies, self._magnitude, is_fused=self.is_fused)
+    def _rotations(self, positions: Tensor) -> tuple[Rotation, ...]:
+        self._rotary = [(frequencies.to(positions.device), magnitude) for frequencies, magnitude in self._rotary]
+        return tuple(
+            Rotation.by(positions[:, None] * frequencies, magnitude, is_fused=self.is_fused)
+            for frequencies, magnitude in self._rotary
+        )
 
 
 class PolicyModel(Model):

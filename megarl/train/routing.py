@@ -85,7 +85,7 @@ class EngineRouter(TopKRouter):
 
         Exact ones would put other experts first wherever two logits are closer than the rounding.
         """
-        return F.linear(input, self.weight).float()
+        return F.linear(input, self.weight, self.bias).float()
 
     def forward(self, input: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`chosen` has a map of the engine's experts, [N, 1, experts]."""

@@ -17,7 +17,7 @@ from tests.planner.runs import write_run
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
-GPU_OF = {"dapo_70b_async": "h200", "grpo_235b": "h200"}
+GPU_OF = dict.fromkeys(("dapo_70b_async", "grpo_235b", "grpo_deepseek_v3", "grpo_gptoss_20b"), "h200")
 PUBLIC = [
     "sft_7b",
     "sft_70b",
@@ -25,6 +25,8 @@ PUBLIC = [
     "grpo_70b",
     "ppo_70b",
     "grpo_235b",
+    "grpo_deepseek_v3",
+    "grpo_gptoss_20b",
     "dapo_32b",
     "dapo_70b_async",
     "grpo_32b_32k",
@@ -111,7 +113,7 @@ def test_a_recipe_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "complaint"),
     [
         (["--set", "model.path=mine"], "model.path: mine is neither here nor a known model; name a shape with --shape"),
-        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of llama-3.1-8b"),
+        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of deepseek-v3"),
         (["--gpu", "v100"], "v100: unknown 'v100'; one of a100, a100-40g, h20, h100, h200"),
     ],
 )

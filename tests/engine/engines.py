@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +19,7 @@ from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpR
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.types import PolicyVersion, Prompt, TokenArray
@@ -58,7 +59,9 @@ def serve(
     """Write two tiny models and start an engine on the first; the caller stops it."""
     shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1, rope=rope)
     write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2, rope=rope)
-    process = EngineProcess(engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert))
+    options = family_of(shape).engine.cpu_options
+    spec = engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert)
+    process = EngineProcess(replace(spec, options=options))
     process.start()
     asyncio.run(process.wait_ready())
     return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)

@@ -64,9 +64,15 @@ def test_packed_attention_sees_no_other_sequence(lengths: list[int], heads: int,
     )
     grad = torch.randn_like(query)
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-    attention = PackedAttention.__new__(PackedAttention)
-    torch.nn.Module.__init__(attention)
-    attention.scale = None
+    attention = PackedAttention(
+        config=None,
+        layer_number=1,
+        attn_mask_type=None,
+        attention_type="self",
+        cp_comm_type=None,
+        softmax_scale=None,
+        pg_collection=None,
+    )
     found = attention(
         query,
         key,

@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
-from torch.nn.attention.varlen import varlen_attn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,10 +40,11 @@ from megarl.planner.memory import stage_memory
 from megarl.train import attention, cpu, layers
 from megarl.train.attention import PackedSequences, Rotation
 from megarl.train.build import build_chunks
-from megarl.train.long_attention import CAUSAL_GROUPED, ContextPart
+from megarl.train.long_attention import ContextPart
 from megarl.train.lora import attach_adapters
 from megarl.train.model import Model, named_weights
 from megarl.train.optimizer import ModelOptimizer
+from megarl.train.softmax import Softmax, Spans, attend_by_flash
 from megarl.train.topology import Topology, joined_topology
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.tensors import check_holding, specs_of
@@ -298,7 +298,7 @@ def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSe
             whole=PackedSequences(starts=starts, lengths=[tokens]),
         )
     rotation = Rotation(cosines=angles, sines=angles.clone())
-    return PackedSequences(starts=starts, lengths=[tokens], rotation=rotation, part=part)
+    return PackedSequences(starts=starts, lengths=[tokens], rotations=(rotation,), part=part)
 
 
 def replace_kernels() -> None:
@@ -310,7 +310,7 @@ def replace_kernels() -> None:
         (attention, "rotated"): lambda values, by: _apply(attention._Rotated, values, by.cosines, by.sines),
         (attention, "attend_to_all"): _attend_to_all,
         (attention, "_group_by_length"): lambda _: None,
-        (attention, "_attend_by_length"): lambda q, k, v, _, scale: _varlen(q, k, v, len(q), scale),
+        (attention, "_attend_by_length"): lambda q, k, v, _, softmax: _flash(q, k, v, len(q), softmax),
         (layers, "gated"): lambda gate_up, **_: _apply(layers._Gated, gate_up),
         (layers.RMSNorm, "forward"): lambda norm, hidden: _apply(_Normed, hidden, norm.weight),
         (Model, "to"): lambda model, *_, **__: model,  # it is there already
@@ -343,17 +343,16 @@ class _Normed(torch.autograd.Function):
         return torch.empty_like(hidden)
 
 
-def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
-    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen).unbind(1)
-    return _varlen(query, keys, values, max(part.key_lengths), scale)
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
+    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).split((key.shape[-1], value.shape[-1]), dim=-1)
+    return _flash(query, keys, values, max(part.key_lengths), softmax)
 
 
-def _varlen(query: Tensor, keys: Tensor, values: Tensor, longest: int, scale: float | None) -> Tensor:
+def _flash(query: Tensor, keys: Tensor, values: Tensor, longest: int, softmax: Softmax) -> Tensor:
     starts = torch.empty(2, dtype=torch.int32)
-    output = varlen_attn(query, keys, values, starts, starts, longest, longest, scale=scale, **CAUSAL_GROUPED)
-    assert isinstance(output, Tensor)
-    return output
+    spans = Spans(query_starts=starts, key_starts=starts, most_queries=longest, most_keys=longest)
+    return attend_by_flash(query, keys, values, spans, softmax)
 
 
 def main(what: str, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, GptOssForCausalLM, MixtralForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.roles import OptimizerConfig
@@ -35,12 +35,15 @@ class Token:
     advantage: float
 
 
-def adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return the optimizer of a recipe: weights of norms and biases do not decay."""
+def adamw(
+    parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig, stacks: Collection[torch.nn.Parameter] = ()
+) -> torch.optim.AdamW:
+    """Return the optimizer of a recipe: weights of norms and biases do not decay, nor do `stacks` of biases."""
+    kept = {p for p in parameters if p.dim() == 1} | set(stacks)
     return torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p not in kept], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p in kept], "weight_decay": 0.0},
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
@@ -70,7 +73,8 @@ class Reference:
         if adapter is not None:
             self._model = load_adapted(model.folder, adapter, is_trainable=True)
         parameters = [each for each in self._model.parameters() if each.requires_grad]
-        self._adam = adamw(parameters, optimizer)
+        stacks = [each for name, each in self._model.named_parameters() if name.endswith("proj_bias")]
+        self._adam = adamw(parameters, optimizer, stacks)
 
     def distributions(self, sample: TrainSample) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at each response token. [T], [T]"""
@@ -133,14 +137,18 @@ def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return tensors by their names in a checkpoint, one tensor per expert."""
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        prefix, is_expert, stacked = name.rpartition("experts.")
+        prefix, is_expert, stacked = name.rpartition(".experts.")
         if not is_expert:
             weights[name] = parameter.detach().clone()
             continue
         for index, matrix in enumerate(parameter.detach()):
+            if isinstance(model, GptOssForCausalLM):
+                weights[f"{prefix}.experts.{index}.{stacked}"] = matrix.t().clone()
+                continue
             parts = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
             for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                weights[f"{prefix}experts.{index}.{part}.weight"] = rows.clone()
+                weights[f"{prefix}.experts.{index}.{part}.weight"] = rows.clone()
+    weights |= {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
     if isinstance(model, MixtralForCausalLM):
         return {_in_mixtral(name): weight for name, weight in weights.items()}
     return weights

@@ -35,7 +35,7 @@ def test_fields_of_the_recipe_reach_megatron() -> None:
     assert config.num_layers == PUBLIC_MODELS["qwen3-8b"].num_layers
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "gemma-3-1b"])
 def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "TransformerConfig", lambda **fields: fields)
     own = cast("dict[str, object]", config_with(name))
@@ -45,10 +45,9 @@ def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pyt
 
 def test_an_update_does_not_move_the_bias_of_a_router() -> None:
     """Engines get the bias that was loaded; Megatron would balance the experts' load with it after every update."""
-    shape = PUBLIC_MODELS["qwen3-30b-a3b"]
+    shape, config = PUBLIC_MODELS["deepseek-v3"], config_with("deepseek-v3")
     assert shape.experts is not None
-    native = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    config = config_with("qwen3-30b-a3b", **native)
+    assert config.moe_router_enable_expert_bias
     router, bias = torch.nn.Module(), torch.randn(shape.experts.num, generator=torch.Generator().manual_seed(0))
     router.register_buffer("expert_bias", bias)
     router.register_buffer("local_tokens_per_expert", torch.arange(float(shape.experts.num)), persistent=False)

@@ -216,7 +216,7 @@ def test_a_router_rounds_its_logits_like_an_engine_and_weighs_in_float32() -> No
     router = EngineRouter.__new__(EngineRouter)
     torch.nn.Module.__init__(router)
     weight = torch.randn(128, 64, generator=generator).bfloat16()
-    router.weight = torch.nn.Parameter(weight)
+    router.weight, router.bias = torch.nn.Parameter(weight), None
     tokens = torch.randn(400, 64, generator=generator).bfloat16()
     logits = router.gating(tokens)
     assert logits.dtype == torch.float32

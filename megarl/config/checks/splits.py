@@ -58,6 +58,10 @@ def check_expert_ranks(split: MegatronSplit, *, stage_ranks: int, prefix: str = 
 def check_megatron_split(shape: ModelShape, split: MegatronSplit, *, prefix: str = "") -> Iterator[Problem]:
     """Yield each size by which Megatron cannot split a model of this shape."""
     yield from _heads(shape, split.tensor, key=f"{prefix}tensor")
+    yield from _latent(shape, split.tensor, key=f"{prefix}tensor")
+    if shape.has_biases and shape.experts is not None and split.ranks_per_expert > 1:
+        message = f"{split.ranks_per_expert} ranks of an expert would each add its bias; set it to 1"
+        yield Problem(key=f"{prefix}expert_tensor", message=message)
     for each, _ in uniform_shapes(shape):
         if each.experts is None:
             yield from _feed_forward(each, split.tensor, key=f"{prefix}tensor")
@@ -105,6 +109,14 @@ def _heads(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
             key=key,
             message=f"{tensor} is neither a divisor nor a multiple of the model's {shape.num_kv_heads} key/value heads",
         )
+
+
+def _latent(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
+    widths = shape.latent
+    if widths is not None:
+        for what, size in (("queries", widths.query_rank or tensor), ("keys", widths.key_rank + widths.rotary)):
+            if size % tensor:
+                yield _indivisible(key, tensor, f"elements of the vector of {what}", size)
 
 
 def _feed_forward(shape: ModelShape, num_ranks: int, *, key: str) -> Iterator[Problem]:

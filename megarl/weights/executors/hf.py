@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.errors import CheckpointError
 from megarl.weights.algebra.plan import Move, plan
-from megarl.weights.algebra.slices import HEADER_DTYPES, Holding, Layout, TensorSpec
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec
+from megarl.weights.executors.codecs import read_box
 from megarl.weights.executors.tensors import box_of
-from megarl.weights.layouts.pieces import whole
+from megarl.weights.layouts.stored import StoredTensor, held_in, stored_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -29,16 +32,7 @@ def read_hf_layout(folder: Path, canonical: Mapping[str, TensorSpec]) -> Layout:
 
     Tensors of other names are ignored: some checkpoints of tied models repeat the embedding as the head.
     """
-    headers = [_header(path) for path in tensor_files(folder)]
-    specs = {name: spec for header in headers for name, spec in header.items()}
-    for name, spec in canonical.items():
-        if name not in specs:
-            raise CheckpointError(f"{folder}: tensor {name} is in no safetensors file")
-        if specs[name].shape != spec.shape:
-            shapes = f"{list(specs[name].shape)}, config.json says {list(spec.shape)}"
-            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}")
-    holdings = tuple(_holding(rank, header, canonical) for rank, header in enumerate(headers))
-    return Layout(canonical=canonical, holdings=holdings)
+    return _Folder(folder).layout(canonical)
 
 
 def load_hf(
@@ -53,19 +47,18 @@ def load_hf(
 
     Tensors of `may_lack` that are not in the folder become zero too.
     """
+    stored = _Folder(folder)
     if may_lack:
-        lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
+        lacking = set(may_lack) - stored.tensors.keys()
         canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
         holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
-    source = read_hf_layout(folder, canonical)
-    moves = plan(source, Layout(canonical=canonical, holdings=(holding,))).moves
+    moves = plan(stored.layout(canonical), Layout(canonical=canonical, holdings=(holding,))).moves
     _zero_padding(holding, tensors)
     by_file: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
         by_file[move.source_rank].append(move)
-    files = tensor_files(folder)
-    for rank, of_file in by_file.items():
-        _read(files[rank], of_file, tensors)
+    for of_file in by_file.values():
+        stored.read(of_file, tensors)
 
 
 def tensor_files(folder: Path) -> tuple[Path, ...]:
@@ -86,22 +79,66 @@ def tensor_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-def _header(path: Path) -> dict[str, TensorSpec]:
+class _Folder:
+    """The tensors in the files of a folder, and how to read them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = tensor_files(folder)
+        headers = [read_header(path) for path in self._files]
+        self._file_of = {name: rank for rank, header in enumerate(headers) for name in header}
+        self.tensors = stored_tensors({name: entry for header in headers for name, entry in header.items()})
+
+    def layout(self, canonical: Mapping[str, TensorSpec]) -> Layout:
+        pieces: list[list[Piece]] = [[] for _ in self._files]
+        for name, spec in canonical.items():
+            found = held_in(name, self.tensors)
+            if found is None:
+                raise CheckpointError(f"{self._folder}: tensor {name} is in no safetensors file")
+            stored, place = found
+            if stored.spec.shape[len(place) :] != spec.shape:
+                shapes = f"{list(stored.spec.shape[len(place) :])}, config.json says {list(spec.shape)}"
+                raise CheckpointError(f"{self._folder}: tensor {name} has shape {shapes}")
+            origin = (0,) * len(spec.shape)
+            box = Slice(name=name, offsets=origin, shape=spec.shape)
+            pieces[self._file(stored)].append(Piece(slice=box, local_name=stored.name, local_offsets=(*place, *origin)))
+        specs: list[dict[str, TensorSpec]] = [{} for _ in self._files]
+        for stored in self.tensors.values():
+            specs[self._file(stored)][stored.name] = stored.spec
+        holdings = (
+            Holding(rank=rank, tensors=specs[rank], pieces=tuple(pieces[rank])) for rank in range(len(self._files))
+        )
+        return Layout(canonical=canonical, holdings=tuple(holdings))
+
+    def read(self, moves: Iterable[Move], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Carry out moves whose sources are in this folder."""
+        with ExitStack() as opened:
+            files = cache(lambda rank: opened.enter_context(safe_open(self._files[rank], framework="pt")))
+
+            def take(name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+                path = self._files[self._file_of[name]]
+                try:
+                    values: torch.Tensor = files(self._file_of[name]).get_slice(name)[ranges]
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+                return values
+
+            for move in moves:
+                values = read_box(self.tensors[move.source_name], move.source_offsets, move.slice.shape, take)
+                box_of(tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+
+    def _file(self, stored: StoredTensor) -> int:
+        return self._file_of[stored.held_as]
+
+
+def read_header(path: Path) -> dict[str, tuple[str, Index]]:
+    """Return dtypes and shapes of the tensors of a file; what is not safetensors is a CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return {
-                name: TensorSpec(shape=tuple(view.get_shape()), dtype=HEADER_DTYPES[view.get_dtype()])
-                for name, view in slices.items()
-                if view.get_dtype() in HEADER_DTYPES
-            }
+            return {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
-
-
-def _holding(rank: int, header: Mapping[str, TensorSpec], canonical: Mapping[str, TensorSpec]) -> Holding:
-    pieces = tuple(piece for name in header if name in canonical for piece in whole(name, name, header[name]).pieces)
-    return Holding(rank=rank, tensors=header, pieces=pieces)
 
 
 def _zero_padding(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -111,15 +148,3 @@ def _zero_padding(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> None
     for name, spec in holding.tensors.items():
         if covered[name] < prod(spec.shape):
             tensors[name].detach().zero_()
-
-
-def _read(path: Path, moves: list[Move], tensors: Mapping[str, torch.Tensor]) -> None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for move in moves:
-                box = move.slice
-                ranges = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.shape, strict=True))
-                values = file.get_slice(box.name)[ranges]
-                box_of(tensors[move.target_name], move.target_offsets, box.shape).copy_(values)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error

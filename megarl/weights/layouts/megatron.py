@@ -125,7 +125,7 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def layout_name(name: str) -> str:
@@ -134,7 +134,7 @@ def layout_name(name: str) -> str:
     for fused, own in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + own
-    return _GROUPED_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
 def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:

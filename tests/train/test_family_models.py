@@ -1,0 +1,48 @@
+"""Families whose layers are not those of Llama: log-probabilities and one update, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train import jobs
+from tests.train.cluster import Cluster, assembled
+from tests.train.conftest import Models
+from tests.train.reference import Reference
+from tests.train.samples import make_samples
+from tests.train.splits import (
+    CONTEXT_SPLITS,
+    DESCENT,
+    GRPO,
+    MIXTURE_SPLITS,
+    SPLITS,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_close,
+    assert_same_logprobs,
+    packed,
+    setup_of,
+    whole_weights,
+)
+
+ALL_SPLITS = {**SPLITS, **CONTEXT_SPLITS, **MIXTURE_SPLITS}
+LATENT = ["TP1", "TP2-EP2", "EP2-PP2", "CP2-TP2-EP4-ETP1"]
+BIASED = ["TP1", "TP2-EP2-ETP1", "CP2-EP2", "EP2-PP2"]
+SANDWICH = ["TP1", "TP2-SP", "PP2-VPP2", "CP2"]
+CASES = {"deepseek_v3": LATENT, "gpt_oss": BIASED, "gemma3_text": SANDWICH}
+
+
+@pytest.mark.parametrize(("family", "split"), [(name, each) for name, splits in CASES.items() for each in splits])
+def test_an_update_is_that_of_transformers(family: str, split: str, cluster: Cluster, models: Models) -> None:
+    model = models.get(family, tied=family == "gemma3_text")
+    samples = make_samples(7, vocab=model.shape.vocab)
+    reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
+    old = reference.logprobs(samples)
+    loss, _, grad_norm = reference.update(samples, old)
+    world, actor = ALL_SPLITS[split]
+    asked = packed(samples, world=world, actor=actor, budget=24, is_forward=True)
+    trained = packed(samples, world=world, actor=actor, budget=24)
+    outcomes = cluster.run(world, jobs.train, setup_of(model, actor), [asked], trained)
+    assert_same_logprobs(assembled(outcome.logprobs[0] for outcome in outcomes), old)
+    assert_close(whole_weights(outcomes, model, actor), reference.weights())
+    assert outcomes[0].stats.loss == pytest.approx(loss, abs=TOLERANCE)
+    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)

@@ -33,7 +33,8 @@ class _WithTools(_Episode):
     call_deadline_s: PositiveFloat = 20
     """Time for one call of a tool, and for the score."""
     max_result_tokens: PositiveInt = 512
-    """Tokens of a tool's result; a longer one is cut, with a mark that the model sees."""
+    """Tokens of a tool's result, or of the text with which an environment begins; a longer one is cut, with a mark that
+    the model sees."""
     call_format: CallFormat = "auto"
     """How the model writes calls: `hermes` is JSON between <tool_call> and </tool_call> (Qwen, Hermes), `llama` a JSON
     object with name and parameters. `auto` takes the one that the chat template writes."""

@@ -123,7 +123,7 @@ class _HttpBackend(_Judge):
                 return await _read(response, config.max_reply_bytes)
         except TimeoutError:
             raise _RetryError(f"gave no reply within {config.timeout_s:g} s (reward.timeout_s)") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _RetryError(f"cannot be reached: {type(error).__name__}: {error}") from None
 
     @abstractmethod

@@ -115,8 +115,8 @@ def _slow_start(tmp_path: Path, script: str) -> ClassEnvironmentConfig:
 
 
 def test_the_time_of_a_slow_start_is_not_that_of_the_call(tmp_path: Path) -> None:
-    # Slow only for the program of the tool, which is given as a file, not for the questions before it.
-    script = f'case "$*" in */fd/*) sleep 4;; esac\nexec {sys.executable} "$@"'
+    # Slow only for the program of the tool, which is spoken to through a pipe, not for the questions before it.
+    script = f'test -p /dev/stdin && sleep 4\nexec {sys.executable} "$@"'
 
     async def results() -> list[str]:
         environments = await open_environments(_slow_start(tmp_path, script))

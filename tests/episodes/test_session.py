@@ -64,14 +64,14 @@ class NumberDialogue:
     def calls(self, text: str) -> list[Call] | Malformed:
         return [Call(name="go", arguments={}, id="call_0")]
 
-    def observation(self, call: Call, observation: Observation) -> ChatMessage:
+    async def observation(self, call: Call, observation: Observation) -> ChatMessage:
         return {"role": "tool", "content": observation.text}
 
-    def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
+    async def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
         self.num_turns += 1
         return None if self.forgets else np.array([30, 31, 32 + self.num_turns], np.int32)
 
-    def whole(self, messages: Sequence[ChatMessage]) -> TokenArray:
+    async def whole(self, messages: Sequence[ChatMessage]) -> TokenArray:
         return np.array([*PROMPT[:3], 40 + self.num_turns, 41], np.int32)
 
 

@@ -16,7 +16,7 @@ from megarl.episodes.build import open_environments
 from megarl.episodes.built_in.python import Python
 from megarl.episodes.protocol import Call
 from megarl.errors import EnvironmentLostError
-from megarl.reward.sandbox import SandboxError, tree_resident_bytes
+from megarl.reward.sandbox import SandboxError, stop_tree, tree_resident_bytes
 from megarl.system.proc import descendants, limited_time, read_stat
 
 pytestmark = pytest.mark.needs("bubblewrap")
@@ -194,7 +194,16 @@ def test_nothing_computes_or_allocates_between_calls(tool: Python) -> None:
 def test_memory_that_was_taken_within_a_call_is_counted_at_its_end(
     tool: Python, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.episodes.built_in.python._WATCH_INTERVAL_S", 60.0)
+    stopped: list[int] = []
+
+    def stop(pid: int) -> bool:
+        stopped.append(pid)
+        return stop_tree(pid)
+
+    # Nobody looks before: as if all of it was taken after the last look.
+    module = "megarl.episodes.built_in.python"
+    monkeypatch.setattr(f"{module}.stop_tree", stop)
+    monkeypatch.setattr(f"{module}.tree_resident_bytes", lambda pid: tree_resident_bytes(pid) if stopped else 0)
     code = (
         "import os\nheld = []\nreading, writing = os.pipe()\nfor _ in range(3):\n    if os.fork() == 0:\n"
         "        held.append(b'x' * (250 << 20)); os.write(writing, b'.'); import time; time.sleep(60)\n"

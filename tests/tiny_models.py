@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -46,6 +48,7 @@ from megarl.families.shape import ModelShape
 _MODELS = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -113,7 +116,7 @@ def write_tiny_model(
     }
     if family.startswith("qwen3"):
         sizes["head_dim"] = 32  # as in the real ones, not hidden_size / num_attention_heads
-    if family.endswith("_moe"):
+    if family in ("qwen2_moe", "qwen3_moe"):
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
         sizes["norm_topk_prob"] = family == "qwen3_moe"  # as in the released ones
@@ -161,6 +164,10 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
             groups = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "moe_intermediate_size": ffn // 2}
             heads_too = {"v_head_dim": 16, "num_key_value_heads": heads, "rope_parameters": _LATENT_ROPE}
             return {**latent, **experts, **groups, **heads_too}
+        case "glm4_moe":
+            experts = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2}
+            layers_too = {"first_k_dense_replace": 1, "moe_intermediate_size": ffn // 2, "routed_scaling_factor": 2.5}
+            return {**experts, **layers_too, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}
         case "gpt_oss":
             experts = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
             return {**windows, **experts, "rope_parameters": _TRUNCATED_YARN}

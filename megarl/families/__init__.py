@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megarl.families.deepseek_v3 import DeepseekV3
 from megarl.families.gemma3 import Gemma3
+from megarl.families.glm4_moe import Glm4Moe
 from megarl.families.gpt_oss import GptOss
 from megarl.families.interface import Family
 from megarl.families.llama import Llama
@@ -22,6 +23,7 @@ from megarl.families.shape import ModelShape
 FAMILIES: tuple[Family, ...] = (
     DeepseekV3(),
     Gemma3(),
+    Glm4Moe(),
     GptOss(),
     Llama(),
     Mistral(),

@@ -85,6 +85,9 @@ class EngineRouter(TopKRouter):
 
         Exact ones would put other experts first wherever two logits are closer than the rounding.
         """
+        if self.config.moe_router_dtype == "fp32":
+            # As some engines compute them.
+            return F.linear(input.float(), self.weight.float())
         return F.linear(input, self.weight, self.bias).float()
 
     def forward(self, input: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:

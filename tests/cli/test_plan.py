@@ -17,7 +17,7 @@ from tests.planner.runs import write_run
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
-GPU_OF = dict.fromkeys(("dapo_70b_async", "grpo_235b", "grpo_deepseek_v3", "grpo_gptoss_20b"), "h200")
+GPU_OF = dict.fromkeys(("dapo_70b_async", "grpo_235b", "grpo_deepseek_v3", "grpo_glm45_air", "grpo_gptoss_20b"), "h200")
 PUBLIC = [
     "sft_7b",
     "sft_70b",
@@ -26,6 +26,7 @@ PUBLIC = [
     "ppo_70b",
     "grpo_235b",
     "grpo_deepseek_v3",
+    "grpo_glm45_air",
     "grpo_gptoss_20b",
     "dapo_32b",
     "dapo_70b_async",

@@ -222,6 +222,9 @@ PARAMETERS = {
     "llama-3.1-405b": 405_853_388_800,
     "smollm2-135m": 134_515_008,
     "mixtral-8x7b": 46_702_792_704,
+    # Without the layer that predicts a second token.
+    "glm-4.5-air": 106_852_251_264,
+    "glm-4.5": 352_797_829_024,
     "mistral-7b": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
     "phi-4": 14_659_507_200,

@@ -106,8 +106,15 @@ MIXTURE_SPLITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tensor", "expert"),
-    [("qwen3_moe", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 2, 2), ("qwen2_moe", 2, 2), ("mixtral", 2, 2)],
-    ids=["TP1", "TP2", "EP2", "shared-EP2", "mixtral-EP2"],
+    [
+        ("qwen3_moe", 1, 1),
+        ("qwen3_moe", 2, 1),
+        ("qwen3_moe", 2, 2),
+        ("qwen2_moe", 2, 2),
+        ("mixtral", 2, 2),
+        ("glm4_moe", 2, 2),
+    ],
+    ids=["TP1", "TP2", "EP2", "shared-EP2", "mixtral-EP2", "glm4_moe-EP2"],
 )
 @pytest.mark.usefixtures("real_engines")
 def test_a_mixture_can_be_published_from_every_split_of_its_experts(

@@ -30,7 +30,8 @@ from tests.weights.reference import make_shape
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_a_written_model_has_the_shape_that_was_asked_for(family: str, tmp_path: Path) -> None:
-    shape = make_shape(family, layers=2)
+    # Gemma's head is always its embedding.
+    shape = make_shape(family, layers=2, tied=family == "gemma3_text")
     write_random_model(tmp_path, shape, seed=1)
     assert read_model_shape(tmp_path) == shape
     found = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}

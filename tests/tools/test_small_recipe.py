@@ -29,7 +29,16 @@ from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
 WITH_PAIRS = {"quickstart_dpo", "quickstart_reward_model"}
-LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "grpo_deepseek_v3", "grpo_gptoss_20b", "dapo_32b")
+LARGE = (
+    "grpo_7b",
+    "grpo_70b",
+    "ppo_70b",
+    "grpo_235b",
+    "grpo_deepseek_v3",
+    "grpo_glm45_air",
+    "grpo_gptoss_20b",
+    "dapo_32b",
+)
 
 
 def read(name: str, *overrides: str) -> tuple[Recipe, ModelShape]:

@@ -29,18 +29,20 @@ UNLIKE_LLAMA = ("deepseek_v3", "gemma3_text", "gpt_oss")
 """Families that this reference does not know; `test_families.py` and engines compare them."""
 _BIAS = "e_score_correction_bias"
 
+_SIGMOID = Experts(
+    num=4,
+    per_token=2,
+    is_normalized=True,
+    shared=64,
+    is_shared_gated=False,
+    score="sigmoid",
+    has_bias=True,
+    scale=2.5,
+    num_dense_layers=1,
+)
 _EXPERTS = {
-    "deepseek_v3": Experts(
-        num=4,
-        per_token=2,
-        is_normalized=True,
-        shared=64,
-        is_shared_gated=False,
-        score="sigmoid",
-        has_bias=True,
-        scale=2.5,
-        num_dense_layers=1,
-    ),
+    "deepseek_v3": _SIGMOID,
+    "glm4_moe": _SIGMOID,
     "gpt_oss": Experts(num=4, per_token=2, is_normalized=True),
     "mixtral": Experts(num=4, per_token=2, is_normalized=True),
     "qwen2_moe": Experts(num=4, per_token=2, is_normalized=False, shared=96),
@@ -72,10 +74,12 @@ def make_shape(
         rope_theta=1e4,
         rope_scaling=None,
         has_tied_embeddings=tied,
-        has_qkv_bias=family in ("gpt_oss", "qwen2", "qwen2_moe"),
-        has_qk_norm=family in ("gemma3_text", "qwen3", "qwen3_moe"),
+        has_qkv_bias=family in ("glm4_moe", "gpt_oss", "qwen2", "qwen2_moe"),
+        has_qk_norm=family in ("gemma3_text", "glm4_moe", "qwen3", "qwen3_moe"),
         dtype="float32",
         experts=_EXPERTS.get(family),
+        dense_hidden=2 * ffn if family == "glm4_moe" else 0,
+        rotary_dim=1 if family == "glm4_moe" else None,
     )
     return BY_NAME[family].tiny(shape) if family in UNLIKE_LLAMA else shape
 

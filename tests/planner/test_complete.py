@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.hub import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS
 from megarl.planner.complete import with_micro_batch
 from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS

@@ -147,7 +147,7 @@ class _Parts(RankGroup[ActorCalls]):
             [],
             split=ModelParallelConfig(),
             timeout_s=_TIMEOUT_S,
-            report_folder=Path(),
+            run_folder=Path(),
             device_lock=asyncio.Lock(),
         )
         # As in a trainer rank.
@@ -190,11 +190,11 @@ class _Parts(RankGroup[ActorCalls]):
     async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         times = [time.perf_counter()]
         async with asyncio.timeout(timeout_s):
-            folder = await self._host.place_adapter.remote(stored, index)
+            folder = await self._host.place_adapter.remote(self.token, stored, index)
             times.append(time.perf_counter())
             yield folder
             times.append(time.perf_counter())
-            await self._host.remove_adapter.remote(folder)
+            await self._host.remove_adapter.remote(self.token, folder)
         times.append(time.perf_counter())
         for name, start, end in zip(("placed", "loaded", "removed"), times[:-1], times[1:], strict=True):
             self.spent[name].append(end - start)

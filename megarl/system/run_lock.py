@@ -321,11 +321,13 @@ class _RunLock:
             raise MachineError(self.loss)
 
     def _is_recorded(self) -> bool:
-        """Whether the record is this driver's. One that has taken over is noted; of a lower token it is a late beat."""
+        """Whether the record is this driver's. One that has taken over is noted; of a lower token it is a late beat,
+        unless it is of another file: somebody has removed the one that this driver has locked.
+        """
         now = _read(self.path)
         if now is None or now.is_same(self.holder):
             return now is not None
-        if now.token >= self.holder.token:
+        if now.token >= self.holder.token or now.run_id != self.holder.run_id:
             self.loss = _taken_over(self._run_folder, now)
         return False
 

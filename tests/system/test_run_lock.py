@@ -212,12 +212,22 @@ def test_a_late_beat_of_an_earlier_driver_is_overwritten(tmp_path: Path) -> None
     folder = tmp_path / "mine"
     write(folder, replace(ELSEWHERE, has_released=True))
     with run_lock(folder, beat_s=0.05) as holder:
-        write(folder, ELSEWHERE)
+        write(folder, replace(ELSEWHERE, run_id=holder.run_id))
         check_held(folder)
         deadline = time.monotonic() + 60
         while current_holder(folder) is None or not holder.is_same(current_holder(folder) or ELSEWHERE):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_driver_whose_lock_file_was_removed_finds_the_one_that_has_a_new_file(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    write(folder, replace(ELSEWHERE, has_released=True))
+    with run_lock(folder, beat_s=3600):
+        lock_file(folder).unlink()
+        check_held(folder)
+        with another_driver(folder) as other, pytest.raises(MachineError, match=f"process {other.pid} on .* has taken"):
+            check_held(folder)
 
 
 @pytest.mark.usefixtures("no_flock")

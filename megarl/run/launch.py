@@ -37,6 +37,7 @@ from megarl.system.lease import JoinedLease, Lease
 from megarl.system.run_lock import refuse_locked, run_lock
 
 
+@ending_on_signals()
 def train(
     recipe: Recipe,
     *,
@@ -97,7 +98,7 @@ class _Driver:
     def drive(self, resume: ResumeChoice) -> None:
         """Take the steps of the run that are left."""
         recipe, inputs = self.recipe, self.inputs
-        with ending_on_signals(), run_lock(recipe.run_folder):
+        with run_lock(recipe.run_folder):
             notify = _notify_on(self.display)
             decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
             allows = self.allows_data_change

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -18,7 +17,6 @@ from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import ConfigError, MachineError, PreemptedError
 from megarl.run import launch
-from megarl.run.inputs import Inputs
 from megarl.run.launch import find_token, ray_environment, refuse_nodes_without_cluster, train
 from megarl.system.run_lock import run_lock
 from tests.observe.samples import ListSink, make_recipe
@@ -72,27 +70,22 @@ def test_a_run_that_goes_on_is_refused_before_model_and_data_are_read(tmp_path: 
         train(recipe, display=ListSink())
 
 
-def test_a_signal_before_ray_starts_is_a_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetching a checkpoint takes long, and so does waiting for a driver elsewhere."""
+@pytest.mark.parametrize("place", ["check_start", "choose"])
+def test_a_signal_before_ray_starts_is_a_preemption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Reading data takes long, and so do fetching a checkpoint and waiting for a driver elsewhere."""
 
-    def choose(*_words: object, **_options: object) -> None:
+    def wait(*_words: object, **_options: object) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(60)
 
-    monkeypatch.setattr(launch, "choose", choose)
-    recipe = make_recipe(tmp_path / "runs")
-    driver = launch._Driver(
-        recipe=recipe,
-        inputs=cast("Inputs", SimpleNamespace(tools_digest=None)),
-        program="",
-        display=ListSink(),
-        address=None,
-        allows_data_change=False,
-        asks_ray_for_gpu=False,
-        tasks_file=None,
-    )
+    train_data = SimpleNamespace(prompts=range(8))
+    inputs = SimpleNamespace(tools_digest=None, train=train_data, program_digest=lambda _recipe: "")
+    monkeypatch.setattr(launch, "check_start", lambda *_words, **_options: inputs)
+    monkeypatch.setattr(launch, place, wait)
     with pytest.raises(PreemptedError, match="stopped by SIGUSR1"):
-        driver.drive("auto")
+        train(make_recipe(tmp_path / "runs"), display=ListSink())
 
 
 def test_several_nodes_need_a_cluster() -> None:

@@ -99,7 +99,12 @@ def run_lock(run_folder: Path, *, beat_s: float | None = None, still_s: float = 
         raise
     finally:
         stop.set()
-        watching.join()
+        try:
+            watching.join()
+        except KeyboardInterrupt:
+            if not lock.loss:
+                raise
+            watching.join()  # its own interrupt came late
         beating.join(still_s)  # it may wait for a disk that does not answer
         del _held[lock.path]
         lock.release(is_idle=not beating.is_alive())
@@ -198,6 +203,8 @@ class _RunLock:
         self.loss = ""
         """Why this process no longer holds the lock; empty as long as it does."""
         self.listeners: list[Callable[[], object]] = []
+        self._is_raised = False
+        """Whether the driver knows of the loss by an error: it is not interrupted as well."""
         self._keeps_out = False
         """Whether `flock` keeps all others out, whatever the beats say."""
         self._run_folder = run_folder
@@ -290,8 +297,10 @@ class _RunLock:
     def keep_beating(self, stop: threading.Event, beat_s: float) -> None:
         """Renew the record until this driver has lost the lock; `watch` says so, also where a disk does not answer."""
         while not stop.wait(beat_s) and not self.loss:
-            with suppress(OSError, MachineError):  # the next beat may be written
-                self.check()
+            self._is_recorded()
+            if self.loss:
+                return
+            with suppress(OSError):  # the next beat may be written
                 self.holder = replace(self.holder, beat=self.holder.beat + 1)
                 self._write(self.holder)
                 self._num_proofs += self._is_recorded()
@@ -307,9 +316,10 @@ class _RunLock:
             self._fence()
             if self.loss:
                 logger.error("%s", self.loss)
-                for tell in self.listeners:
+                listeners = tuple(self.listeners)  # one that is told leaves at once
+                for tell in listeners:
                     tell()
-                if not self.listeners:
+                if not (listeners or self._is_raised or stop.is_set()):
                     os.kill(os.getpid(), signal.SIGINT)
                 return
 
@@ -318,6 +328,7 @@ class _RunLock:
         if not self._is_recorded():
             self._fence()
         if self.loss:
+            self._is_raised = True
             raise MachineError(self.loss)
 
     def _is_recorded(self) -> bool:

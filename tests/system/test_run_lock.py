@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -206,6 +206,25 @@ def test_where_flock_keeps_all_others_out_a_disk_that_fails_ends_no_run(
         failing.setattr(run_lock_module, "_read", lambda _path: None)
         assert not is_told.wait(1.0)
         check_held(folder)
+
+
+@pytest.mark.parametrize("is_listening", [False, True])
+def test_a_driver_that_knows_of_its_loss_is_not_interrupted_as_well(tmp_path: Path, is_listening: bool) -> None:
+    """One that was told leaves the block at once; one that asked has an error."""
+    folder, interrupts, is_told = tmp_path / "mine", list[int](), threading.Event()
+    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
+    try:
+        with run_lock(folder, beat_s=0.01 if is_listening else 3600, still_s=0.4):
+            with told_of_loss(folder, is_told.set) if is_listening else nullcontext():
+                write(folder, replace(ELSEWHERE, token=99))
+                if is_listening:
+                    assert is_told.wait(60)
+                else:
+                    assert not is_held(folder)
+            time.sleep(0.3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupts == []
 
 
 def test_a_late_beat_of_an_earlier_driver_is_overwritten(tmp_path: Path) -> None:

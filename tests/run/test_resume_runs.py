@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -309,6 +310,14 @@ def test_a_run_that_is_asked_to_leave_does_not_answer_twice(folder: Path) -> Non
     resumed = _goes_on_to_the_same_end(folder, name, whole, *overrides)
     assert any("groups of the step are kept from before" in text for text in _notes(resumed))
     assert not (resumed.folder / "open_step").exists()
+    # One that is killed has no time to write: its answers are written as they come.
+    name = "killed_in_a_step"
+    with started(folder, name, *overrides) as process:
+        await_event(folder / "runs" / name, process, StepFinished)
+        _await_written(folder / "runs" / name)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, name, whole, *overrides)
+    assert any("groups of the step are kept from before" in text for text in _notes(resumed))
 
 
 @pytest.mark.slow
@@ -347,6 +356,20 @@ def _await_answers(run_folder: Path, *, num_groups: int, timeout_s: float = 600)
             return
         time.sleep(0.05)
     raise AssertionError(f"fewer than {num_groups} groups were answered within the deadline")
+
+
+def _await_written(run_folder: Path, *, timeout_s: float = 600) -> None:
+    """Wait until answers of the step under way are on disk."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        events = (record.event for record in read_events(run_folder / EVENTS_FILE))
+        num_done = sum(isinstance(event, StepFinished) for event in events)
+        parts = list((run_folder / "open_step").glob("*/part.json"))
+        with suppress(OSError):
+            if any(json.loads(part.read_bytes())["version"] == num_done for part in parts):
+                return
+        time.sleep(0.05)
+    raise AssertionError("no answers were written within the deadline")
 
 
 def _notes(done: Run) -> list[str]:

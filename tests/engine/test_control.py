@@ -64,7 +64,9 @@ async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = 
         before = await fingerprints_from_disk(control, fleet, served.folder)
         for old, new in zip(before, expected, strict=True):
             assert old.keys() == new.keys()
-            assert [name for name, fingerprint in new.items() if fingerprint in old.values()] == []
+            alike = [name for name, fingerprint in new.items() if fingerprint in old.values()]
+            # The bias of experts is zero on all ranks but the first.
+            assert [name for name in alike if not name.endswith("w2_weight_bias")] == []
 
         trainers = Trainers(transfer_to(served, parallel), control, served.other_folder)
         await trainers.join()

@@ -27,6 +27,7 @@ Errors cross process borders, so each is picklable from its message alone.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,6 +151,33 @@ def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
     """Join the first sentences of a message, and count the rest."""
     more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []
     return "; ".join([*sentences[:max_named], *more])
+
+
+_DISK_FAULTS = {
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ENODEV,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+}
+
+
+@contextmanager
+def naming_disk_faults(folder: object) -> Iterator[None]:
+    """Raise a MachineError where the body meets a disk that fails; other errors of the system stay as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FAULTS:
+            raise
+        what = error.filename or folder
+        raise MachineError(
+            f"{what}: {error.strerror}: its disk fails; the same command goes on when it works"
+        ) from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -74,7 +75,7 @@ def begin(folder: Path, *, num_bytes: int, token: int | None = None) -> Path:
     check_held(run_folder, token)
     if not parent.exists():
         parent.mkdir(parents=True, exist_ok=True)
-        sync(parent.parent)
+        _sync_names_of(parent)
     for leftover in parent.glob("step_*.tmp"):
         if _token_of(leftover) <= token:  # a later driver may have begun by now
             shutil.rmtree(leftover)
@@ -112,6 +113,14 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     reach("latest_linked", step=step_in(folder))
     _write_latest_step(folder, token)
     reach("latest_numbered", step=step_in(folder))
+
+
+def _sync_names_of(parent: Path) -> None:
+    """Return once the names of a new run's folders are on disk: without one of them a power failure takes all."""
+    sync(parent.parent)
+    for outer in parent.parents[1:3]:
+        with suppress(OSError):  # a folder of someone else, which has had its names for long
+            sync(outer)
 
 
 def discard(folder: Path) -> None:

@@ -471,13 +471,17 @@ def _upload_one(folder: Path, store: Store, claimed: str | None) -> int:
     target = store.folder(manifest.step)
     if store.read(f"{target}/{MANIFEST_FILE}") == text:
         return manifest.step
-    if store.read(f"{target}/{UPLOADING_FILE}") != text:
-        store.remove(target)
+    is_continued = store.read(f"{target}/{UPLOADING_FILE}") == text
+    if not is_continued:
+        if store.sizes(target):
+            check_owner(store, claimed)
+            store.remove(target)
         store.write(f"{target}/{UPLOADING_FILE}", text)
-    present = store.sizes(target)
+    present = store.sizes(target) if is_continued else {}
     missing = [name for name, file in manifest.files.items() if present.get(name) != file.num_bytes]
 
     def send(name: str) -> None:
+        check_owner(store, claimed)  # asked often: a driver that was frozen in here may have a successor
         store.send(f"{target}/{name}", inside(folder, name), manifest.files[name], moved)
 
     _in_parallel(send, missing, manifest.files)

@@ -23,7 +23,7 @@ from megarl.env import (
     RAY_ENVIRONMENT,
     update_environment,
 )
-from megarl.errors import ConfigError, MachineError, Problem
+from megarl.errors import ConfigError, MachineError, Problem, naming_disk_faults
 from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.fit import check_fit
@@ -98,7 +98,7 @@ class _Driver:
     def drive(self, resume: ResumeChoice) -> None:
         """Take the steps of the run that are left."""
         recipe, inputs = self.recipe, self.inputs
-        with run_lock(recipe.run_folder):
+        with naming_disk_faults(recipe.run_folder), run_lock(recipe.run_folder):
             notify = _notify_on(self.display)
             decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
             allows = self.allows_data_change

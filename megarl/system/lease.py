@@ -242,7 +242,10 @@ class Lease(ABC):
             self._renewing.join()
         if not self.is_ours:
             return False
-        record_path(self._run_folder).unlink(missing_ok=True)
+        try:
+            record_path(self._run_folder).unlink(missing_ok=True)
+        except OSError as error:  # what it names is ended all the same, and the next driver finds nothing there
+            logger.warning("%s: cannot be removed: %s", record_path(self._run_folder), error)
         return True
 
 

@@ -12,7 +12,7 @@ WORKERS ?= $(shell awk -v cores=$$(nproc) '/MemTotal/ {n = int($$2 / 6e6); if (n
 	if (n > 8) n = 8; if (n < 1) n = 1; print n}' /proc/meminfo)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes kernels packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
+.PHONY: help setup hashes kernels packages patches quickstart test test-quick test-slow faults soak simulate test-gpu bench-gpu check fmt docs docs-site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ faults: setup packages ## every fault on purpose, and the table of what became o
 
 soak: setup ## 200 steps with a random accident about every five; prints its seed
 	$(BIN)/python -m tests.faults.soak
+
+SECONDS ?= 60
+simulate: setup ## histories of a simulated world for SECONDS=60 on all cores; prints the seeds that fail
+	$(BIN)/python -m tests.simulation --seconds $(SECONDS) --first $(or $(SEED),$(shell date +%s))000
 
 test-gpu: ## the tests that need a CUDA device, in an environment of your own that has one
 	$(PYTHON) -m pytest -m gpu -rs

@@ -79,7 +79,7 @@ class AdaptedEngine:
     async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
         folder = await self.host.place_adapter(1, stored, index)
         yield folder
-        await self.host.remove_adapter(folder)
+        await self.host.remove_adapter(1, folder)
 
     def publisher(self, fleet: Fleet, *, ranks: object | None = None) -> AdapterPublisher:
         return AdapterPublisher(

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,7 +84,11 @@ def test_a_record_that_another_wrote_or_that_names_what_is_no_guard_harms_nobody
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)
     path = record_path(run_folder)
-    with run_lock(run_folder), subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander:
+    with (
+        run_lock(run_folder),
+        subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander,
+        closing(SimpleNamespace(close=bystander.kill)),
+    ):
         lease.take()
         assert find_leased(run_folder) is not None
         record = json.loads(path.read_text())
@@ -103,7 +109,6 @@ def test_a_record_that_another_wrote_or_that_names_what_is_no_guard_harms_nobody
         if changes:
             LeasedGuard(**(record["guard"] | changes)).end(grace_s=0.1)
         assert (bystander.poll(), guard.poll(), mine.exists()) == (None, None, True)
-        bystander.kill()
 
 
 def test_looking_for_a_lease_removes_nothing(run_folder: Path, lease: PrivateLease) -> None:

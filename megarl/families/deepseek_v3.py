@@ -109,7 +109,8 @@ class DeepseekV3(Family):
         widths = LatentWidths(query_rank=32, key_rank=32, plain=16, rotary=16, value=16)
         if shape.latent is not None and shape.latent.query_rank is None:
             widths = replace(widths, query_rank=None)
-        experts = replace(shape.experts, num_dense_layers=min(shape.experts.num_dense_layers, 1))
+        num_dense, shared = min(shape.experts.num_dense_layers, 1), shape.ffn_hidden if shape.experts.shared else 0
+        experts = replace(shape.experts, num_dense_layers=num_dense, shared=shared)
         return _with_latent(replace(shape, experts=experts), widths, dense=shape.ffn_hidden)
 
     def config_json(self, shape: ModelShape) -> dict[str, object]:

@@ -72,7 +72,8 @@ class Glm4Moe(Family):
     def tiny(self, shape: ModelShape) -> ModelShape:
         assert shape.experts is not None, f"a {self.name} without experts"
         # At least one layer of each kind, where there are two.
-        experts = replace(shape.experts, num_dense_layers=min(1, shape.experts.num_dense_layers))
+        num_dense, shared = min(1, shape.experts.num_dense_layers), shape.ffn_hidden if shape.experts.shared else 0
+        experts = replace(shape.experts, num_dense_layers=num_dense, shared=shared)
         return replace(shape, experts=experts, rotary_dim=shape.head_dim // 2)
 
     def config_json(self, shape: ModelShape) -> dict[str, object]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 from unittest import mock
@@ -56,7 +56,8 @@ STEP = ToolSchema(name="step", description="Take a step.", parameters=SERIAL)
 
 @cache
 def _tokenizer(name: str) -> Tokenizer:
-    return family_tokenizer(Path(mkdtemp(prefix="megarl-world-")), "qwen2.5", tools=(STEP if name == "step" else TOOL,))
+    with TemporaryDirectory(prefix="megarl-world-") as folder:
+        return family_tokenizer(Path(folder), "qwen2.5", tools=(STEP if name == "step" else TOOL,))
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class TalkPlan:
 
     @classmethod
     def of(cls, seed: int) -> TalkPlan:
-        chance = random.Random(f"talk {seed}")
-        return cls(seed=seed, kind=chance.choice(("class", "openenv", "mcp")))
+        return cls(seed=seed, kind=random.Random(f"talk {seed}").choice(("class", "openenv", "mcp")))
 
     def __str__(self) -> str:
         return f"talk {self.seed}: {self.kind}"

@@ -205,7 +205,7 @@ def _writer(name: str, *, allocates: bool = False) -> Callable[..., Any]:
         if current_thread() is None:
             return real(path, *arguments, **named)
         found = _located(path)
-        if found is None and named.get("dir_fd") is None:
+        if found is None and (named.get("dir_fd") is None or "disk" not in calling_process().values):
             return real(path, *arguments, **named)
         disk_of_caller().reach(allocates=allocates)
         return real(path if found is None else found, *arguments, **named)

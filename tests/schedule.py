@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from _pytest.mark import ParameterSet
     from xdist.remote import Producer
@@ -80,6 +80,14 @@ def group_of(nodeid: str) -> str:
 
 def _place_of(item: pytest.Item) -> int:
     return next((place for place, name in enumerate(HEAVY) if name in fixtures_of(item)), len(HEAVY))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Replace halves of characters in what a test printed: xdist cannot send them to the process that schedules."""
+    report = yield
+    report.sections = [(title, content.encode(errors="replace").decode()) for title, content in report.sections]
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,7 +20,7 @@ _PATTERN = 6
 class Gemma3(Family):
     name = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-    engine = EngineTraits(module="gemma3_causal")
+    engine = EngineTraits(module="gemma3_causal", has_whole_embedding=True)
     refuses: ClassVar[Mapping[Feature, str]] = {
         "lora": "adapters before a norm are not supported",
         "fp8": "FP8 rollouts were not tried",

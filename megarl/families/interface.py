@@ -132,6 +132,8 @@ class EngineTraits:
     """Whether attention gets scales of an FP8 cache as soon as weights are in FP8."""
     adapts_shared_expert: bool = False
     """Whether the shared expert can have adapters: SGLang's class needs layers of other names for it."""
+    has_whole_embedding: bool = False
+    """Whether every rank has the whole embedding, without padding."""
     is_dequantized: bool = False
     """Whether files may be quantized: engines then start without, since tensors of the model's dtype are published."""
 

@@ -68,6 +68,8 @@ async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = 
             # The bias of experts is zero on all ranks but the first.
             assert [name for name in alike if not name.endswith("w2_weight_bias")] == []
 
+        if served.shape.has_biases:
+            parallel = replace(parallel, expert_tensor=1)  # experts with biases are whole
         trainers = Trainers(transfer_to(served, parallel), control, served.other_folder)
         await trainers.join()
         await trainers.publish(PolicyVersion(1))

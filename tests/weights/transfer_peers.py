@@ -19,6 +19,7 @@ from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
+from megarl.weights.layouts.stored import place_of
 from tests.weights.reference import make_shape
 
 NUM_TRAINERS = 2
@@ -81,7 +82,10 @@ def cut(holding: Holding, model: Mapping[str, torch.Tensor], *, padding: float =
         for name, spec in holding.tensors.items()
     }
     for piece in holding.pieces:
-        box = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+        name, place = place_of(piece.slice.name)
+        # Files have some experts as one stack of transposed matrices.
+        whole = model[name] if name == piece.slice.name else model[name][place].movedim(-1, 0)
+        box = box_of(whole, piece.slice.offsets, piece.slice.shape)
         box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(box)
     return tensors
 

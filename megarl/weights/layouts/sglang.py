@@ -76,7 +76,10 @@ def _rank_tensors(
 ) -> Iterator[LocalTensor]:
     family = family_of(shape)
     templates = {kind: tuple(shares.layer(block.sglang, layers[kind])) for kind, block in family.blocks(shape).items()}
-    yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, EMBEDDING)
+    if family.engine.has_whole_embedding:
+        yield whole(EMBEDDING, EMBEDDING, TensorSpec(shape=(shape.vocab, shape.hidden), dtype=shape.dtype))
+    else:
+        yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, EMBEDDING)
     for index, kind in enumerate(family.kinds(shape)):
         yield from repeated(templates[kind], local=layer_prefix(index), source=layer_prefix(index))
     yield whole(FINAL_NORM, FINAL_NORM, TensorSpec(shape=(shape.hidden,), dtype=shape.dtype))

@@ -37,6 +37,7 @@ _SECTIONS = {
     "tests/observe": "the run",
     "tests/system": "the run",
     "tests/tools": "the run",
+    "tests/simulation": "the run",
 }
 """By the beginning of a test's file; the first that fits."""
 

@@ -235,7 +235,7 @@ async def test_every_rank_leaves_a_log_with_its_node_its_librarys_warnings_and_i
         assert '"NCCL_DEBUG": "WARN"' in text
         assert '"NCCL_CUMEM_ENABLE": "0"' in text
         assert f"rank {rank} NCCL WARN no device" in text
-        assert "fail failed\nTraceback" in text
+        assert "fail failed\n  Traceback" in text
         assert "RuntimeError: a CUDA error" in text
 
 

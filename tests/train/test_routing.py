@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
@@ -217,6 +218,7 @@ def test_a_router_rounds_its_logits_like_an_engine_and_weighs_in_float32() -> No
     torch.nn.Module.__init__(router)
     weight = torch.randn(128, 64, generator=generator).bfloat16()
     router.weight, router.bias = torch.nn.Parameter(weight), None
+    router.config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
     tokens = torch.randn(400, 64, generator=generator).bfloat16()
     logits = router.gating(tokens)
     assert logits.dtype == torch.float32

@@ -103,6 +103,12 @@ def gated(block: str, megatron: str, *, hidden: int, width: int, names: tuple[st
     return Block(weights) + _gated_places(block, megatron, (Part(name=gate), Part(name=up)), Part(name=down))
 
 
+def dense_layer(shape: ModelShape) -> Block:
+    """Return a layer of attention and one gated block, each behind its norm: that of Llama."""
+    feed_forward = gated("mlp.", "mlp.", hidden=shape.hidden, width=shape.ffn_hidden)
+    return input_norm(shape) + attention(shape) + post_norm(shape) + feed_forward
+
+
 def fused_gated(block: str, megatron: str, *, hidden: int, width: int) -> Block:
     """Return a feed-forward block whose gate and up are one matrix in the files."""
     both, down = f"{block}gate_up_proj.weight", f"{block}down_proj.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megarl.families.blocks import attention, gated, input_norm, post_norm
+from megarl.families.blocks import dense_layer
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family
 from megarl.families.public import public_shape
@@ -24,8 +24,7 @@ class Llama(Family):
         return fields.shape(self.name)
 
     def blocks(self, shape: ModelShape) -> Mapping[str, Block]:
-        feed_forward = gated("mlp.", "mlp.", hidden=shape.hidden, width=shape.ffn_hidden)
-        return {"dense": input_norm(shape) + attention(shape) + post_norm(shape) + feed_forward}
+        return {"dense": dense_layer(shape)}
 
     @property
     def models(self) -> Mapping[str, ModelShape]:

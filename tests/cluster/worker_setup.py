@@ -182,6 +182,11 @@ def _run_worker_with_engines(words: list[str]) -> int:
 
 
 def _run_ray_worker(words: list[str]) -> int:
+    import ray._raylet
+    from setproctitle import setproctitle
+
+    # Ray's own looks for the command line by the place of the variables, which are others since the fork.
+    vars(ray._raylet)["setproctitle"] = setproctitle
     sys.path[0] = str(Path(words[0]).parent)  # instead of this file's
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.protocol import ToolSchema
+from megarl.types import Prompt
 
 ADD = ToolSchema(
     name="add",
@@ -183,3 +184,19 @@ def family_tokenizer(
 ) -> Tokenizer:
     vocab = write_tokenizer(folder, family, template=template)
     return load_tokenizer(folder, vocab=vocab, tools=[tool.as_function for tool in tools])
+
+
+def sum_prompt(tokenizer: Tokenizer) -> Prompt:
+    """Return the prompt of a sum, as rows of data become prompts."""
+    messages = ({"role": "user", "content": "3+4="},)
+    (token_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
+    return Prompt(
+        uid="row-0",
+        position=0,
+        epoch=0,
+        token_ids=token_ids,
+        data_source="",
+        ground_truth="7",
+        extra_info={},
+        messages=messages,
+    )

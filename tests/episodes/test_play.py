@@ -23,26 +23,11 @@ from megarl.errors import DataError, EnvironmentLostError, QuarantineError, Rewa
 from megarl.tokens import SampledTokens
 from megarl.types import DEMONSTRATION, Ending, FinishReason, Prompt, Rollout, Score, TokenArray, TurnKind
 from tests.episodes.conftest import CALCULATOR
-from tests.episodes.templates import ADD, FAMILIES, family_tokenizer
+from tests.episodes.templates import ADD, FAMILIES, family_tokenizer, sum_prompt
 
 
 def call_of(a: int, b: int) -> str:
     return "<tool_call>\n" + json.dumps({"name": "add", "arguments": {"a": a, "b": b}}) + "\n</tool_call>"
-
-
-def prompt_of(tokenizer: Tokenizer) -> Prompt:
-    messages = ({"role": "user", "content": "3+4="},)
-    (token_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
-    return Prompt(
-        uid="row-0",
-        position=0,
-        epoch=0,
-        token_ids=token_ids,
-        data_source="",
-        ground_truth="7",
-        extra_info={},
-        messages=messages,
-    )
 
 
 class ScriptedSampler:
@@ -136,7 +121,7 @@ class Table:
 
     @property
     def prompt(self) -> Prompt:
-        return prompt_of(self.tokenizer)
+        return sum_prompt(self.tokenizer)
 
 
 def table(folder: Path, *texts: str, family: str = "qwen2.5", versions: Sequence[int] = (), **sums: object) -> Table:
@@ -418,7 +403,7 @@ async def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) ->
     keys = {"path": str(path)} if kind == "chat" else {"code": f"{path}:turns"}
     config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python({"kind": kind, "max_turns": 4, **keys})
     tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=())
-    prompt = prompt_of(tokenizer)
+    prompt = sum_prompt(tokenizer)
     sampler = ScriptedSampler(tokenizer, "8", "7")
 
     player = await open_player(config, tokenizer, max_open=2, retried=lambda _: None)

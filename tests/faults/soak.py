@@ -39,7 +39,7 @@ _STALL_S = 1200.0
 """Without a step the run has failed to recover."""
 _POLL_S = 0.2
 _LONGEST_S = 12.0
-"""Of what passes by itself."""
+"""Accidents that pass by themselves last this long."""
 _DISK_BYTES = 512 << 20
 DISK = "disk full for a while"
 

@@ -1,4 +1,4 @@
-"""What a plan completes in a recipe."""
+"""A plan completes a recipe: the tokens of a micro-batch."""
 
 from __future__ import annotations
 

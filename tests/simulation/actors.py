@@ -144,7 +144,7 @@ class SimulatedRay:
         self.world, self.host = world, host
         self.actors: list[Actor] = []
         self.longest_delay_s = _DELAY_S
-        """Of a message; some take this long."""
+        """Delay of some messages."""
         self.executed: list[tuple[str, str, int]] = []
         """Changes of ranks: process, method, and the token of the driver that asked."""
         self.drivers: dict[tuple[str, int], set[str]] = {}

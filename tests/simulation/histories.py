@@ -168,7 +168,7 @@ class History:
         self.store.keeps_torn = plan.keeps_torn
         self.store.removed = self._look_at_store
         self.losses: list[str] = []
-        """What the store had acknowledged, and has no more."""
+        """Steps that the store had acknowledged, and has no more."""
         if plan.kind == "pods":
             self.runs = [Run("first", HOSTS[:1]), Run("second", HOSTS[1:2])]
         else:

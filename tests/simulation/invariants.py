@@ -1,4 +1,4 @@
-"""What holds in every history, whatever happened in it."""
+"""Invariants of every history, whatever happened in it."""
 
 from __future__ import annotations
 

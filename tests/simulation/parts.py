@@ -1,4 +1,4 @@
-"""What stands for the parts around drivers: engines that answer with the hash of their weights, the Ray of the world,
+"""Stand-ins for the parts around drivers: engines that answer with the hash of their weights, the Ray of the world,
 and a process of the world for each transfer of a mirror.
 """
 

@@ -1,4 +1,4 @@
-"""What stands for the standard library inside a world: threads, time, signals, and names of the machine.
+"""Stand-ins for the standard library inside a world: threads, time, signals, and names of the machine.
 
 Calls from outside of a world reach the real functions.
 """

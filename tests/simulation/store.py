@@ -24,7 +24,7 @@ class Store:
         self.listing_lag_s = 0.0
         """A listing shows what was there so long ago; reading an object is never late."""
         self.keeps_torn = False
-        """What was sent before a sender died is an object, as on a file system."""
+        """Whether the part that was sent before a sender died stays as an object, as on a file system."""
         self.is_sound = True
         """Nothing has happened to it so far."""
         self.removed: Callable[[str], None] = lambda _path: None

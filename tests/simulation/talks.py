@@ -38,8 +38,8 @@ from megarl.errors import MegarlError, QuarantineError
 from megarl.reward.protocol import check_result
 from megarl.system.user_process import NoReplyError
 from megarl.tokens import SampledTokens
-from megarl.types import Prompt, Rollout, TokenArray
-from tests.episodes.templates import family_tokenizer
+from megarl.types import Rollout, TokenArray
+from tests.episodes.templates import family_tokenizer, sum_prompt
 from tests.simulation import hostile
 from tests.simulation.seams import standard_library
 from tests.simulation.world import Process, StuckError, World, WorldLoop
@@ -330,7 +330,7 @@ async def _play(talk: Talk) -> None:
     )
     model = HostileModel(talk, tokenizer, tool, controls)
     try:
-        rollout = await player.rollout(_prompt(tokenizer), model, max_tokens=600)
+        rollout = await player.rollout(sum_prompt(tokenizer), model, max_tokens=600)
         num_lost = rollout.episode.num_retries
         talk.broken += _numbers(rollout)
     except QuarantineError as error:
@@ -338,21 +338,6 @@ async def _play(talk: Talk) -> None:
         talk.log.append((0.0, str(error)))
     if num_lost > talk.num_lost:
         talk.broken.append(f"no text loses an episode: {num_lost} were lost, {talk.num_lost} of them on purpose")
-
-
-def _prompt(tokenizer: Tokenizer) -> Prompt:
-    messages = ({"role": "user", "content": "3+4="},)
-    (token_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
-    return Prompt(
-        uid="row-0",
-        position=0,
-        epoch=0,
-        token_ids=token_ids,
-        data_source="",
-        ground_truth="7",
-        extra_info={},
-        messages=messages,
-    )
 
 
 def _numbers(rollout: Rollout) -> Iterator[str]:

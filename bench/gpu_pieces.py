@@ -211,6 +211,13 @@ def _reads(_: PieceOptions, report: Report) -> None:
         report(figure)
 
 
+def _peers(_: PieceOptions, report: Report) -> None:
+    from bench.peers import PeersOptions, measure_peers
+
+    for outcome in measure_peers(PeersOptions()):
+        report(outcome)
+
+
 def _engine(options: PieceOptions, report: Report) -> None:
     from bench.engine import measure_engine
 
@@ -271,6 +278,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "experts": GpuPiece(timeout_s=150, measure=_experts),
     "phases": GpuPiece(timeout_s=120, measure=_phases),
     "reads": GpuPiece(timeout_s=150, measure=_reads),
+    "peers": GpuPiece(timeout_s=230, measure=_peers),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
     "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),

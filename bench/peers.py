@@ -231,7 +231,11 @@ class _Peer:
         self._group: TransferGroup | None = None
 
     def warm_up(self, bucket_bytes: int) -> float:
+        """Take all memory besides that of communicators: the buffer, loaded kernels, the allocator's cache."""
         self._buffer = torch.zeros(bucket_bytes, dtype=torch.uint8, device=self._device)
+        self._buffer.fill_(1)
+        assert bool((self._buffer == 1).all())
+        torch.full((_MIB // 4,), 1.0, device=self._device)[-1].item()
         return 0.0
 
     def free_bytes(self) -> float:

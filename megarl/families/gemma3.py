@@ -85,7 +85,7 @@ class Gemma3(Family):
         return {
             **far,
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": shape.attention_scale**-2,
+            "query_pre_attn_scalar": round(shape.attention_scale**-2),  # transformers takes an integer
             "sliding_window": shape.window + 1,
             "rope_local_base_freq": shape.window_theta,
             "rope_parameters": {

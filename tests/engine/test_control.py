@@ -117,8 +117,10 @@ MIXTURE_SPLITS = {
         ("qwen2_moe", 2, 2),
         ("mixtral", 2, 2),
         ("glm4_moe", 2, 2),
+        ("deepseek_v3", 2, 2),
+        ("gpt_oss", 2, 2),
     ],
-    ids=["TP1", "TP2", "EP2", "shared-EP2", "mixtral-EP2", "glm4_moe-EP2"],
+    ids=["TP1", "TP2", "EP2", "shared-EP2", "mixtral-EP2", "glm4_moe-EP2", "deepseek_v3-EP2", "gpt_oss-EP2"],
 )
 @pytest.mark.usefixtures("real_engines")
 def test_a_mixture_can_be_published_from_every_split_of_its_experts(

@@ -99,7 +99,7 @@ class Checkpoints:
         ][0]
 
     def _setup(self, family: str, split: str) -> tuple[jobs.Setup, list[Shares]]:
-        model = self._models.get(family, tied=family == "qwen3")
+        model = self._models.get(family, tied=family in ("qwen3", "gemma3_text"))
         world, actor = SPLITS[split]
         return replace(setup_of(model, actor), optimizer=ADAM), batches_of(model, world, actor)
 
@@ -158,6 +158,9 @@ def test_ranks_verify_a_checkpoint_together(cluster: Cluster, models: Models, tm
         ("qwen3_moe", "TP2-EP2", "TP2-SP"),
         *slow(("qwen3", "DP2", "TP2-PP2"), ("qwen3", "TP2-PP2", "TP1"), ("qwen3", "CP2", "TP2")),
         *slow(("qwen2_moe", "TP2-EP4-ETP1", "EP2-PP2")),
+        # Buffers, dense layers in front, alternating rows in stacks of experts, norms behind blocks.
+        *slow(("glm4_moe", "EP2-PP2", "TP2-SP"), ("deepseek_v3", "EP2-PP2", "TP2-EP2-ETP1")),
+        *slow(("gpt_oss", "EP2-PP2", "TP2-EP2-ETP1"), ("gemma3_text", "TP2-SP", "PP2-VPP2")),
     ],
 )
 def test_another_layout_goes_on_where_the_first_stood(

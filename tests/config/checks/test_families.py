@@ -1,11 +1,16 @@
-"""Features that were not tried with a family are refused with its reason."""
+"""Features that were not tried with a family are refused with its reason; the config.json that it writes is read."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from transformers import AutoConfig
 
 from megarl.config.checks.recipe import check_without_files
-from megarl.families import FAMILIES
+from megarl.config.model import read_model_shape
+from megarl.families import FAMILIES, PUBLIC_MODELS, family_of
 from megarl.families.interface import Family, Feature
 from tests.planner.recipes import PPO, make_recipe
 
@@ -27,3 +32,12 @@ def test_a_feature_is_refused_if_and_only_if_the_family_says_so(family: Family, 
     assert [reason for reason in family.refuses.values() if reason in problems] == (
         [family.refuses[feature]] if feature in family.refuses else []
     )
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_a_config_that_a_family_writes_is_read_by_transformers_and_as_the_same_shape(name: str, tmp_path: Path) -> None:
+    shape = PUBLIC_MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(family_of(shape).config_json(shape)))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers) == (shape.hidden, shape.num_layers)
+    assert read_model_shape(tmp_path) == shape

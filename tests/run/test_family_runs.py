@@ -1,0 +1,128 @@
+"""Whole runs of families with layers, tensors or files of their own: published at each update, resumed elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.cli.main import run as command
+from megarl.observe.events import CheckpointSaved, RunStarted, Warned
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.engine.template import EngineTemplate
+from tests.run.runs import Run, run
+from tests.tiny_models import write_tiny_model
+
+LAYERS = 3
+STEPS = 3
+RESUMED = 2
+COMMON = (
+    f"run.steps={STEPS}",
+    "checkpoint={save_every_steps: 1, keep_last: 4}",
+    "roles.rollout={pool: rollout, workers: 1, canary_every: 1}",
+    "sampling.max_response_tokens=12",
+    "algorithm={kind: grpo}",
+    "evaluation=null",
+    "data.eval=[]",
+)
+ONE_RANK = ("roles.actor={pool: train}", "pools.train.gpus_per_node=1")
+TENSOR = "{pool: train, tensor: 2}"
+OTHERS = {
+    "mistral": TENSOR,
+    "phi3": TENSOR,
+    "glm4_moe": "{pool: train, tensor: 2, is_sequence_parallel: true}",
+    "deepseek_v3": "{pool: train, pipeline: 2, first_stage_layers: 1}",
+    "gpt_oss": "{pool: train, expert: 2}",
+    "gemma3_text": TENSOR,
+}
+"""The layout in which each family goes on."""
+MIXTURES = {"glm4_moe": (1, 2), "deepseek_v3": (1, 2), "gpt_oss": (0, 1, 2)}
+"""The layers with a router."""
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    return path
+
+
+def model_of(family: str, folder: Path) -> Path:
+    """Write a random model with the tokenizer of the quickstart."""
+    tokenizer, model = folder / "arithmetic" / "model", folder / family
+    sizes = json.loads((tokenizer / "config.json").read_text())
+    write_tiny_model(model, family, vocab=sizes["vocab_size"], layers=LAYERS, seed=1)
+    config = json.loads((model / "config.json").read_text())
+    config |= {name: sizes[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (model / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tokenizer / name, model / name)
+    return model
+
+
+def check_agrees(done: Run, family: str) -> None:
+    """Engine and trainer compute the same after every publish, by the same experts."""
+    assert done.exit_code == 0, done.output
+    assert [event.text for event in done.events if isinstance(event, Warned)] == []
+    updates = [event.summary.update for event in done.steps]
+    assert len(updates) >= STEPS
+    for update in updates:
+        assert update is not None
+        assert update.grad_norm > 0
+        # Engines have sinks in bfloat16, and an update moves the trainer's between its numbers.
+        assert update.mismatch_max < (2e-3 if family == "gpt_oss" else TOLERANCE)
+        if family in MIXTURES:
+            assert update.replayed_fraction == 1.0
+            assert update.routing_disagreement == {str(layer): 0.0 for layer in MIXTURES[family]}
+
+
+def tensors_of(model: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_is_trained_saved_resumed_in_another_layout_and_exported(
+    family: str, folder: Path, engine_template: EngineTemplate
+) -> None:
+    model = model_of(family, folder)
+    settings = (f"model.path={model}", *COMMON)
+    done = run(folder, f"{family}_once", *settings, *ONE_RANK, engines=engine_template)
+    check_agrees(done, family)
+
+    again = folder / "runs" / f"{family}_again"
+    shutil.copytree(done.folder, again, symlinks=True)
+    shutil.rmtree(again / "checkpoints" / f"step_{STEPS:06d}")
+    (again / "checkpoints" / "latest").unlink()
+    (again / "checkpoints" / "latest").symlink_to(f"step_{RESUMED:06d}")
+    resumed = run(folder, again.name, *settings, f"roles.actor={OTHERS[family]}", engines=engine_template)
+    check_agrees(resumed, family)
+    assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, RESUMED]
+    assert isinstance(
+        next(event for event in reversed(resumed.events) if isinstance(event, CheckpointSaved)), CheckpointSaved
+    )
+    expected, found = tensors_of(done.model), tensors_of(resumed.model)
+    assert expected.keys() == found.keys() == tensors_of(model).keys()
+    for name, tensor in expected.items():
+        assert (tensor - found[name]).abs().max() < TOLERANCE, name
+    check_exported(resumed, model, folder / f"{family}_exported")
+
+
+def check_exported(done: Run, model: Path, exported: Path) -> None:
+    """What export writes is the checkpoint's model, which transformers reads as it reads the first one."""
+    assert command(["export", str(done.folder), str(exported)]) == 0
+    expected, first, found = tensors_of(done.model), tensors_of(model), tensors_of(exported)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    # All but buffers have moved.
+    still = {name for name, tensor in first.items() if torch.equal(found[name], tensor)}
+    assert still == {name for name in first if name.endswith("e_score_correction_bias")}
+    _, loading = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert {kind: names for kind, names in loading.items() if names} == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -66,8 +67,13 @@ def plan(
         recorded=None if run is None else run.workload,
         recorded_gpu=None if run is None else run.gpu,
     )
-    first = answer(recipe, overrides or [], question)
-    changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
+    # A large plan is a million small objects without cycles, which the collector would walk through again and again.
+    gc.disable()
+    try:
+        first = answer(recipe, overrides or [], question)
+        changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
+    finally:
+        gc.enable()
     answers = [first] if changed is None else [first, changed]
     replayed = None if run is None else replay_run(run, shape_name=shape)
     if is_json:

@@ -224,9 +224,9 @@ class Traffic:
         """Bytes by giver, coded as in `RoutedBundle.givers`, and target."""
         self._num_sources = len(locations.sources)
         for routed in bundles:
-            for column, target in enumerate(routed.bundle.targets):
-                for giver, count in _counts(routed.givers[:, column]):
-                    self.between[giver, target] += count * routed.bundle.box_bytes
+            box_bytes, targets = routed.bundle.box_bytes, routed.bundle.targets
+            for column, giver, count in _counts(routed.givers):
+                self.between[giver, targets[column]] += count * box_bytes
         for (giver, target), num_bytes in self.between.items():
             link = giver_location(giver, locations).link(locations.targets[target])
             self.received[link][target] += num_bytes
@@ -289,8 +289,12 @@ def _between_processes(by_link: Mapping[Link, Mapping[int, int]]) -> dict[int, i
     return dict(totals)
 
 
-def _counts(values: Numbers) -> list[tuple[int, int]]:
-    if (values == values[0]).all():  # much faster than np.unique, and the common case
-        return [(int(values[0]), len(values))]
-    distinct, counts = np.unique(values, return_counts=True)
-    return list(zip(distinct.tolist(), counts.tolist(), strict=True))
+def _counts(givers: Numbers) -> Iterator[tuple[int, int, int]]:
+    """Yield column, value and number of its occurrences there, for an array of [names, targets]."""
+    first = int(givers.min())
+    num_values = int(givers.max()) - first + 1
+    codes = givers - first + num_values * np.arange(givers.shape[1])
+    counts = np.bincount(codes.ravel())
+    for code in np.flatnonzero(counts).tolist():
+        column, value = divmod(code, num_values)
+        yield column, value + first, int(counts[code])

@@ -277,13 +277,12 @@ class BundleRouter:
             sources = _share(bundle.sources, num_names, num_nodes, self._sent, bundle.box_bytes)
             positions = np.zeros((num_names, num_nodes), dtype=np.int64)
             entry_givers = sources
-        for node, columns in enumerate(far):
-            entry = entries[:, node]
-            routed.givers[:, columns] = codes[entry][:, None]
-            routed.hops[:, columns] = positions[:, node][:, None] + 1
-            routed.origins[:, columns] = sources[:, node][:, None]
-            routed.givers[numbers, entry] = entry_givers[:, node]
-            routed.hops[numbers, entry] = positions[:, node]
+        columns, node_of = np.concatenate(far), np.repeat(np.arange(num_nodes), [len(each) for each in far])
+        routed.givers[:, columns] = codes[entries][:, node_of]
+        routed.hops[:, columns] = positions[:, node_of] + 1
+        routed.origins[:, columns] = sources[:, node_of]
+        routed.givers[numbers[:, None], entries] = entry_givers
+        routed.hops[numbers[:, None], entries] = positions
 
     def _proximity(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Proximity:
         key = sources, targets

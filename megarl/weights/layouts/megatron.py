@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 from megarl.config.checks.splits import check_expert_ranks, check_megatron_split, check_stages
 from megarl.config.roles import ModelParallelConfig
@@ -137,10 +138,14 @@ def layout_name(name: str) -> str:
     return _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
+_Templates: TypeAlias = Mapping[str, tuple[LocalTensor, ...]]
+"""The parameters of a layer of each kind, named within it."""
+
+
 def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:
     """Return what every global rank holds, as parameters of `dtype`. An impossible split is a ConfigError."""
     _refuse_impossible(shape, parallel)
-    canonical, layers = canonical_tensors(shape), layer_tensors(shape)
+    canonical, layers, blocks = canonical_tensors(shape), layer_tensors(shape), family_of(shape).blocks(shape)
     replicas: defaultdict[tuple[int, int, ExpertPlace], list[int]] = defaultdict(list)
     for stage in range(parallel.pipeline):
         for data, context in product(range(parallel.data), range(parallel.context)):
@@ -150,9 +155,14 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str
                 key = (stage, tensor, place if shape.experts else ExpertPlace(expert=0, part=tensor))
                 replicas[key].append(parallel.rank(tensor=tensor, data=data, context=context, pipeline=stage))
     holdings: list[Holding] = []
+    templates: dict[tuple[int, ExpertPlace], _Templates] = {}  # of all stages: deriving them takes most of the time
     for (stage, tensor, place), ranks in replicas.items():
         shares = _shares(shape, parallel, tensor, place)
-        holdings += replicate(ranks, _stage_tensors(shape, shares, parallel, stage, layers), dtype=dtype)
+        if (tensor, place) not in templates:
+            each = {kind: tuple(shares.layer(block.megatron, layers[kind])) for kind, block in blocks.items()}
+            templates[tensor, place] = each
+        stage_tensors = _stage_tensors(shape, shares, parallel, stage, templates[tensor, place])
+        holdings += replicate(ranks, stage_tensors, dtype=dtype)
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
 
 
@@ -170,14 +180,10 @@ def _stage_tensors(
     shares: RankShares,
     parallel: MegatronParallel,
     stage: int,
-    layers: Mapping[str, Mapping[str, TensorSpec]],
+    templates: _Templates,
 ) -> Iterator[LocalTensor]:
-    """Yield all parameters of one stage; `layers` has the tensors of a layer of each kind."""
-    family = family_of(shape)
-    kinds = family.kinds(shape)
-    templates = {
-        kind: tuple(shares.layer(block.megatron, layers[kind])) for kind, block in family.blocks(shape).items()
-    }
+    """Yield all parameters of one stage."""
+    kinds = family_of(shape).kinds(shape)
     norm = TensorSpec(shape=(shape.hidden,), dtype=shape.dtype)
     for chunk in range(parallel.virtual_pipeline):
         is_first = chunk == stage == 0

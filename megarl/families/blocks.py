@@ -163,3 +163,19 @@ def router(shape: ModelShape, *, block: str = "mlp.", engine_dtype: str | None =
         return weight
     name = f"{block}gate.e_score_correction_bias"
     return weight + same(name, (experts.num,), "mlp.router.expert_bias", dtype="float32", is_trained=False)
+
+
+def dense_and_mixture(
+    shape: ModelShape, attention_with_norms: Block, *, router_dtype: str | None = None
+) -> dict[str, Block]:
+    """Return dense layers, and mixtures with a shared expert that has no gate."""
+    experts, hidden, blocks = shape.experts, shape.hidden, dict[str, Block]()
+    if experts is None or experts.num_dense_layers:
+        width = shape.ffn_hidden if experts is None else shape.dense_hidden
+        blocks["dense"] = attention_with_norms + gated("mlp.", "mlp.", hidden=hidden, width=width)
+    if experts is not None:
+        blocks["mixture"] = attention_with_norms + router(shape, engine_dtype=router_dtype) + mixture(shape)
+    if experts is not None and experts.shared:
+        shared = "mlp.shared_experts."
+        blocks["mixture"] += gated(shared, shared, hidden=hidden, width=experts.shared)
+    return blocks

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from megarl.families.blocks import gated, input_norm, mixture, post_norm, router, same
+from megarl.families.blocks import dense_and_mixture, input_norm, post_norm, same
 from megarl.families.fields import Fields
 from megarl.families.interface import AttentionCost, Block, Cut, EngineTraits, Family, Feature, Param, Part, Weight
 from megarl.families.public import public_shape
-from megarl.families.shape import Experts, LatentWidths, ModelShape, YarnScaling
+from megarl.families.shape import LatentWidths, ModelShape, YarnScaling, sigmoid_experts
 
 _RANKED = 2
 """Experts whose scores rank a group, in transformers and SGLang."""
@@ -40,19 +40,7 @@ class DeepseekV3(Family):
             rotary=fields.integer("qk_rope_head_dim"),
             value=fields.integer("v_head_dim"),
         )
-        experts = Experts(
-            num=fields.integer("n_routed_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            is_normalized=True,
-            shared=fields.integer("n_shared_experts", 0) * fields.integer("moe_intermediate_size"),
-            is_shared_gated=False,
-            score="sigmoid",
-            has_bias=True,
-            scale=fields.number("routed_scaling_factor", 1.0),
-            num_groups=fields.integer("n_group", 1),
-            groups_per_token=fields.integer("topk_group", 1),
-            num_dense_layers=fields.integer("first_k_dense_replace", 0),
-        )
+        experts = fields.sigmoid_experts(num_dense=0)
         if experts.num_groups > 1 and experts.per_token // experts.groups_per_token != _RANKED:
             ranked = experts.per_token // experts.groups_per_token
             fields.refuse(f"Megatron would rank a group by {ranked} experts, SGLang by {_RANKED}; not supported")
@@ -64,7 +52,6 @@ class DeepseekV3(Family):
         for key, wanted in (
             ("topk_method", "noaux_tc"),
             ("scoring_func", "sigmoid"),
-            ("norm_topk_prob", True),
             ("moe_layer_freq", 1),
             ("rope_interleave", True),
         ):
@@ -79,17 +66,7 @@ class DeepseekV3(Family):
             fields.refuse("quantization_config is not supported but for fp8 in blocks of 128 x 128")
 
     def blocks(self, shape: ModelShape) -> Mapping[str, Block]:
-        experts, hidden, blocks = shape.experts, shape.hidden, dict[str, Block]()
-        base = input_norm(shape) + latent_attention(shape) + post_norm(shape)
-        if experts is None or experts.num_dense_layers:
-            width = shape.ffn_hidden if experts is None else shape.dense_hidden
-            blocks["dense"] = base + gated("mlp.", "mlp.", hidden=hidden, width=width)
-        if experts is not None:
-            blocks["mixture"] = base + router(shape) + mixture(shape)
-        if experts is not None and experts.shared:
-            shared = "mlp.shared_experts."
-            blocks["mixture"] += gated(shared, shared, hidden=hidden, width=experts.shared)
-        return blocks
+        return dense_and_mixture(shape, input_norm(shape) + latent_attention(shape) + post_norm(shape))
 
     def attention(self, shape: ModelShape) -> AttentionCost:
         widths = shape.latent
@@ -142,18 +119,8 @@ class DeepseekV3(Family):
     def models(self) -> Mapping[str, ModelShape]:
         widths = LatentWidths(query_rank=1536, key_rank=512, plain=128, rotary=64, value=128)
         yarn = YarnScaling(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0)
-        experts = Experts(
-            num=256,
-            per_token=8,
-            is_normalized=True,
-            shared=2048,
-            is_shared_gated=False,
-            score="sigmoid",
-            has_bias=True,
-            scale=2.5,
-            num_groups=8,
-            groups_per_token=4,
-            num_dense_layers=3,
+        experts = sigmoid_experts(
+            num=256, per_token=8, shared=2048, scale=2.5, num_dense=3, num_groups=8, groups_per_token=4
         )
         base = public_shape(self.name, layers=61, hidden=7168, ffn=2048, heads=128, kv_heads=128, vocab=129280)
         v3 = replace(base, max_context_tokens=163840, rope_theta=1e4, rope_scaling=yarn, experts=experts)

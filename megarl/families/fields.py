@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megarl.errors import ConfigError, Problem
-from megarl.families.shape import Experts, ModelShape, RopeScaling, YarnScaling
+from megarl.families.shape import Experts, ModelShape, RopeScaling, YarnScaling, sigmoid_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,20 @@ class Fields:
             # The one weight is always 1.
             self.refuse("norm_topk_prob with num_experts_per_tok 1 leaves the router untrained; not supported")
         return Experts(num=num, per_token=per_token, is_normalized=is_normalized, shared=shared)
+
+    def sigmoid_experts(self, *, num_dense: int) -> Experts:
+        """Return the mixtures that DeepSeek-V3 began with; `num_dense` dense layers where no field says otherwise."""
+        if self.get("norm_topk_prob") is False:
+            self.refuse("norm_topk_prob false is not supported with a sigmoid router; choose a model with it")
+        return sigmoid_experts(
+            num=self.integer("n_routed_experts"),
+            per_token=self.integer("num_experts_per_tok"),
+            shared=self.integer("n_shared_experts", 0) * self.integer("moe_intermediate_size"),
+            scale=self.number("routed_scaling_factor", 1.0),
+            num_groups=self.integer("n_group", 1),
+            groups_per_token=self.integer("topk_group", 1),
+            num_dense=self.integer("first_k_dense_replace", num_dense),
+        )
 
     def _rope_scaling(self, rope: Mapping[str, object]) -> RopeScaling | YarnScaling | None:
         kind = rope.get("rope_type", rope.get("type", "default"))

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from megarl.families.blocks import attention, gated, input_norm, mixture, post_norm, router
+from megarl.families.blocks import attention, dense_and_mixture, input_norm, post_norm
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family, Feature
 from megarl.families.public import public_shape
-from megarl.families.shape import Experts, ModelShape
+from megarl.families.shape import ModelShape, sigmoid_experts
 
 _ROPE = {"rope_type": "default"}
 
@@ -31,23 +31,13 @@ class Glm4Moe(Family):
     }
 
     def read(self, fields: Fields) -> ModelShape:
-        ffn, num_groups = fields.integer("moe_intermediate_size"), fields.integer("n_group", 1)
-        if num_groups != 1:
+        if (num_groups := fields.integer("n_group", 1)) != 1:
             fields.refuse(f"n_group {num_groups} is not supported for {self.name}; choose a model with one group")
-        if fields.get("norm_topk_prob") is False:
-            fields.refuse("norm_topk_prob false is not supported with a sigmoid router; choose a model with it")
-        experts = _experts(
-            num=fields.integer("n_routed_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            shared=fields.integer("n_shared_experts", 0) * ffn,
-            scale=fields.number("routed_scaling_factor", 1.0),
-            num_dense=fields.integer("first_k_dense_replace", 1),
-        )
         shape = fields.shape(
             self.name,
             has_qkv_bias=fields.has("attention_bias"),
             has_qk_norm=fields.has("use_qk_norm"),
-            experts=experts,
+            experts=fields.sigmoid_experts(num_dense=1),
             ffn="moe_intermediate_size",
         )
         partial = fields.rope.get("partial_rotary_factor", fields.number("partial_rotary_factor", 0.5))
@@ -58,13 +48,8 @@ class Glm4Moe(Family):
         )
 
     def blocks(self, shape: ModelShape) -> Mapping[str, Block]:
-        base, experts, hidden = input_norm(shape) + attention(shape) + post_norm(shape), shape.experts, shape.hidden
-        dense = base + gated("mlp.", "mlp.", hidden=hidden, width=shape.dense_hidden or shape.ffn_hidden)
-        if experts is None:
-            return {"dense": dense}
-        shared = gated("mlp.shared_experts.", "mlp.shared_experts.", hidden=hidden, width=experts.shared)
-        feed_forward = router(shape, engine_dtype="float32") + mixture(shape) + (shared if experts.shared else Block())
-        return {"dense": dense, "mixture": base + feed_forward}
+        base = input_norm(shape) + attention(shape) + post_norm(shape)
+        return dense_and_mixture(shape, base, router_dtype="float32")
 
     def options(self, shape: ModelShape) -> dict[str, object]:
         return {"moe_router_dtype": "fp32"}  # as in SGLang
@@ -107,21 +92,7 @@ class Glm4Moe(Family):
         shape = public_shape(
             self.name, layers=layers, hidden=hidden, ffn=ffn, heads=96, kv_heads=8, vocab=151552, has_qkv_bias=True
         )
-        experts = _experts(num=num_experts, per_token=8, shared=ffn, scale=scale, num_dense=num_dense)
+        experts = sigmoid_experts(num=num_experts, per_token=8, shared=ffn, scale=scale, num_dense=num_dense)
         return replace(
             shape, max_context_tokens=131072, norm_eps=1e-5, experts=experts, dense_hidden=dense, rotary_dim=64
         )
-
-
-def _experts(*, num: int, per_token: int, shared: int, scale: float, num_dense: int) -> Experts:
-    return Experts(
-        num=num,
-        per_token=per_token,
-        is_normalized=True,
-        shared=shared,
-        is_shared_gated=False,
-        score="sigmoid",
-        has_bias=True,
-        scale=scale,
-        num_dense_layers=num_dense,
-    )

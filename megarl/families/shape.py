@@ -73,6 +73,32 @@ class Experts:
     """Layers in front with a dense block of `ModelShape.dense_hidden` in place of a mixture."""
 
 
+def sigmoid_experts(
+    *,
+    num: int,
+    per_token: int,
+    shared: int,
+    scale: float,
+    num_dense: int,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
+) -> Experts:
+    """Return a mixture with a sigmoid router, a bias of its scores, and a shared expert without a gate."""
+    return Experts(
+        num=num,
+        per_token=per_token,
+        is_normalized=True,
+        shared=shared,
+        is_shared_gated=False,
+        score="sigmoid",
+        has_bias=True,
+        scale=scale,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        num_dense_layers=num_dense,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWidths:
     """Attention whose queries, keys and values are products of small vectors, of which an engine caches the keys'."""

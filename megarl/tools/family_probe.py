@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.config.checks.splits import divides_expert_sets
 from megarl.config.model import read_model_shape
 from megarl.config.roles import ActorConfig, RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineKeys
@@ -51,20 +52,21 @@ class ProbeFinding:
 def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     """Yield the comparisons as they are made; `work` is an empty folder for a tiny model and its engines."""
     shape = read_model_shape(folder)
-    yield _names("files", _file_shapes(folder), shape)
+    yield _names("files", file_shapes(folder), shape)
     tiny = tiny_shape(shape, ActorConfig(pool="probe"))
-    numbered = _numbered(tiny)
+    numbers = numbered({name: spec.shape for name, spec in canonical_tensors(tiny).items()})
     model = work / _MODEL
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
-    save_file(as_files(numbered), model / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_files(numbers), model / "model.safetensors", metadata={"format": "pt"})
     yield _names("transformers", _saved_shapes(model, work / "saved"), tiny)
-    splits = ((1, 1), (2, 1), (2, 2)) if tiny.experts else ((1, 1), (2, 1))
+    splits = ((1, 1), (2, 1), (2, 2)) if divides_expert_sets(tiny) else ((1, 1), (2, 1))
     for tensor, expert in splits:
         name = f"SGLang, TP{tensor}" + (f" EP{expert}" if expert > 1 else "")
         try:
-            parameters = asyncio.run(_loaded(tiny, work, tensor=tensor, expert=expert))
-            yield _engine(name, tiny, numbered, parameters, expert=expert)
+            run, options = work / f"engine_{tensor}_{expert}", family_options(tiny, "cpu")
+            parameters = loaded_parameters(model, run, tensor=tensor, expert=expert, options=options)
+            yield _engine(name, tiny, numbers, parameters, expert=expert)
         except MegarlError as error:
             yield ProbeFinding(what=name, detail=first_line(error), is_equal=False)
 
@@ -75,19 +77,25 @@ def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -
     for name, spec in canonical_tensors(shape).items():
         holder, place = place_of(name)
         described[holder] = tuple(index + 1 for index in place) + spec.shape  # the last of a stack says its size
-    wrong = [f"{name} is not there" for name in described if name not in found]
-    wrong += [
-        f"{name} has shape {list(found[name])}, described as {list(extents)}"
-        for name, extents in described.items()
-        if name in found and found[name] != extents
-    ]
+    wrong = missing_tensors(found, described)
     detail = first_few(wrong) or f"{len(described)} tensors"
     if others := [name for name in found if name not in described]:
         detail += f"; not described: {first_few(others)}"
     return ProbeFinding(what=what, detail=detail, is_equal=not wrong)
 
 
-def _file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def missing_tensors(found: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return what is wrong with each described tensor that was not found as described."""
+    wrong = [f"{name} is not there" for name in described if name not in found]
+    wrong += [
+        f"{name} has shape {list(found[name])}, described as {list(extents)}"
+        for name, extents in described.items()
+        if name in found and found[name] != extents
+    ]
+    return wrong
+
+
+def file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a folder in the orientation of the description."""
     header = {name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()}
     return {name: tensor.spec.shape for name, tensor in stored_tensors(header).items()}
@@ -98,34 +106,41 @@ def _saved_shapes(model: Path, saved: Path) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
-    return _file_shapes(saved)
+    return file_shapes(saved)
 
 
-def _numbered(shape: ModelShape) -> dict[str, Tensor]:
-    """Return a model in which every element is different; float32 has as many whole numbers."""
+def numbered(extents: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return tensors in which every element is different; float32 has as many whole numbers."""
     tensors: dict[str, Tensor] = {}
     start = 1  # padding is zero
-    for name, spec in canonical_tensors(shape).items():
-        size = prod(spec.shape)
-        tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(spec.shape)
+    for name, shape in extents.items():
+        size = prod(shape)
+        tensors[name] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
         start += size
     assert start < 1 << 24, f"{start} elements"
     return tensors
 
 
-async def _loaded(shape: ModelShape, work: Path, *, tensor: int, expert: int) -> list[dict[str, Tensor]]:
+def loaded_parameters(
+    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...]
+) -> list[dict[str, Tensor]]:
     """Return the parameters of each TP rank after SGLang's own loading."""
-    run = work / f"engine_{tensor}_{expert}"
+    return asyncio.run(_loaded(model, run, tensor=tensor, expert=expert, options=options))
+
+
+async def _loaded(
+    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...]
+) -> list[dict[str, Tensor]]:
     spec = EngineSpec(
         index=0,
-        model_folder=work / _MODEL,
+        model_folder=model,
         config=RolloutRoleConfig(pool="probe", tensor=tensor, expert=expert),
         device="cpu",
         seed=1,
         run_folder=run,
         keys=EngineKeys.fresh(),
         start_timeout_s=_TIMEOUT_S,
-        options=family_options(shape, "cpu"),
+        options=options,
     )
     process = EngineProcess(spec)
     process.start()

@@ -12,6 +12,7 @@ from megarl.families.shape import ModelShape
 from megarl.tools import family_probe
 from megarl.tools.family_probe import ProbeFinding, probe
 from megarl.tools.small_recipe import tiny_shape
+from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.weights.reference import make_shape
@@ -27,7 +28,7 @@ def loaded(shape: ModelShape, numbered: dict[str, torch.Tensor]) -> Ranks:
 
 def compared(change: str) -> ProbeFinding:
     shape = tiny_shape(make_shape("qwen3"), ActorConfig(pool="probe"))
-    numbered = family_probe._numbered(shape)
+    numbered = family_probe.numbered({name: spec.shape for name, spec in canonical_tensors(shape).items()})
     ranks = loaded(shape, numbered)
     name = "model.layers.1.self_attn.qkv_proj.weight"
     match change:

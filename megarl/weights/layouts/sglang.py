@@ -37,7 +37,7 @@ def sglang_layout(
     and refuses the rest.
     """
     _refuse_impossible(shape, tensor, expert, is_cpu_engine=is_cpu_engine)
-    layers = layer_tensors(shape)
+    layers, num_experts = layer_tensors(shape), shape.experts.num if shape.experts else 0
     vocab_step = ENGINE_VOCAB_STEP
     if is_cpu_engine and round_up(shape.vocab, vocab_step) % tensor:
         vocab_step *= tensor
@@ -45,7 +45,7 @@ def sglang_layout(
     holdings = []
     for rank in range(tensor):
         ranks = [engine * tensor + rank for engine in range(num_engines)]
-        shares = _shares(shape, rank, tensor, expert, is_cpu_engine=is_cpu_engine)
+        shares = engine_shares(num_experts, rank=rank, tensor=tensor, expert=expert, is_cpu_engine=is_cpu_engine)
         holdings += replicate(ranks, _rank_tensors(shape, shares, vocab_rows, layers), dtype=dtype)
     ordered = tuple(sorted(holdings, key=lambda holding: holding.rank))
     return Layout(canonical=canonical_tensors(shape), holdings=ordered)
@@ -58,16 +58,16 @@ def _refuse_impossible(shape: ModelShape, tensor: int, expert: int, *, is_cpu_en
         raise ConfigError("SGLang layout", problems)
 
 
-def _shares(shape: ModelShape, rank: int, tensor: int, expert: int, *, is_cpu_engine: bool) -> RankShares:
+def engine_shares(num_experts: int, *, rank: int, tensor: int, expert: int, is_cpu_engine: bool) -> RankShares:
     """Return what a rank has of every layer. Neighbouring ranks share a set of experts; the next ones have others."""
     step = _CPU_FFN_STEP * tensor if is_cpu_engine else 1
     ranks_per_expert = tensor // expert
-    num_experts = shape.experts.num // expert if shape.experts else 0
-    first = rank // ranks_per_expert * num_experts
+    in_set = num_experts // expert
+    first = rank // ranks_per_expert * in_set
     return RankShares(
         dense=RankShare(rank=rank, size=tensor, step=step),
         expert=RankShare(rank=rank % ranks_per_expert, size=ranks_per_expert, step=step),
-        experts=range(first, first + num_experts),
+        experts=range(first, first + in_set),
     )
 
 

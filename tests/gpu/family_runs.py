@@ -172,7 +172,10 @@ def train(
             code = subprocess.run(
                 [sys.executable, "-c", MAIN, "train", str(path), *words],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join((str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))),
+                },
                 stdout=log,
                 stderr=log,
                 timeout=TIMEOUT_S,

@@ -5,10 +5,24 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import queue
+import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import TextIO
 
-from tests.simulation.campaign import WORLDS, Failure, run_seeds, show
+from tests.simulation.campaign import WORLDS, Failure, histories, show
+
+_SUMMARY_EVERY_S = 20.0
+_REPORT_EVERY_S = 1.0
+_Report = tuple[Counter[str], list[Failure]]
 
 
 def main() -> int:
@@ -18,31 +32,112 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="show this history of the first world")
     parser.add_argument("--shrink", action="store_true", help="with --seed: fewer accidents, as long as it fails")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--most", type=int, default=1 << 60, help="histories of a process")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; by default one per core")
+    parser.add_argument("--out", type=Path, help="write the summaries to this file too")
     options = parser.parse_args()
     names = tuple(options.world or WORLDS)
     if options.seed is not None:
         holds, text = show(names[0], options.seed, shrinks=options.shrink)
         sys.stdout.write(f"{text}\n")
         return not holds
-    began, count = time.monotonic(), options.processes
-    jobs = [(names, options.first + index, count, options.seconds, options.most) for index in range(count)]
-    with multiprocessing.get_context("fork").Pool(count) as pool:
-        results = pool.starmap(run_seeds, jobs)
-    seconds, num_histories = time.monotonic() - began, sum(number for number, _ in results)
-    failures = sorted((each for _, found in results for each in found), key=lambda each: each.seed)
-    sys.stdout.write(
-        f"{num_histories} histories from seed {options.first} on, {num_histories / seconds:.1f} per second, "
-        f"{len(failures)} failures\n"
-    )
-    alike: dict[str, list[Failure]] = {}
-    for failure in failures:
-        alike.setdefault(failure.signature, []).append(failure)
-    for text, found in sorted(alike.items(), key=lambda item: -len(item[1])):
-        place = f"--world {found[0].world} --seed {found[0].seed}"
-        sys.stdout.write(f"{len(found)} times: {text[:300]}\n    python -m tests.simulation {place} --shrink\n")
-    return bool(failures)
+    with ExitStack() as stack:
+        files = [sys.stdout] + ([stack.enter_context(options.out.open("w"))] if options.out else [])
+        campaign = Campaign(first=options.first, files=files)
+        campaign.run(names, seconds=options.seconds, num_jobs=options.jobs)
+        return bool(campaign.failures)
+
+
+@dataclass
+class Campaign:
+    """Histories of several processes. What was found is written every few seconds, so that it may be cut off."""
+
+    first: int
+    files: Sequence[TextIO]
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self, names: Sequence[str], *, seconds: float, num_jobs: int) -> None:
+        signal.signal(signal.SIGTERM, _stop)
+        context = multiprocessing.get_context("fork")
+        reports: Queue[_Report] = context.Queue()
+        jobs = [
+            context.Process(target=_work, args=(names, self.first + index, num_jobs, seconds, reports), daemon=True)
+            for index in range(num_jobs)
+        ]
+        for job in jobs:
+            job.start()
+        try:
+            self._collect(jobs, reports)
+        except KeyboardInterrupt:
+            self._write("stopped")
+        finally:
+            for job in jobs:
+                job.kill()
+            self._summarise()
+            self._explain()
+
+    def _collect(self, jobs: Sequence[BaseProcess], reports: Queue[_Report]) -> None:
+        due = self.began + _SUMMARY_EVERY_S
+        while any(job.is_alive() for job in jobs) or not reports.empty():
+            try:
+                counts, failures = reports.get(timeout=_REPORT_EVERY_S)
+            except queue.Empty:
+                continue
+            self.counts += counts
+            self.failures += failures
+            for failure in failures:
+                self._write(f"FAILED --world {failure.world} --seed {failure.seed}: {failure.broken[0][:300]}")
+            if time.monotonic() > due:
+                due += _SUMMARY_EVERY_S
+                self._summarise()
+        for job in jobs:
+            if job.exitcode:
+                self._write(f"a process ended with {job.exitcode}: its last histories are not counted")
+
+    def _summarise(self) -> None:
+        seconds, total = time.monotonic() - self.began, self.counts.total()
+        worlds = ", ".join(f"{name} {number}" for name, number in sorted(self.counts.items()))
+        self._write(
+            f"{seconds:.0f} s: {total} histories ({worlds}) from seed {self.first} on, {total / seconds:.1f} per "
+            f"second, {len(self.failures)} failures"
+        )
+
+    def _explain(self) -> None:
+        """Write the failures of one cause together."""
+        alike: dict[str, list[Failure]] = {}
+        for failure in sorted(self.failures, key=lambda each: each.seed):
+            alike.setdefault(failure.signature, []).append(failure)
+        for text, found in sorted(alike.items(), key=lambda item: -len(item[1])):
+            place = f"--world {found[0].world} --seed {found[0].seed}"
+            self._write(f"{len(found)} times: {text[:300]}\n    python -m tests.simulation {place} --shrink")
+
+    def _write(self, text: str) -> None:
+        for file in self.files:
+            file.write(f"{text}\n")
+            file.flush()
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _work(names: Sequence[str], first: int, stride: int, seconds: float, reports: Queue[_Report]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    now = time.monotonic()
+    deadline, due = now + seconds, now + _REPORT_EVERY_S
+    counts: Counter[str] = Counter()
+    failures: list[Failure] = []
+    for name, failure in histories(names, first, stride):
+        counts[name] += 1
+        failures += [failure] if failure is not None else []
+        now = time.monotonic()
+        if now > due or now > deadline:
+            reports.put((counts, failures))
+            counts, failures, due = Counter(), [], now + _REPORT_EVERY_S
+        if now > deadline:
+            return
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -24,7 +26,7 @@ from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
 from megarl.types import PolicyVersion, RolloutGroup
 from tests.simulation import hostile
-from tests.simulation.seams import clocks_of, standard_library
+from tests.simulation.seams import clocks_of
 from tests.simulation.world import Process, StuckError, World, WorldLoop
 from tests.values import make_prompt
 
@@ -58,38 +60,73 @@ class Server:
     is_frozen: bool = False
     ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     aborted: set[str] = field(default_factory=set)
+    _pauses: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def answer(self, path: str, body: dict[str, Any]) -> HttpReply:
         while self.is_frozen:
-            await asyncio.sleep(0.5)
+            await self._pause(None)
         if self.ended.done():
             raise aiohttp.ClientConnectionError("refused")
         if path == "/generate":
             return await self._generate(body)
         if path == "/abort_request":
             self.aborted.add(str(body.get("rid")))
+            self._wake()
         return _reply({"weight_version": str(self.version)})
+
+    def freeze(self, *, is_frozen: bool) -> None:
+        self.is_frozen = is_frozen
+        self._wake()
+
+    def end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+        self._wake()
+
+    async def _pause(self, seconds: float | None) -> None:
+        """Wait until something happens to the server, at most for so long."""
+        loop = asyncio.get_running_loop()
+        pause = loop.create_future()
+        self._pauses.append(pause)
+        timer = None if seconds is None else loop.call_later(seconds, _resolve, pause)
+        try:
+            await pause
+        finally:
+            self._pauses.remove(pause)
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        for pause in self._pauses:
+            _resolve(pause)
 
     async def _generate(self, body: dict[str, Any]) -> HttpReply:
         sampling, given = body["sampling_params"], len(body["input_ids"])
         version, seed = self.version, sampling["sampling_seed"]
         whole = response_of(version, seed, given, sampling["max_new_tokens"])
-        pace_s = _TOKEN_S * (0.5 + self.scene.chance.random())
-        tokens: list[int] = []
-        for token in whole:
-            await asyncio.sleep(pace_s)
-            while self.is_frozen:
-                await asyncio.sleep(0.5)
-            if self.ended.done():
-                raise aiohttp.ServerDisconnectedError
-            if body["rid"] in self.aborted:
-                break
-            tokens.append(token)
+        tokens = await self._decoded(whole, body["rid"])
         if self.scene.chance.random() < 0.04:
             return self.scene.nonsense(tokens, version)
         is_cut = len(tokens) < len(whole)
         kind = "abort" if is_cut else "stop" if whole[-1] == _EOS else "length"
         return _reply(_generated(tokens, version, kind))
+
+    async def _decoded(self, whole: list[int], rid: str) -> list[int]:
+        """Take the time of all tokens; return those that there are when the request is aborted."""
+        clock, pace_s = asyncio.get_running_loop().time, _TOKEN_S * (0.5 + self.scene.chance.random())
+        left_s = pace_s * len(whole)
+        while left_s > _TOKEN_S / 1000 and rid not in self.aborted:
+            began, counts = clock(), not self.is_frozen
+            await self._pause(left_s if counts else None)
+            left_s -= clock() - began if counts else 0.0
+            if self.ended.done():
+                raise aiohttp.ServerDisconnectedError
+        return whole[: len(whole) - math.ceil(left_s / pace_s)] if rid in self.aborted else whole
+
+
+def _resolve(pause: asyncio.Future[None]) -> None:
+    if not pause.done():
+        pause.set_result(None)
 
 
 def _generated(tokens: list[int], version: object, kind: str) -> dict[str, Any]:
@@ -126,8 +163,7 @@ class SimulatedEngines(Engines):
         return str(await asyncio.shield(self.servers[index].ended))
 
     async def end(self, index: int) -> None:
-        if not self.servers[index].ended.done():
-            self.servers[index].ended.set_result("ended")
+        self.servers[index].end("ended")
 
     def client(self, index: int) -> EngineClient:
         async def send(_method: str, url: str, _headers: Mapping[str, str], content: bytes | None) -> HttpReply:
@@ -251,10 +287,11 @@ class Scene:
                 continue
             self.num_accidents += 1
             if self.chance.random() < 0.5:
-                server.ended.set_result("exited with SIGKILL")
+                server.end("exited with SIGKILL")
             else:
-                server.is_frozen = True
-                asyncio.get_running_loop().call_later(self.chance.choice((1.0, 4.0, 20.0)), _thaw, server)
+                server.freeze(is_frozen=True)
+                thaw = partial(server.freeze, is_frozen=False)
+                asyncio.get_running_loop().call_later(self.chance.choice((1.0, 4.0, 20.0)), thaw)
 
     async def _recover(self) -> None:
         """Wait until every engine serves again: nothing happens to them any more."""
@@ -265,10 +302,6 @@ class Scene:
         except TimeoutError:
             states = [f"{engine.index} {engine.state}: {engine.reason}" for engine in self._fleet.engines]
             self.broken.append(f"progress: engines do not come back: {states}")
-
-
-def _thaw(server: Server) -> None:
-    server.is_frozen = False
 
 
 def run_scene(seed: int) -> Scene:
@@ -287,7 +320,7 @@ def run_scene(seed: int) -> Scene:
 
     process.spawn(work)
     (clock,) = clocks_of(Fleet.__init__)
-    with standard_library(world), clock:
+    with clock:
         try:
             world.run()
         except StuckError as error:

@@ -180,12 +180,11 @@ class History:
             self.world.push(accident.when_s, lambda accident=accident: self._happen(accident))  # type: ignore[misc]
 
     def run(self) -> None:
-        with standard_library(self.world):
-            try:
-                self.world.run()
-            finally:
-                for process in self.world.processes:
-                    close_left(process)
+        try:
+            self.world.run()
+        finally:
+            for process in self.world.processes:
+                close_left(process)
 
     def start(self, run: Run, host: str) -> None:
         """Start a driver on a host."""
@@ -378,5 +377,5 @@ def _ignore(_: object) -> None:
 def worlds() -> Iterator[None]:
     """Let histories happen inside the block."""
     # Coroutines of killed processes are unwound without a loop; what they say then is of no interest.
-    with mock.patch.object(sys, "unraisablehook", _ignore), simulated_files(), simulated_parts():
+    with mock.patch.object(sys, "unraisablehook", _ignore), standard_library(), simulated_files(), simulated_parts():
         yield

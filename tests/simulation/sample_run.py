@@ -14,12 +14,12 @@ import numpy as np
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet
 from megarl.data.stream import PromptStream
+from megarl.families.shape import ModelShape
 from megarl.run.inputs import Inputs
 from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 from tests.simulation.actors import START_STATE, next_state
 from tests.simulation.disk import ROOT
 from tests.values import make_prompt, make_rollout
-from tests.weights.reference import make_shape
 
 RUN_FOLDER = Path(ROOT) / "runs" / "sample"
 PROMPTS_PER_STEP = 3
@@ -74,9 +74,26 @@ def sample_recipe(*, steps: int, save_every: int, has_mirror: bool, drops: bool)
 def sample_inputs() -> Inputs:
     prompts = tuple(make_prompt(number, token_ids=[number]) for number in range(_NUM_PROMPTS))
     train = PromptSet(prompts=prompts, num_prompts=len(prompts), num_dropped=0)
-    return Inputs(
-        shape=make_shape(), tokenizer=cast("Any", SimpleNamespace(eos_ids=(0,), tools=())), train=train, eval=()
+    tokenizer = cast("Any", SimpleNamespace(eos_ids=(0,), tools=()))
+    shape = ModelShape(
+        family="qwen2",
+        num_layers=4,
+        hidden=8,
+        ffn_hidden=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=2,
+        vocab=99,
+        max_context_tokens=128,
+        norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        has_tied_embeddings=False,
+        has_qkv_bias=True,
+        has_qk_norm=False,
+        dtype="float32",
     )
+    return Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
 
 
 def answer_of(prompt: Prompt, weights: str, version: int) -> ScoredGroup:

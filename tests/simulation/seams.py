@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.simulation.world import FIRST_PID, Process, Thread, World, calling_process, current_process, current_thread
+from tests.simulation.world import FIRST_PID, Process, Thread, calling_process, current_process, current_thread
 
 _EPOCH = 1_800_000_000.0
 
@@ -179,25 +179,27 @@ def clocks_of(*functions: Callable[..., object]) -> Iterator[AbstractContextMana
 
 
 @contextmanager
-def standard_library(world: World) -> Iterator[None]:
-    """Let time, pids, signals and names of hosts be those of the world for its own threads."""
+def standard_library() -> Iterator[None]:
+    """Let time, pids, signals and names of hosts be those of the world for its threads."""
     real_time, real_sleep = time.time, time.sleep
     real_kill, real_getpid, real_gethostname = os.kill, os.getpid, socket.gethostname
 
     def wall_clock() -> float:
-        return real_time() if current_thread() is None else _EPOCH + world.now
+        thread = current_thread()
+        return real_time() if thread is None else _EPOCH + thread.process.world.now
 
     def sleep(seconds: float) -> None:
-        if current_thread() is None:
+        thread = current_thread()
+        if thread is None:
             real_sleep(seconds)
         else:
-            world.pause(seconds)
+            thread.process.world.pause(seconds)
 
     def kill(pid: int, number: int) -> None:
         if pid < FIRST_PID:
             real_kill(pid, number)
         else:
-            deliver(world.processes[pid - FIRST_PID], number)
+            deliver(calling_process().world.processes[pid - FIRST_PID], number)
 
     def getpid() -> int:
         process = current_process()

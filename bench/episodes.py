@@ -28,6 +28,7 @@ from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engine.fleet import Fleet
+from megarl.engine.lines import Line
 from megarl.episodes.play import EpisodeSetup, tools_of
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
@@ -148,9 +149,13 @@ def _serve(call: list[int], answer: list[int], end_id: int, tool_id: int, num_ca
     contents = [_output([*token_ids, end_id]) for token_ids in (call, answer)]
 
     async def generate(request: web.Request) -> web.Response:
-        asked = json.loads(await request.read())["input_ids"]
-        output, meta = contents[asked.count(tool_id) >= num_calls]
-        return web.json_response({"output_ids": output, "meta_info": meta, "prompt_token_ids": asked})
+        lines = []
+        for place, fields in enumerate(json.loads(await request.read())):
+            asked = fields["input_ids"]
+            output, meta = contents[asked.count(tool_id) >= num_calls]
+            reply = {"output_ids": output, "meta_info": meta, "prompt_token_ids": asked}
+            lines.append(Line(place=place, status_code=200, content=json.dumps(reply).encode()))
+        return web.Response(body=b"".join(line.encode() for line in lines))
 
     async def info(_request: web.Request) -> web.Response:
         return web.json_response({"weight_version": "0", "max_total_num_tokens": 1 << 20})

@@ -1,4 +1,4 @@
-"""A server that answers every request at once, or after a fixed time, with a reply shaped like SGLang's.
+"""A server that answers all requests at once, or after a fixed time, with replies shaped like SGLang's.
 
 It computes nothing: what a benchmark measures on the other side is the cost of asking, reading and checking.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.engine.lines import Line
 from megarl.system.network import LOOPBACK
 
 _START_TIMEOUT_S = 120.0
@@ -76,12 +77,10 @@ def serving(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
 
 
 def _serve(content: bytes, num_ports: int, delay_s: float, started: Connection) -> None:
-    reply = _with_head(content)
-
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         servers = [
-            await loop.create_server(lambda: _Answer(reply, delay_s), LOOPBACK, 0, backlog=_BACKLOG)
+            await loop.create_server(lambda: _Answer(content, delay_s), LOOPBACK, 0, backlog=_BACKLOG)
             for _ in range(num_ports)
         ]
         started.send([server.sockets[0].getsockname()[1] for server in servers])
@@ -102,8 +101,8 @@ _INFO = _with_head(b'{"weight_version":"0"}')
 class _Answer(asyncio.Protocol):
     """One connection; it stays open between requests, as SGLang's do."""
 
-    def __init__(self, reply: bytes, delay_s: float) -> None:
-        self._reply = reply
+    def __init__(self, content: bytes, delay_s: float) -> None:
+        self._content = content
         self._delay_s = delay_s
         self._received = b""
 
@@ -121,7 +120,10 @@ class _Answer(asyncio.Protocol):
         if head.startswith(b"GET "):
             self._answer(_INFO)
         else:
-            asyncio.get_running_loop().call_later(self._delay_s, self._answer, self._reply)
+            num_requests = body.count(b'"rid":')  # each has one
+            lines = [Line(place=place, status_code=200, content=self._content) for place in range(num_requests)]
+            reply = _with_head(b"".join(line.encode() for line in lines))
+            asyncio.get_running_loop().call_later(self._delay_s, self._answer, reply)
 
     def _answer(self, reply: bytes) -> None:
         if not self._transport.is_closing():

@@ -7,20 +7,16 @@ whole server, so callers check what they send.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from secrets import token_hex
-from typing import TypeAlias
-
-import aiohttp
-import msgspec
 
 from megarl.config.section import Device
+from megarl.engine.batches import Generated, RequestBatches
+from megarl.engine.http import EngineHttp, HttpError, HttpReply, Send
 from megarl.errors import EngineError
 from megarl.routes import RouteRequest
 from megarl.system.secret import Secret
@@ -28,16 +24,6 @@ from megarl.types import JsonValue, PolicyVersion
 
 CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
-_CUT_GRACE_S = 30.0
-"""Time for an engine to return the tokens of a late request."""
-MAX_REPLY_BYTES = 256 << 20
-"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
-_CONNECT_TIMEOUT_S = 60.0
-"""Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
-KEEP_ALIVE_S = 4.0
-"""Idle connections stay open so long; engines wait much longer, so that none ends as a request is written to it."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +128,6 @@ class GenerateRequest:
         return request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """A reply to `generate` as it came; `reply` decodes and checks it."""
-
-    content: bytes
-    is_cut: bool
-    """The request was late and was aborted: the reply has its tokens until then, or all of them."""
-
-
 class EngineClient:
     """A client of one engine. It holds connections until `close`."""
 
@@ -159,45 +136,25 @@ class EngineClient:
         self.endpoint = endpoint
         self.request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
-        self._cuts: set[asyncio.Task[None]] = set()
         self.is_asleep = False
         self.released: list[str] = []
         """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
         self._http = EngineHttp(endpoint.url, send=send)
+        self._requests = RequestBatches(
+            self._http,
+            key=endpoint.keys.api,
+            timeout_s=request_timeout_s,
+            abort=self.abort,
+            failed=partial(self._error, "generate"),
+        )
 
     async def close(self) -> None:
-        for cut in self._cuts:
-            cut.cancel()
+        self._requests.close()
         await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
-        cut_after_s = self.request_timeout_s
-        cuts: list[asyncio.Task[None]] = []
-        timer = asyncio.get_running_loop().call_later(cut_after_s, self._begin_cut, request.rid, cuts)
-        try:
-            reply = await self._call(
-                "generate",
-                "/generate",
-                request.to_json(),
-                key=self.endpoint.keys.api,
-                timeout_s=cut_after_s + min(_CUT_GRACE_S, cut_after_s),
-            )
-        finally:
-            timer.cancel()
-        return Generated(content=reply.content, is_cut=bool(cuts))
-
-    def _begin_cut(self, rid: str, cuts: list[asyncio.Task[None]]) -> None:
-        cut = asyncio.get_running_loop().create_task(self._cut(rid))
-        cuts.append(cut)
-        self._cuts.add(cut)
-        cut.add_done_callback(self._cuts.discard)
-
-    async def _cut(self, rid: str) -> None:
-        try:
-            await self.abort(rid)
-        except EngineError as error:
-            logger.info("late request cannot be cut: %s", error)
+        return await self._requests.ask(request.rid, request.to_json())
 
     async def post(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
         """Return the reply to a request that is answered at once, without tokens that could be cut."""
@@ -307,99 +264,10 @@ class EngineClient:
             raise self._error(operation, str(error)) from error
 
     def _checked(self, operation: str, response: HttpReply) -> HttpReply:
-        if response.status_code != HTTPStatus.OK:
-            raise self._error(
-                operation,
-                f"status {response.status_code}: {response.content[:1200].decode(errors='replace').strip()[:300]}",
-            )
+        reason = response.refusal
+        if reason is not None:
+            raise self._error(operation, reason)
         return response
 
     def _error(self, operation: str, reason: str) -> EngineError:
         return EngineError(f"{self.endpoint}: {operation}: {reason}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpReply:
-    status_code: int
-    content: bytes
-
-    def json(self) -> JsonValue:
-        """Return the decoded content; None if it is not JSON."""
-        try:
-            value: JsonValue = msgspec.json.decode(self.content)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return None
-        return value
-
-
-class HttpError(Exception):
-    """No usable reply came; the text says why."""
-
-
-Send: TypeAlias = Callable[[str, str, Mapping[str, str], bytes | None], Awaitable[HttpReply]]
-"""Sends a request of a method, a URL, headers and a content."""
-
-
-class EngineHttp:
-    def __init__(self, url: str, *, send: Send | None = None) -> None:
-        self._url = url
-        self._session: aiohttp.ClientSession | None = None
-        self._send = send or self._over_network
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def exchange(
-        self, method: str, path: str, body: Mapping[str, JsonValue] | None, key: str | None, timeout_s: float
-    ) -> HttpReply:
-        """Return the whole reply, whatever its status; raise HttpError if it is not there within `timeout_s`."""
-        headers = {"Accept-Encoding": "identity"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        content = None if body is None else msgspec.json.encode(body)
-        try:
-            # One limit for all: a server that sends a byte now and then would never be late.
-            async with asyncio.timeout(timeout_s):
-                return await self._send(method, f"{self._url}{path}", headers, content)
-        except aiohttp.ConnectionTimeoutError as error:
-            raise HttpError(f"no connection within {_CONNECT_TIMEOUT_S:.0f} s") from error
-        except TimeoutError as error:
-            raise HttpError(f"no answer within {timeout_s:.0f} s") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            # A ValueError: an answer that is not HTTP, as from a port that is another's.
-            raise HttpError(f"{type(error).__name__}: {str(error)[:200]}".removesuffix(": ")) from error
-
-    async def _over_network(
-        self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
-    ) -> HttpReply:
-        if self._session is None:
-            self._session = _open_session()
-        request = self._session.request(method, url, headers=headers, data=content, allow_redirects=False)
-        async with request as response:
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                # It was not requested, and its size after decompression is unknown.
-                raise HttpError(f"the reply is compressed ({encoding[:40]})")
-            chunks, num_bytes = [], 0
-            async for chunk in response.content.iter_any():
-                chunks.append(chunk)
-                num_bytes += len(chunk)
-                if num_bytes > MAX_REPLY_BYTES:
-                    raise HttpError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
-        return HttpReply(status_code=response.status, content=b"".join(chunks))
-
-
-def _open_session() -> aiohttp.ClientSession:
-    """Return a session without a limit of requests.
-
-    Connections stay open for the next turn of an episode: to open one costs a fifth of a turn.
-    """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )

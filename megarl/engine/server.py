@@ -14,6 +14,8 @@ interfaces: this process hosts it, on one address, and torch's setting for agent
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import runpy
 import socket
 import sys
@@ -23,14 +25,22 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from hmac import compare_digest
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+import orjson
 import yaml
 
+from megarl.engine.lines import Line
 from megarl.env import ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
 
 if ONE_CARD.read():
     # SGLang imports the main module in each process that it spawns.
@@ -139,8 +149,9 @@ def _value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 _Message: TypeAlias = MutableMapping[str, Any]
+_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
 _Send: TypeAlias = Callable[[_Message], Awaitable[None]]
-_App: TypeAlias = Callable[[_Message, Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+_App: TypeAlias = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class MaskedReplies:
@@ -150,7 +161,7 @@ class MaskedReplies:
         self._app = app
         self._secrets = secrets
 
-    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         async def send_masked(message: _Message) -> None:
             body = message.get("body", b"")
             for secret in self._secrets:
@@ -166,31 +177,99 @@ class DirectGeneration:
 
     FastAPI compares each request with a hundred routes, twice, and builds and checks it field by field: half of the
     server's time of a request, in the one thread that also hands out tokens. An engine of a small model waits for it.
+    A list of requests is answered by a line for each: see `lines`.
     """
 
     def __init__(self, app: _App, *, key: bytes) -> None:
         self._app = app
         self._authorization = b"Bearer " + key
 
-    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope.get("path") != "/generate" or not self._is_allowed(scope):
             await self._app(scope, receive, send)
             return
-        from sglang.srt.entrypoints import http_server  # noqa: PLC0415 - only in the server
-        from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
-        from starlette.requests import Request  # noqa: PLC0415
+        from starlette.requests import Request  # noqa: PLC0415 - only in the server
         from starlette.responses import Response  # noqa: PLC0415
 
         request = Request(scope, receive)
         try:
-            asked = GenerateReqInput(**msgspec.json.decode(await request.body()))
-            reply = await http_server.generate_request(asked, request)
+            asked = msgspec.json.decode(await request.body())
+            if isinstance(asked, list) and asked:
+                await answer_each(asked, receive, send)
+                return
+            reply = await _answer_one(asked, request)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
             reply = Response(str(error), status_code=HTTPStatus.BAD_REQUEST)
         await reply(scope, receive, send)
 
     def _is_allowed(self, scope: _Message) -> bool:
         return compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._authorization)
+
+
+async def _answer_one(fields: dict[str, object], request: Request) -> Response:
+    from sglang.srt.entrypoints import http_server  # noqa: PLC0415 - only in the server
+    from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
+
+    reply: Response = await http_server.generate_request(GenerateReqInput(**fields), request)
+    return reply
+
+
+class _GoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def answer_each(requests: Sequence[dict[str, object]], receive: _Receive, send: _Send) -> None:
+    """Send the line of each request when it is done. All end when the client is gone: SGLang aborts cancelled ones."""
+    lines: list[bytes] = []
+    is_new = asyncio.Event()
+
+    async def answer(place: int, fields: dict[str, object]) -> None:
+        status_code, content = await _generated(fields)
+        lines.append(Line(place=place, status_code=status_code, content=content).encode())
+        is_new.set()
+
+    num_left = len(requests)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for place, fields in enumerate(requests):
+                tasks.create_task(answer(place, fields))
+            watching = tasks.create_task(_watch(receive))
+            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": []})
+            while num_left:
+                await is_new.wait()
+                is_new.clear()
+                done, num_left = b"".join(lines), num_left - len(lines)
+                lines.clear()
+                await send({"type": "http.response.body", "body": done, "more_body": num_left > 0})
+            watching.cancel()
+    except* _GoneError:
+        pass
+
+
+async def _watch(receive: _Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise _GoneError
+
+
+async def _generated(fields: dict[str, object]) -> tuple[int, bytes]:
+    """Return the status and the content of the reply to one request."""
+    from fastapi import HTTPException  # noqa: PLC0415 - only in the server
+    from sglang.srt.entrypoints.http_server import get_global_state  # noqa: PLC0415
+    from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
+
+    manager = get_global_state().tokenizer_manager
+    try:
+        # Without its HTTP request, which SGLang would ask time and again whether the client is there.
+        (reply,) = [each async for each in manager.generate_request(GenerateReqInput(**fields))]
+    except HTTPException as error:
+        return error.status_code, str(error.detail).encode()
+    except (TypeError, ValueError) as error:
+        return HTTPStatus.BAD_REQUEST, str(error).encode()
+    except Exception as error:  # one request fails, as behind uvicorn; those that came with it go on
+        logger.exception("request failed")
+        return HTTPStatus.INTERNAL_SERVER_ERROR, repr(error).encode()
+    return HTTPStatus.OK, orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def guard_doors(arguments: Sequence[str]) -> None:

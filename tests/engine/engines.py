@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +15,10 @@ import numpy as np
 
 from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.engine import admin
-from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply, Send
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Fleet
+from megarl.engine.http import HttpReply, Read, Send
+from megarl.engine.lines import Line
 from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
 from megarl.families import family_of
@@ -153,10 +155,10 @@ def scripted_client(
 
 
 def scripted(handler: Handler | SlowHandler) -> Send:
-    """Let `handler` answer instead of a server; what it raises is what the network would."""
+    """Let `handler` answer instead of a server, single requests; what it raises is what the network would."""
     transport = httpx.MockTransport(handler)
 
-    async def send(method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpReply:
+    async def ask(method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpReply:
         try:
             response = await transport.handle_async_request(
                 httpx.Request(method, url, headers=dict(headers), content=content)
@@ -166,6 +168,30 @@ def scripted(handler: Handler | SlowHandler) -> Send:
         except httpx.HTTPError as error:
             raise aiohttp.ClientConnectionError(str(error)) from error
         return HttpReply(status_code=response.status_code, content=await response.aread())
+
+    return one_by_one(ask)
+
+
+def one_by_one(ask: Callable[[str, str, Mapping[str, str], bytes | None], Awaitable[HttpReply]]) -> Send:
+    """Let `ask` answer each request of a list alone, as an engine does; one that fails ends the connection."""
+
+    async def send(
+        method: str, url: str, headers: Mapping[str, str], content: bytes | None, read: Read | None
+    ) -> HttpReply:
+        if read is None:
+            return await ask(method, url, headers, content)
+
+        async def answer(place: int, fields: object) -> None:
+            reply = await ask(method, url, headers, json.dumps(fields).encode())
+            read(Line(place=place, status_code=reply.status_code, content=reply.content).encode())
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for place, fields in enumerate(json.loads(content or b"[]")):
+                    tasks.create_task(answer(place, fields))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return HttpReply(status_code=200, content=b"")
 
     return send
 

@@ -22,6 +22,7 @@ from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
+from megarl.engine.lines import Line
 from megarl.errors import DataError, FleetError
 from megarl.rollout.following import RequestCounts
 from megarl.rollout.generator import evaluation_seed, sampling_seed
@@ -207,7 +208,7 @@ async def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> None:
     async def good(_: web.Request) -> web.Response:
-        return web.Response(body=reply_of(9, EOS).content, content_type="application/json")
+        return web.Response(body=Line(place=0, status_code=200, content=reply_of(9, EOS).content).encode())
 
     async with AsyncExitStack() as stack:
         clients = []

@@ -15,6 +15,7 @@ import numpy as np
 from aiohttp import web
 
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine.lines import Line
 from megarl.system.network import LOOPBACK
 
 KEYS = EngineKeys(api="0" * 48, admin="1" * 48)
@@ -32,6 +33,7 @@ class SeededEngines:
     """Engines that answer every request with something else than the reply they should give."""
     num_requests: int = 0
     num_open: int = 0
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def clients(self) -> list[EngineClient]:
         return [
@@ -45,16 +47,41 @@ class SeededEngines:
     async def model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
-    async def generate(self, index: int, request: web.Request) -> web.Response:
+    async def generate(self, index: int, request: web.Request) -> web.StreamResponse:
+        asked = json.loads(await request.read())
+        if index in self.broken and (first := await self._answer(index, asked[0])).headers.get("Content-Encoding"):
+            return first
+        replies = web.StreamResponse()
+        await replies.prepare(request)
+
+        async def answer(place: int, fields: dict[str, Any]) -> None:
+            reply = await self._answer(index, fields)
+            assert isinstance(reply.body, bytes)
+            await replies.write(Line(place=place, status_code=reply.status, content=reply.body).encode())
+
+        async with asyncio.TaskGroup() as tasks:
+            for place, fields in enumerate(asked):
+                self._tasks[fields["rid"]] = tasks.create_task(answer(place, fields))
+        for fields in asked:
+            del self._tasks[fields["rid"]]
+        return replies
+
+    async def abort(self, request: web.Request) -> web.Response:
+        asked = json.loads(await request.read())
+        for rid, task in self._tasks.items():
+            if asked.get("abort_all") or rid == asked.get("rid"):
+                task.cancel()
+        return web.Response(text="")
+
+    async def _answer(self, index: int, fields: dict[str, Any]) -> web.Response:
         self.num_requests += 1
         self.num_open += 1
         try:
-            body = json.loads(await request.read())
             while self.is_held:
                 await asyncio.sleep(0.02)
         finally:
             self.num_open -= 1
-        parameters = body["sampling_params"]
+        parameters = fields["sampling_params"]
         random = np.random.default_rng(parameters["sampling_seed"])
         size = int(random.integers(1, parameters["max_new_tokens"]))
         eos_ids = parameters["stop_token_ids"]
@@ -80,7 +107,7 @@ def seeded_engines(num_engines: int) -> Iterator[SeededEngines]:
             app = web.Application()
             app.router.add_post("/generate", partial(engines.generate, index))
             app.router.add_get("/health", _healthy)
-            app.router.add_post("/abort_request", _healthy)
+            app.router.add_post("/abort_request", engines.abort)
             app.router.add_get("/server_info", _healthy)
             app.router.add_get("/model_info", engines.model_info)
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)

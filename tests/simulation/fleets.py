@@ -17,14 +17,16 @@ from typing import Any
 
 import aiohttp
 
-from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.http import HttpReply
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.errors import MachineError, MegarlError, QuarantineError
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
 from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
 from megarl.types import PolicyVersion, RolloutGroup
+from tests.engine.engines import one_by_one
 from tests.simulation import hostile
 from tests.simulation.seams import clocks_of
 from tests.simulation.world import Process, StuckError, World, WorldLoop
@@ -179,7 +181,7 @@ class SimulatedEngines(Engines):
             device="cpu",
             keys=EngineKeys(api="api-key", admin="admin-key"),
         )
-        return EngineClient(endpoint, request_timeout_s=20.0, send=send)
+        return EngineClient(endpoint, request_timeout_s=20.0, send=one_by_one(send))
 
 
 @dataclass(eq=False)

@@ -10,12 +10,14 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import aiohttp
 import numpy as np
+import torch
 
 from bench.figures import Figure
 from bench.one_engine import Server, full_publish, random_prompts, serving
@@ -30,9 +32,12 @@ from megarl.planner.hardware import gpu_of
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
 from megarl.types import Prompt
 
-_NUM_REPEATS = 2
-_NUM_STEPS = 3
+_SHORT_S = 6.0
+"""A step that takes less is measured twice, and the better one counts."""
+_NUM_STEPS = 2
 """Steps whose prompts follow one another without a pause, as with `max_staleness: 1`."""
+_NUM_FIRST = 8
+"""Prompts that are answered before anything is measured: kernels are compiled for the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,9 @@ class _Workload:
         prompts = random_prompts(num_steps * load.num_prompts, load.prompt_tokens, vocab=vocab)
         return cls(load=load, prompts=prompts, stop_ids=tuple(int(each) for each in stop_ids))
 
+    def first(self, num_prompts: int) -> _Workload:
+        return replace(self, prompts=self.prompts[:num_prompts])
+
     def requests(self) -> list[GenerateRequest]:
         return [
             GenerateRequest(
@@ -103,37 +111,42 @@ class _Workload:
 async def measure_generation(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure]:
     """Measure one model, a step at a time and with steps that follow one another."""
     shape = PUBLIC_MODELS[model]
+    works = [_Workload.of(shape.vocab, LOAD, num_steps=num_steps) for num_steps in (1, _NUM_STEPS)]
+    # SGLang takes as long to import here as in its server, which starts meanwhile.
+    importing = asyncio.create_task(asyncio.to_thread(import_module, "sglang.srt.entrypoints.engine"))
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:
         role = server.role
         full = await full_publish(server)
         await full.send()
-        through, straight = dict[int, float](), dict[int, float]()
-        for num_steps in (1, _NUM_STEPS):
-            work = _Workload.of(shape.vocab, LOAD, num_steps=num_steps)
-            through[num_steps] = await _best(server, partial(_through, server, work))
-            straight[num_steps] = await _best(server, partial(_straight, server, work))
+        del full
+        await importing
+        await _through(server, works[0].first(_NUM_FIRST))
+        through = [await _best(server, partial(_through, server, work)) for work in works]
+        straight = await _best(server, partial(_straight, server, works[0]))
     gc.collect()
-    offline = await asyncio.to_thread(_offline, folder / "model", role, shape.vocab)
-    for num_steps, kind in ((1, "a step"), (_NUM_STEPS, "steps without a pause")):
+    torch.cuda.empty_cache()
+    offline = await asyncio.to_thread(_offline, folder / "model", role, works)
+    for kind, ours, theirs in zip(("a step", "steps without a pause"), through, offline, strict=True):
+        directly = f" (its server asked directly: {straight:.0f})" if kind == "a step" else ""
         yield Figure(
             key=f"generation, {model}, {kind}",
             name=f"{model}, {kind}: {LOAD.num_prompts} x {LOAD.num_rollouts} responses of up to "
             f"{LOAD.max_response_tokens} tokens, {role.running_requests} at once",
-            value=through[num_steps],
+            value=ours,
             unit="tokens/s",
-            against=f"SGLang's offline engine, {offline[num_steps]:.0f} tokens/s "
-            f"(its server asked directly: {straight[num_steps]:.0f})",
-            ratio=through[num_steps] / offline[num_steps],
+            against=f"SGLang's offline engine, {theirs:.0f} tokens/s{directly}",
+            ratio=ours / theirs,
         )
 
 
 async def _best(server: Server, call: Callable[[], Awaitable[int]]) -> float:
-    rates = []
-    for _ in range(_NUM_REPEATS):
+    rates, seconds = list[float](), 0.0
+    while not rates or (len(rates) < 2 and seconds < _SHORT_S):
         await server.client.flush_cache()
         start = time.perf_counter()
         num_tokens = await call()
-        rates.append(num_tokens / (time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        rates.append(num_tokens / seconds)
     return max(rates)
 
 
@@ -182,11 +195,11 @@ async def _straight(server: Server, work: _Workload) -> int:
         return sum(await asyncio.gather(*(one(request) for request in work.requests())))
 
 
-def _offline(folder: Path, role: RolloutRoleConfig, vocab: int) -> dict[int, float]:
-    """Return tokens/s of SGLang's own engine for each number of steps, with the options of ours."""
-    import sglang
+def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[_Workload]) -> list[float]:
+    """Return tokens/s of SGLang's own engine for each workload, with the options of ours."""
+    from sglang.srt.entrypoints.engine import Engine
 
-    engine = sglang.Engine(
+    engine = Engine(
         model_path=str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -196,20 +209,26 @@ def _offline(folder: Path, role: RolloutRoleConfig, vocab: int) -> dict[int, flo
         log_level="error",
         **({"cuda_graph_bs_decode": graph_sizes(role.running_requests)} | dict(role.sglang)),
     )
+
+    def rate_of(work: _Workload) -> tuple[float, float]:
+        """Return tokens/s and the seconds."""
+        requests = work.requests()
+        engine.flush_cache()
+        start = time.perf_counter()
+        replies = engine.generate(
+            input_ids=[list(request.input_ids) for request in requests],
+            sampling_params=[request.to_json()["sampling_params"] for request in requests],
+            return_logprob=True,
+        )
+        seconds = time.perf_counter() - start
+        return sum(len(reply["output_ids"]) for reply in replies) / seconds, seconds
+
     try:
-        rates: dict[int, float] = {}
-        for num_steps in (1, _NUM_STEPS):
-            requests = _Workload.of(vocab, LOAD, num_steps=num_steps).requests()
-            for _ in range(_NUM_REPEATS):
-                engine.flush_cache()
-                start = time.perf_counter()
-                replies = engine.generate(
-                    input_ids=[list(request.input_ids) for request in requests],
-                    sampling_params=[request.to_json()["sampling_params"] for request in requests],
-                    return_logprob=True,
-                )
-                num_tokens = sum(len(reply["output_ids"]) for reply in replies)
-                rates[num_steps] = max(rates.get(num_steps, 0.0), num_tokens / (time.perf_counter() - start))
+        rate_of(works[0].first(_NUM_FIRST))
+        rates = list[float]()
+        for work in works:
+            rate, seconds = rate_of(work)
+            rates.append(max(rate, rate_of(work)[0]) if seconds < _SHORT_S else rate)
         return rates
     finally:
         engine.shutdown()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megarl.engine.lines import Line, LineReader
 from megarl.errors import EngineError
 from tests.engine.engines import ServedModel, scripted, scripted_client
 
+_ABORTED = re.compile(r"^sglang:num_aborted_requests_total\b.* ([4-9]|\d\d+)\.0$", re.MULTILINE)
 REQUEST = GenerateRequest(rid="r", input_ids=(5, 6), max_new_tokens=4, temperature=1.0)
 
 
@@ -141,6 +143,7 @@ async def test_a_real_engine_answers_a_list_as_it_answers_each_alone(qwen2_tp1: 
         await asyncio.sleep(0.5)
         for task in tasks:
             task.cancel()
-        async with asyncio.timeout(60):
-            while (await client.get("load", "/server_info"))["internal_states"][0]["num_running_reqs"]:  # type: ignore[index, call-overload]
+        async with asyncio.timeout(60), httpx.AsyncClient(timeout=60) as http:
+            metrics = f"{client.endpoint.url}/metrics"
+            while not _ABORTED.search((await http.get(metrics)).text):
                 await asyncio.sleep(0.1)

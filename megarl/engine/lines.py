@@ -9,9 +9,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     place: int
-    """Of the request, in the list."""
+    """The request's index in the list."""
     status_code: int
-    """As of a reply to this request alone."""
+    """The status of a reply to this request alone."""
     content: bytes
 
     def encode(self) -> bytes:

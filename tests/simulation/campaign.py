@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from tests.simulation.fleets import run_scene
 from tests.simulation.histories import Plan, run_plan, shrink, worlds
+from tests.simulation.judges import run_judge
 from tests.simulation.talks import TalkPlan, run_talk
+from tests.simulation.tools import run_bench
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,20 @@ def _fleets(seed: int) -> tuple[tuple[str, ...], str]:
     return tuple(scene.broken), f"fleet {seed}: {scene.num_accidents} accidents"
 
 
+def _tools(seed: int) -> tuple[tuple[str, ...], str]:
+    return tuple(run_bench(seed).broken), f"tool {seed}"
+
+
+def _judges(seed: int) -> tuple[tuple[str, ...], str]:
+    return tuple(run_judge(seed).broken), f"judge {seed}"
+
+
 WORLDS: Mapping[str, Callable[[int], tuple[tuple[str, ...], str]]] = {
     "drivers": _drivers,
     "talks": _talks,
     "fleets": _fleets,
+    "tools": _tools,
+    "judges": _judges,
 }
 
 

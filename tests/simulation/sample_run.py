@@ -70,12 +70,8 @@ def sample_recipe(*, steps: int, save_every: int, has_mirror: bool, drops: bool)
     )
 
 
-@cache
-def sample_inputs() -> Inputs:
-    prompts = tuple(make_prompt(number, token_ids=[number]) for number in range(_NUM_PROMPTS))
-    train = PromptSet(prompts=prompts, num_prompts=len(prompts), num_dropped=0)
-    tokenizer = cast("Any", SimpleNamespace(eos_ids=(0,), tools=()))
-    shape = ModelShape(
+def sample_shape(*, max_context_tokens: int = 128) -> ModelShape:
+    return ModelShape(
         family="qwen2",
         num_layers=4,
         hidden=8,
@@ -83,8 +79,8 @@ def sample_inputs() -> Inputs:
         num_heads=4,
         num_kv_heads=2,
         head_dim=2,
-        vocab=99,
-        max_context_tokens=128,
+        vocab=1 << 14,
+        max_context_tokens=max_context_tokens,
         norm_eps=1e-6,
         rope_theta=1e4,
         rope_scaling=None,
@@ -93,7 +89,14 @@ def sample_inputs() -> Inputs:
         has_qk_norm=False,
         dtype="float32",
     )
-    return Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
+
+
+@cache
+def sample_inputs() -> Inputs:
+    prompts = tuple(make_prompt(number, token_ids=[number]) for number in range(_NUM_PROMPTS))
+    train = PromptSet(prompts=prompts, num_prompts=len(prompts), num_dropped=0)
+    tokenizer = cast("Any", SimpleNamespace(eos_ids=(0,), tools=()))
+    return Inputs(shape=sample_shape(), tokenizer=tokenizer, train=train, eval=())
 
 
 def answer_of(prompt: Prompt, weights: str, version: int) -> ScoredGroup:

@@ -11,9 +11,11 @@ import pytest
 from megarl.checkpoint import folder
 from tests.simulation.fleets import run_scene
 from tests.simulation.histories import Accident, Plan, run_plan, shrink, worlds
+from tests.simulation.judges import run_judge
 from tests.simulation.talks import TalkPlan, run_talk
+from tests.simulation.tools import run_bench
 
-_NUM_HISTORIES, _NUM_TALKS, _NUM_FLEETS, _NUM_PARTS = 240, 300, 100, 4
+_NUM_HISTORIES, _NUM_TALKS, _NUM_FLEETS, _NUM_TOOLS, _NUM_JUDGES, _NUM_PARTS = 240, 300, 100, 300, 100, 4
 """About half a minute of one core. `make simulate` takes other seeds for as long as it is told."""
 
 
@@ -46,6 +48,20 @@ def test_engines_give_the_same_tokens_whatever_happens_to_them() -> None:
     for seed in range(_NUM_FLEETS):
         scene = run_scene(seed)
         assert not scene.broken, (seed, scene.broken)
+
+
+@pytest.mark.fault("interpreters that are slow, die and write frames", "a result belongs to its call, or is lost")
+def test_a_tool_gives_results_to_their_calls() -> None:
+    for seed in range(_NUM_TOOLS):
+        bench = run_bench(seed)
+        assert not bench.broken, (seed, bench.broken)
+
+
+@pytest.mark.fault("policies that address their judge, engines that lie to it", "the judge reads plain text")
+def test_a_judge_reads_plain_text() -> None:
+    for seed in range(_NUM_JUDGES):
+        bench = run_judge(seed)
+        assert not bench.broken, (seed, bench.broken)
 
 
 KEPT = {

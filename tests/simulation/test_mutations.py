@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,14 +20,21 @@ from megarl.checkpoint import folder, mirror
 from megarl.checkpoint.store import Store
 from megarl.cluster import leases
 from megarl.data import tokenizer
-from megarl.episodes import dialogue, mcp_environments, openenv_environments
+from megarl.episodes import dialogue, mcp_environments, openenv_environments, worker
+from megarl.episodes.built_in import python
+from megarl.errors import CheckpointError
 from megarl.ranks.ranks import RankGroup
 from megarl.reward import protocol
+from megarl.rollout import frozen
 from megarl.system import lease, run_lock
 from megarl.system.epoch import Fence
 from tests.simulation.histories import Accident, Plan, run_plan, worlds
+from tests.simulation.judges import Bench as JudgeBench
+from tests.simulation.judges import run_judge
 from tests.simulation.seams import monotonic
 from tests.simulation.talks import TalkPlan, run_talk
+from tests.simulation.tools import Bench as ToolBench
+from tests.simulation.tools import run_bench
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class Mutation:
 
     replaced: Sequence[tuple[object, str, object]]
     breaks: str
-    plans: Sequence[Plan | TalkPlan]
+    plans: Sequence[Plan | TalkPlan | int]
+    """A number is the seed of a tool or a judge."""
+    world: Callable[[int], ToolBench | JudgeBench] = run_bench
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -68,6 +78,34 @@ def _prune_all(store: Store, **named: Any) -> None:
 _prune = mirror._prune
 _AT_ONCE = SimpleNamespace(monotonic=monotonic, sleep=_nothing)
 """Takes the lock without waiting for others that take it at the same moment."""
+
+
+class _OtherError(CheckpointError):
+    """Is not what a damaged manifest raises."""
+
+
+def _prepare_halfway(self: python.Python) -> None:
+    """Start an interpreter, and keep it where its first frame does not come in time."""
+    if self._process is None:
+        self._process = self._sandbox.start("")
+        self._exchange(b"", 0, time.monotonic() + python.START_TIMEOUT_S)
+
+
+def _python_halfway(self: python.Python, code: str) -> str:
+    """Run code, and keep the interpreter where the call's deadline passes."""
+    self.prepare()
+    try:
+        return str(self._call(code).get("text"))
+    except python._StoppedError as error:
+        self.close()
+        return f"error: {error}"
+
+
+def _exchange_in_order(self: python.Python, payload: bytes, number: int, deadline: float) -> dict[str, object]:
+    """Take the next reply for that of the request."""
+    frame = python._HEADER.pack(len(payload), number) + payload if number else b""
+    size, _ = python._HEADER.unpack(self._read(python._HEADER.size, deadline, unsent=frame))
+    return dict(json.loads(self._read(size, deadline)))
 
 
 def _talk(kind: str, seed: int) -> TalkPlan:
@@ -153,6 +191,42 @@ MUTATIONS = {
         breaks="no text loses an episode",
         plans=[_talk("mcp", seed) for seed in range(7, 12)],
     ),
+    "a damaged manifest in the store is an error": Mutation(
+        replaced=[(mirror, "CheckpointError", _OtherError)],
+        breaks="progress",
+        plans=[
+            Plan(
+                seed=seed,
+                kind="mirror",
+                steps=5,
+                save_every=1,
+                flock="host",
+                accidents=(Accident(8.0, "damage_store"), Accident(8.01, "kill_driver")),
+            )
+            for seed in range(12)
+        ],
+    ),
+    "the judge reads what the policy wrote as it is": Mutation(
+        replaced=[(frozen, "map_texts", lambda chat, _plain: chat)],
+        breaks="control token",
+        plans=range(12),
+        world=run_judge,
+    ),
+    "frames of the Python tool have no numbers, and a start is part of its call": Mutation(
+        replaced=[
+            (worker, "PreparedTool", _OtherError),
+            (python.Python, "prepare", _prepare_halfway),
+            (python.Python, "python", _python_halfway),
+            (python.Python, "_exchange", _exchange_in_order),
+        ],
+        breaks="an observation belongs to its call",
+        plans=range(40),
+    ),
+    "an interpreter that does not start is a result": Mutation(
+        replaced=[(python, "SandboxError", python._StoppedError)],
+        breaks="a machine's fault is no result",
+        plans=range(40),
+    ),
     "lists of tools may have any number of pages": Mutation(
         replaced=[(mcp_environments, "_MAX_PAGES", 1 << 30), (mcp_environments._Session, "tools", None)],
         breaks="every wait ends",
@@ -185,8 +259,14 @@ def world() -> Iterator[None]:
     logging.disable(level)
 
 
-def _broken(plan: Plan | TalkPlan) -> Sequence[str]:
-    return run_plan(plan).broken if isinstance(plan, Plan) else run_talk(plan).broken
+def _broken(mutation: Mutation, plan: Plan | TalkPlan | int) -> Sequence[str]:
+    match plan:
+        case Plan():
+            return run_plan(plan).broken
+        case TalkPlan():
+            return run_talk(plan).broken
+        case seed:
+            return mutation.world(seed).broken
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
@@ -195,6 +275,5 @@ def test_the_world_notices_that(what: str) -> None:
     with ExitStack() as stack:
         for place, name, value in mutation.replaced:
             stack.enter_context(mock.patch.object(place, name, value or _LATER[name]))
-        found = next((broken for plan in mutation.plans if (broken := _broken(plan))), ())
-    assert found, "no seed failed"
-    assert any(mutation.breaks in text for text in found), found
+        found = any(mutation.breaks in text for plan in mutation.plans for text in _broken(mutation, plan))
+    assert found, f"no seed broke {mutation.breaks!r}"

@@ -137,8 +137,10 @@ class Python(PreparedTool):
                 self._exchange(b"", 0, deadline)
             except _StoppedError as error:
                 self.close()
-                if attempt == _START_ATTEMPTS or time.monotonic() >= deadline:
-                    raise SandboxError(f"no interpreter can be started: {error}") from None
+                is_late = time.monotonic() >= deadline
+                if attempt == _START_ATTEMPTS or is_late:
+                    why = f"it was not ready within {START_TIMEOUT_S:g} s" if is_late else str(error)
+                    raise SandboxError(f"no interpreter can be started: {why}") from None
                 attempt += 1
             except BaseException:
                 self.close()

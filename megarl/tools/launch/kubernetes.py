@@ -23,6 +23,9 @@ from megarl.tools.launch.leave import LEAVING_FILE
 from megarl.tools.launch.slurm import check_pools, lead_s
 
 RECIPE_FOLDER = "/etc/megarl"
+_HEAD_LABEL = "megarl/head-of"
+_SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+"""Keeps the autoscaler from taking a node away."""
 _RECIPE_FILE = "recipe.yaml"
 _DIGEST = re.compile(r"[a-z0-9][\w./:-]*@sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -62,7 +65,7 @@ class KubernetesJob:
 
 
 def render(job: KubernetesJob, recipe: Recipe) -> str:
-    """Return both documents; raise a ConfigError where the recipe does not fit the job."""
+    """Return all documents; raise a ConfigError where the recipe does not fit the job."""
     name = f"megarl-{re.sub(r'[._]', '-', recipe.run.name.lower())}"
     fitting = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
     paths = _check_paths(job, recipe.run, recipe.model, recipe.data)
@@ -73,6 +76,13 @@ def render(job: KubernetesJob, recipe: Recipe) -> str:
     metadata: dict[str, JsonValue] = {"name": name}
     documents: list[dict[str, JsonValue]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {_RECIPE_FILE: text}},
+        # KubeRay counts the end of the head as a failure of the run, whatever ended it: nobody may evict it.
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": metadata,
+            "spec": {"minAvailable": 1, "selector": {"matchLabels": {_HEAD_LABEL: name}}},
+        },
         {
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
@@ -171,7 +181,10 @@ def _spec(job: KubernetesJob, name: str, *, run: Path, grace_s: int, has_sandbox
             "headGroupSpec": {
                 # Nothing of the run is placed on the head.
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
-                "template": {"spec": head},
+                "template": {
+                    "metadata": {"labels": {_HEAD_LABEL: name}, "annotations": {_SAFE_TO_EVICT: "false"}},
+                    "spec": head,
+                },
             },
             "workerGroupSpecs": [
                 {

@@ -42,7 +42,7 @@ JOB = KubernetesJob(
 
 def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) -> None:
     wanted = recipe("run.steps=7", "checkpoint.mirror.url=s3://bucket/runs")
-    config, job = yaml.safe_load_all(render(JOB, wanted))
+    config, _, job = yaml.safe_load_all(render(JOB, wanted))
     (name,) = config["data"]
     assert f" megarl train {RECIPE_FOLDER}/{name}; " in job["spec"]["entrypoint"]
     path = tmp_path / name
@@ -51,7 +51,7 @@ def test_the_recipe_in_the_job_is_the_recipe_with_its_overrides(tmp_path: Path) 
 
 
 def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> None:
-    config, job = yaml.safe_load_all(render(JOB, recipe("checkpoint.grace_s=240")))
+    config, _, job = yaml.safe_load_all(render(JOB, recipe("checkpoint.grace_s=240")))
     cluster = job["spec"]["rayClusterSpec"]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert cluster["rayVersion"] in pinned_versions()["ray"]
@@ -73,7 +73,7 @@ def test_every_pod_runs_the_same_image_without_rights_and_has_time_to_save() -> 
 
 
 def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
-    _, job = yaml.safe_load_all(render(JOB, recipe()))
+    *_, job = yaml.safe_load_all(render(JOB, recipe()))
     assert job["metadata"] == {"name": "megarl-grpo-70b"}
     cluster = job["spec"]["rayClusterSpec"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
@@ -87,6 +87,22 @@ def test_the_head_opens_one_port_and_workers_have_the_gpus() -> None:
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == NODES
 
 
+def test_nobody_evicts_the_head_whose_end_counts_as_a_failure() -> None:
+    """A drain and the autoscaler ask the budget; the memory of the head is all reserved, so that it is not the first
+    that a node without memory ends.
+    """
+    _, budget, job = yaml.safe_load_all(render(JOB, recipe()))
+    cluster = job["spec"]["rayClusterSpec"]
+    head, (workers,) = cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"]
+    assert (budget["apiVersion"], budget["kind"]) == ("policy/v1", "PodDisruptionBudget")
+    assert budget["spec"] == {"minAvailable": 1, "selector": {"matchLabels": head["metadata"]["labels"]}}
+    assert head["metadata"]["labels"] == {"megarl/head-of": job["metadata"]["name"]}
+    assert head["metadata"]["annotations"] == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    assert "megarl/head-of" not in str(workers)
+    resources = head["spec"]["containers"][0]["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
 def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
     wanted = replace(
         JOB,
@@ -97,7 +113,7 @@ def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
         annotations=("k8s.v1.cni.cncf.io/networks=rail0,rail1",),
         pull_secrets=("registry",),
     )
-    _, job = yaml.safe_load_all(render(wanted, recipe()))
+    *_, job = yaml.safe_load_all(render(wanted, recipe()))
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     head, worker = cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
@@ -120,7 +136,7 @@ def test_pods_with_gpus_have_adapters_rights_labels_and_variables() -> None:
 
 
 def test_a_sandbox_gets_the_system_calls_that_it_is_made_of() -> None:
-    _, job = yaml.safe_load_all(render(JOB, recipe("reward={kind: code_tests}")))
+    *_, job = yaml.safe_load_all(render(JOB, recipe("reward={kind: code_tests}")))
     pods = [job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]]
     for pod in pods:
         assert pod["template"]["spec"]["securityContext"]["seccompProfile"] == {"type": "Unconfined"}
@@ -152,7 +168,7 @@ def test_a_preemption_is_no_failure_unless_the_pod_ends(
 
 
 def test_a_pod_that_is_ended_asks_the_driver_to_save_before_ray_gets_a_signal() -> None:
-    _, job = yaml.safe_load_all(render(JOB, recipe("run.folder=mine")))
+    *_, job = yaml.safe_load_all(render(JOB, recipe("run.folder=mine")))
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     commands = [
@@ -189,4 +205,8 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ["launch", "kubernetes", str(LARGE), "--nodes", str(NODES), "--image", IMAGE, "--claim", "shared"]
     assert cli.run([*words, "--override-fit", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}; start it with: kubectl apply -f {out}\n"
-    assert [document["kind"] for document in yaml.safe_load_all(out.read_text())] == ["ConfigMap", "RayJob"]
+    assert [document["kind"] for document in yaml.safe_load_all(out.read_text())] == [
+        "ConfigMap",
+        "PodDisruptionBudget",
+        "RayJob",
+    ]

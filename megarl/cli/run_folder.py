@@ -42,7 +42,7 @@ from megarl.observe.history import fold_history
 from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.run_result import Result
 from megarl.tools.dashboards import write_monitoring
-from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, to_trace
+from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, last_start, start_events, to_trace
 from megarl.types import JsonValue, TurnKind
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
@@ -90,6 +90,10 @@ def timeline(
     path = out or run / "timeline.json"
     num_phases = _write_trace(run, path)
     print(f"wrote {path} ({num_phases} phases); open it in Perfetto")
+    pieces = last_start(run, read_events(run / EVENTS_FILE))
+    for piece in pieces:
+        after_s = (piece.began - pieces[0].began).total_seconds()
+        print(f"start: {after_s:6.1f} s  {piece.process}: {piece.what} {piece.seconds:.1f} s")
 
 
 @contextmanager
@@ -113,7 +117,7 @@ def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonVal
     spans = fold_spans(records)
     if not spans:
         raise DataError(f"{run / EVENTS_FILE}: no phase has begun")
-    others = [*others, *idle_events(fold_history(records).idle)]
+    others = [*others, *idle_events(fold_history(records).idle), *start_events(last_start(run, records))]
     for step, file in list_rollouts(run).items():
         others += episode_events(read_episodes(file), step=step)
     write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,11 +12,21 @@ from pathlib import Path
 from typing import IO
 
 from megarl.system.secret import masked
+from megarl.system.start_log import piece_line
 
 _JOIN_S = 5.0
 _NUM_TAIL_LINES = 400
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
 _NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
+_START = {
+    "imports of the server": re.compile(r"server_args="),
+    "imports of the scheduler": re.compile(r"Init torch distributed begin"),
+    "weights and cache": re.compile(r"Capture .*begin|max_total_num_tokens="),
+    "graphs": re.compile(r"Capture .*end\b"),
+    "server": re.compile(r"fired up and ready"),
+}
+"""The pieces of a start, each with the line of SGLang that ends it; one without its line is part of the next."""
+_LAST_PIECE = "server"
 _NUM_LAST_LINES = 60
 """The server survived an exception before these."""
 
@@ -27,9 +38,13 @@ class EngineLog:
         self.path = path
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
         self._writer: threading.Thread | None = None
+        self._began = 0.0
+        self._ends: dict[str, float] = {}
+        """When each piece of the start ended, in seconds since the epoch."""
 
     def follow(self, output: IO[bytes]) -> None:
         """Append the output, in a thread, until the last writing process is gone."""
+        self._began, self._ends = time.time(), {}
         self._writer = threading.Thread(target=self._write, args=(output,), daemon=True)
         self._writer.start()
 
@@ -42,6 +57,22 @@ class EngineLog:
                 with suppress(OSError):
                     log.write(line.encode())
                 self._tail.append(line.rstrip())
+                self._note(line)
+
+    def _note(self, line: str) -> None:
+        if _LAST_PIECE in self._ends:
+            return
+        for what, end in _START.items():
+            if what not in self._ends and end.search(line):
+                self._ends[what] = time.time()
+
+    def note_start(self) -> None:
+        """Append what took how long since the process was started."""
+        ends, began = [*self._ends.items(), ("first tokens", time.time())], self._began
+        with suppress(OSError), self.path.open("a", encoding="utf-8") as log:
+            for what, ended in ends:
+                log.write(piece_line(what, began=began, ended=ended))
+                began = ended
 
     def finish(self) -> None:
         """Wait for the last lines."""

@@ -176,6 +176,7 @@ class EngineProcess:
             await self._give_up(str(error))
         finally:
             self._forget_secrets()
+        self._log.note_start()
         self._workers = frozenset(_workers_in_group(self.pid))
         # After a kill it could no longer be found out which segments are its own.
         self._segments = segments_of(self.pid)

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from megarl.system.affinity import bind_to_gpu
 from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
+from megarl.system.start_log import note_piece, process_began
 from megarl.tokens import ColumnName, SampleColumn
 from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
@@ -85,6 +87,8 @@ class RankHost(ColumnHost):
         self._profile: RankProfile | None = None
         self._is_replaced = threading.Event()
         self._host = own_address(bind)
+        note_piece("process", began=process_began())
+        self._idle_since = time.time()
         # Gloo would listen on the interface the host's name resolves to.
         if (interface := interface_of(self._host)) is not None:
             update_environment({GLOO_INTERFACE.name: interface, **nccl_interface(interface)})
@@ -92,10 +96,13 @@ class RankHost(ColumnHost):
     def find_address(self) -> tuple[str, int]:
         """Return this node's address and the port of rank 0's rendezvous, where it listens from now on."""
         self._listener = socket.create_server((self._host, 0), backlog=1024)
+        self._idle_since = time.time()
         return self._host, self._listener.getsockname()[1]
 
     def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build the rank and fill it with weights."""
+        # Ray imports what builds it before it calls this.
+        note_piece("imports", began=self._idle_since)
         if spec.device == "cuda":
             update_environment(kernel_caches())
             bind_to_gpu()

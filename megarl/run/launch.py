@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
 from megarl.system.lease import JoinedLease, Lease
 from megarl.system.run_lock import refuse_locked, run_lock
+from megarl.system.start_log import note_piece, process_began
 
 
 @ending_on_signals()
@@ -72,6 +74,7 @@ def train(
         allows_data_change=allows_data_change,
         asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
         tasks_file=tasks_file,
+        check_seconds=time.time() - process_began(),
     )
     with exit_notice(recipe.run_folder):
         if notify is None or not recipe.cluster.lease_s:
@@ -94,6 +97,8 @@ class _Driver:
     allows_data_change: bool
     asks_ray_for_gpu: bool
     tasks_file: Path | None
+    check_seconds: float
+    """From the start of the command until model, data and reward were checked."""
 
     def drive(self, resume: ResumeChoice) -> None:
         """Take the steps of the run that are left."""
@@ -113,6 +118,7 @@ class _Driver:
                 recipe, display=self.display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
             )
             with started as observer, environment:
+                note_piece("imports and checks", began=time.time() - self.check_seconds)
                 for note in notes:
                     observer.warned(note)
 

@@ -6,6 +6,7 @@ Ray comes before roles, roles before the first publish; data and ports were chec
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
@@ -30,6 +31,7 @@ from megarl.run.start_workers import start_workers
 from megarl.serving.frozen import start_frozen
 from megarl.serving.serving import Serving, reserve_pools, start_serving
 from megarl.system.lease import Lease
+from megarl.system.start_log import note_piece
 
 
 def run_recipe(
@@ -69,6 +71,7 @@ async def _take_steps(
 ) -> None:
     recipe, inputs, observer = rank_sets.recipe, rank_sets.inputs, rank_sets.observer
     grace_s = recipe.checkpoint.time_to_save_s
+    began = time.time()
     with opening as cluster, preemptible(grace_s=grace_s, run_folder=recipe.run_folder) as preemption:
         kinds = accelerators()
         warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
@@ -79,6 +82,7 @@ async def _take_steps(
         recipe = planned(recipe, gpu)
         rank_sets, preemption.grace_s = replace(rank_sets, recipe=recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
+        note_piece("Ray", began=began)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         watched = watched_gpus(nodes_of(pools.values()) if recipe.run.device == "cuda" else [], observer)
         async with watched, rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:

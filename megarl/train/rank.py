@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
+from megarl.system.start_log import noted_piece
 from megarl.tokens import SampleColumn
 from megarl.train import cpu
 from megarl.train.build import build_chunks, forget_buffers, forget_scales
@@ -55,7 +56,7 @@ class ModelRank:
             cpu.install()
             # One thread: sums must not depend on the number of cores.
             torch.set_num_threads(1)
-        with self._on_device():
+        with self._on_device(), noted_piece("process groups"):
             self._topology = initialize(
                 spec.split,
                 rank=spec.rank,
@@ -67,6 +68,7 @@ class ModelRank:
                 seed=spec.seed,
                 timeout_s=spec.timeout_s,
             )
+        with self._on_device(), noted_piece("model"):
             self._models: list[Model] = build_chunks(
                 spec.shape,
                 self._topology,
@@ -87,7 +89,8 @@ class ModelRank:
 
         A critic may start from a language model; its value head is then zero.
         """
-        self._read(folder, self.tensors())
+        with noted_piece("weights"):
+            self._read(folder, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters, not copies, by their names in the weights' layout; adapters are not among them."""

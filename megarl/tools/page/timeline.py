@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from megarl.observe.events import PhaseEnded, PhaseStarted, Record, RunFinished, RunStarted, StepFinished
 from megarl.observe.history import ROLES, IdleShare
 from megarl.observe.summary import Phase
+from megarl.system.start_log import StartPiece, read_pieces
 from megarl.types import JsonValue
 
 
@@ -58,6 +60,26 @@ def idle_events(idle: Iterable[IdleShare]) -> Iterator[dict[str, JsonValue]]:
     for share in idle:
         shares: dict[str, JsonValue] = {role: 100 * number for role, number in share.roles.items()}
         yield {"ph": "C", "name": "idle share, %", "pid": "megarl", "ts": share.began.timestamp() * 1e6, "args": shares}
+
+
+def last_start(run_folder: Path, records: Iterable[Record]) -> list[StartPiece]:
+    """Return what took how long when the run was last started."""
+    starts = [record.time for record in records if isinstance(record.event, RunStarted)]
+    return read_pieces(run_folder, since=starts[-1]) if starts else []
+
+
+def start_events(pieces: Iterable[StartPiece]) -> Iterator[dict[str, JsonValue]]:
+    """Yield the pieces of a start as events of Chrome's trace format, with a track per process."""
+    for piece in pieces:
+        yield {
+            "ph": "X",
+            "name": piece.what,
+            "cat": "start",
+            "pid": "start",
+            "tid": piece.process,
+            "ts": piece.began.timestamp() * 1e6,
+            "dur": piece.seconds * 1e6,
+        }
 
 
 _SPEAKERS = {"sampled": "model", "given": "environment"}

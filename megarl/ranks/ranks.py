@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 import time
@@ -37,7 +36,6 @@ from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
 from megarl.ranks.hang import RankStacks, capture, explain_hang, fetch_collectives, fetch_stacks, write_report
 from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
 from megarl.system.affinity import bind_to_gpu
-from megarl.system.environment import capture_environment
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
 from megarl.system.start_log import note_piece, process_began
@@ -179,12 +177,11 @@ class RankHost(ColumnHost):
 
 
 def _log_to(path: Path) -> None:
-    """Write the output of this process to the file, after a line about its node."""
+    """Write the output of this process to the file."""
     try:
         log_process(path)
     except OSError as error:
         logger.warning("the log of this rank is left to Ray: %s: %s", path, error.strerror)
-    logger.info("pid=%d environment=%s", os.getpid(), capture_environment(asks_git=False).line())
 
 
 class RankGroup(WorkerGroup[Rank], Generic[Rank]):

@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+from megarl.system.environment import capture_environment
 from megarl.system.secret import MaskingFormatter
 
 MAX_BYTES = 4 * 2**20
@@ -23,7 +24,7 @@ _POLL_S = 1.0
 def log_process(path: Path, *, max_bytes: int = MAX_BYTES, poll_s: float = _POLL_S) -> None:
     """Append all further output of this process to `path`, and with it what megarl logs at INFO and above.
 
-    A file that has reached `max_bytes` becomes `<path>.1`, in place of an earlier one. Raise OSError where the file
+    The first line is about this process and its node. A file that has reached `max_bytes` becomes `<path>.1`, in place of an earlier one. Raise OSError where the file
     cannot be written; the output goes where it went then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +34,7 @@ def log_process(path: Path, *, max_bytes: int = MAX_BYTES, poll_s: float = _POLL
     logger = logging.getLogger("megarl")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.info("pid=%d environment=%s", os.getpid(), capture_environment(asks_git=False).line())
     threading.Thread(target=_bound, args=(path, max_bytes, poll_s), daemon=True, name="log size").start()
 
 

@@ -1,4 +1,4 @@
-"""What took how long at the start of a run: lines in the logs of its processes, and their reader.
+"""Lines in the logs of a run's processes that say what took how long at its start, and their reader.
 
 Each process notes its own pieces, in its own log: the slowest ones begin before anybody could be told.
 """

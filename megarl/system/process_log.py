@@ -24,8 +24,8 @@ _POLL_S = 1.0
 def log_process(path: Path, *, max_bytes: int = MAX_BYTES, poll_s: float = _POLL_S) -> None:
     """Append all further output of this process to `path`, and with it what megarl logs at INFO and above.
 
-    The first line is about this process and its node. A file that has reached `max_bytes` becomes `<path>.1`, in place of an earlier one. Raise OSError where the file
-    cannot be written; the output goes where it went then.
+    The first line is about this process and its node. A file that has reached `max_bytes` becomes `<path>.1`, in place
+    of an earlier one. Raise OSError where the file cannot be written; the output goes where it went then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _redirect(path)

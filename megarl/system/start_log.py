@@ -48,7 +48,7 @@ def noted_piece(what: str) -> Iterator[None]:
 
 def process_began() -> float:
     """Return when this process was started, in seconds since the epoch."""
-    return psutil.Process().create_time()
+    return float(psutil.Process().create_time())
 
 
 def piece_line(what: str, *, began: float, ended: float) -> str:

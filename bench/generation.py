@@ -25,6 +25,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import graph_sizes
+from megarl.env import kernel_caches, update_environment
 from megarl.families import PUBLIC_MODELS
 from megarl.planner.complete import complete
 from megarl.planner.deployment import find_shapes
@@ -108,20 +109,27 @@ class _Workload:
         ]
 
 
-async def measure_generation(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure]:
-    """Measure one model, a step at a time and with steps that follow one another."""
+async def measure_generation(
+    model: str, folder: Path, options: Mapping[str, object]
+) -> AsyncIterator[Figure | dict[str, object]]:
+    """Measure one model, a step at a time and with steps that follow one another; rates come as they are measured."""
+    # Those of our server: the offline engine computes with the same ones.
+    update_environment(kernel_caches())
+    began = time.perf_counter()
     shape = PUBLIC_MODELS[model]
     works = [_Workload.of(shape.vocab, LOAD, num_steps=num_steps) for num_steps in (1, _NUM_STEPS)]
     # SGLang takes as long to import here as in its server, which starts meanwhile.
     importing = asyncio.create_task(asyncio.to_thread(import_module, "sglang.srt.entrypoints.engine"))
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:
         role = server.role
+        yield {f"{model}, seconds until the server was ready": round(time.perf_counter() - began, 1)}
         full = await full_publish(server)
         await full.send()
         del full
         await importing
         await _through(server, works[0].first(_NUM_FIRST))
         through = [await _best(server, partial(_through, server, work)) for work in works]
+        yield {f"{model}, tokens/s of a step and of {_NUM_STEPS} without a pause": [round(rate) for rate in through]}
         straight = await _best(server, partial(_straight, server, works[0]))
     gc.collect()
     torch.cuda.empty_cache()

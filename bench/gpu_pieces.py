@@ -280,8 +280,8 @@ PIECES: Mapping[str, GpuPiece] = {
     "reads": GpuPiece(timeout_s=150, measure=_reads),
     "peers": GpuPiece(timeout_s=230, measure=_peers),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
-    "generation-135m": GpuPiece(timeout_s=240, measure=partial(_generation, model="smollm2-135m")),
-    "generation-1.5b": GpuPiece(timeout_s=240, measure=partial(_generation, model="qwen2.5-1.5b")),
-    "generation-7b": GpuPiece(timeout_s=300, measure=partial(_generation, model="qwen2.5-7b")),
+    "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
+    "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
+    "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
 }

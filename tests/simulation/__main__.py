@@ -40,6 +40,7 @@ def main() -> int:
         holds, text = show(names[0], options.seed, shrinks=options.shrink)
         sys.stdout.write(f"{text}\n")
         return not holds
+    signal.signal(signal.SIGTERM, _stop)
     with ExitStack() as stack:
         files = [sys.stdout] + ([stack.enter_context(options.out.open("w"))] if options.out else [])
         campaign = Campaign(first=options.first, files=files)
@@ -58,7 +59,6 @@ class Campaign:
     began: float = field(default_factory=time.monotonic)
 
     def run(self, names: Sequence[str], *, seconds: float, num_jobs: int) -> None:
-        signal.signal(signal.SIGTERM, _stop)
         context = multiprocessing.get_context("fork")
         reports: Queue[_Report] = context.Queue()
         jobs = [

@@ -55,7 +55,7 @@ def _judges(seed: int) -> tuple[tuple[str, ...], str]:
     return tuple(run_judge(seed).broken), f"judge {seed}"
 
 
-WORLDS: Mapping[str, Callable[[int], tuple[tuple[str, ...], str]]] = {
+WORLDS: dict[str, Callable[[int], tuple[tuple[str, ...], str]]] = {
     "drivers": _drivers,
     "talks": _talks,
     "fleets": _fleets,

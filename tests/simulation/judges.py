@@ -19,8 +19,9 @@ import aiohttp
 
 from megarl.config.reward import EngineJudgeRewardConfig, RewardModelRewardConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, HttpReply
+from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Fleet
+from megarl.engine.http import HttpReply
 from megarl.errors import MegarlError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.judge import EngineJudgeBackend, RewardModelBackend
@@ -28,6 +29,7 @@ from megarl.reward.pool import MachineFaultError
 from megarl.reward.protocol import Request
 from megarl.rollout.frozen import FrozenEngines
 from megarl.types import PolicyVersion
+from tests.engine.engines import one_by_one
 from tests.episodes.templates import family_tokenizer
 from tests.simulation import hostile
 from tests.simulation.sample_run import sample_shape
@@ -151,7 +153,7 @@ class Bench:
     def _client(self, index: int) -> EngineClient:
         keys = EngineKeys(api="api-key", admin="admin-key")
         endpoint = EngineEndpoint(index=index, host="sim", port=30000 + index, tensor=1, device="cpu", keys=keys)
-        return EngineClient(endpoint, request_timeout_s=20.0, send=self.send)
+        return EngineClient(endpoint, request_timeout_s=20.0, send=one_by_one(self.send))
 
 
 def run_judge(seed: int) -> Bench:

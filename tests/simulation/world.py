@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -144,6 +145,8 @@ class _Worker:
 
 
 _idle: list[_Worker] = []
+# A forked process has none of the threads.
+os.register_at_fork(after_in_child=_idle.clear)
 _current = threading.local()
 
 

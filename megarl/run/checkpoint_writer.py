@@ -1,4 +1,4 @@
-"""The driver's half of a checkpoint: every file but the tensors, which the ranks write; and which old ones are removed.
+"""The driver's half of a checkpoint: every file but the tensors, which the ranks write.
 
 Training waits while the ranks copy their part to host memory; files are written beside the next steps.
 """

@@ -1,4 +1,4 @@
-"""Builds the chunks of a model from a Hugging Face shape, for Llama, Qwen2, Qwen3 and its mixtures of experts.
+"""Builds the chunks of a model from its shape, with the layers that its family describes.
 
 Linear layers are Megatron's or Transformer Engine's, by `config.kernels`; the others those of `attention` and `layers`.
 Transformer Engine's layers compute in FP8, run the experts of a rank as one grouped product, and add the gradients of

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: names, links to the latest and the best, how one is made and found, which are removed.
+"""The checkpoints of a run on disk: names, links to the latest and the best, how one is made and found, which go.
 
 A checkpoint is written as `step_N.T.tmp` and renamed after every byte of it is on disk. T is the token of the driver
 that writes it (`system.run_lock`): one that another driver has followed neither removes nor renames the other's files.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.engine.http import MAX_REPLY_BYTES, EngineHttp, HttpError, HttpReply
@@ -37,6 +37,7 @@ class Generated:
 class _Asked:
     rid: str
     fields: Mapping[str, JsonValue]
+    prompt: Hashable
     answer: asyncio.Future[Generated]
     batch: _Batch | None = None
 
@@ -82,10 +83,13 @@ class RequestBatches:
         for task in self._tasks:
             task.cancel()
 
-    async def ask(self, rid: str, fields: Mapping[str, JsonValue]) -> Generated:
-        """Return the reply, or the tokens so far when it is late. Cancelling this ends the request in the engine."""
+    async def ask(self, rid: str, fields: Mapping[str, JsonValue], *, prompt: Hashable) -> Generated:
+        """Return the reply, or the tokens so far when it is late. Cancelling this ends the request in the engine.
+
+        Requests with the same `prompt` have their tokens in common.
+        """
         loop = asyncio.get_running_loop()
-        asked = _Asked(rid, fields, loop.create_future())
+        asked = _Asked(rid, fields, prompt, loop.create_future())
         if not self._unsent:
             loop.call_soon(self._send_unsent)
         self._unsent.append(asked)
@@ -97,7 +101,7 @@ class RequestBatches:
             raise
 
     def _send_unsent(self) -> None:
-        asked = [each for each in self._unsent if not each.answer.done()]
+        asked = _one_of_each_first([each for each in self._unsent if not each.answer.done()])
         self._unsent.clear()
         for start in range(0, len(asked), _MAX_TOGETHER):
             batch = _Batch(asked=asked[start : start + _MAX_TOGETHER])
@@ -173,3 +177,18 @@ class RequestBatches:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _one_of_each_first(asked: Sequence[_Asked]) -> list[_Asked]:
+    """Return the first request of each prompt, then all others.
+
+    An engine computes requests in the order they came, many at once. One that is computed beside another of its prompt
+    computes the prompt again; one that is computed later finds it in the cache.
+    """
+    prompts: set[Hashable] = set()
+    first: list[_Asked] = []
+    others: list[_Asked] = []
+    for each in asked:
+        (others if each.prompt in prompts else first).append(each)
+        prompts.add(each.prompt)
+    return [*first, *others]

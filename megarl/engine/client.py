@@ -24,6 +24,7 @@ from megarl.types import JsonValue, PolicyVersion
 
 CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
+_TOLD_APART = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,9 @@ class EngineClient:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
-        return await self._requests.ask(request.rid, request.to_json())
+        # The end of a prompt tells it from others as well as all of it, in less time.
+        prompt = len(request.input_ids), request.input_ids[-_TOLD_APART:]
+        return await self._requests.ask(request.rid, request.to_json(), prompt=prompt)
 
     async def post(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
         """Return the reply to a request that is answered at once, without tokens that could be cut."""

@@ -76,6 +76,18 @@ async def test_requests_of_one_moment_travel_together_and_are_answered_one_by_on
         task.cancel()
 
 
+async def test_one_request_of_each_prompt_is_sent_before_its_siblings() -> None:
+    """They find the prompt in the cache then."""
+    wire = Wire()
+    client = wire.client()
+    asked = [replace(each, input_ids=(5, place // 3)) for place, each in enumerate(requests(9))]
+    tasks = [asyncio.create_task(client.generate(each)) for each in asked]
+    await asyncio.sleep(0.02)
+    assert wire.sent == [["r0", "r3", "r6", "r1", "r2", "r4", "r5", "r7", "r8"]]
+    for task in tasks:
+        task.cancel()
+
+
 async def test_one_cancelled_request_is_aborted_alone_and_the_last_ones_close_the_connection() -> None:
     wire = Wire()
     tasks = await begun(wire.client(), 4)

@@ -18,7 +18,7 @@ _FILES: dict[RepoKind, tuple[str, ...]] = {
     "model": ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"),
     "dataset": ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.arrow"),
 }
-_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf|-v0\.1)+$")
+_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-it|-hf|-bf16|-0324|-0528|-v0\.[13])+$")
 
 
 class HubError(Exception):

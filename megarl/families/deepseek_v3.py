@@ -132,6 +132,7 @@ class DeepseekV3(Family):
         moonlight = replace(moonlight, max_context_tokens=8192, norm_eps=1e-5, rope_scaling=None)
         return {
             "deepseek-v3": _with_latent(v3, widths, dense=18432),
+            "deepseek-r1": _with_latent(v3, widths, dense=18432),
             "kimi-k2": _with_latent(kimi, widths, dense=18432),
             "moonlight-16b-a3b": _with_latent(moonlight, replace(widths, query_rank=None), dense=11264),
         }

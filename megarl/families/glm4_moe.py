@@ -84,7 +84,8 @@ class Glm4Moe(Family):
     def models(self) -> Mapping[str, ModelShape]:
         air = self._public(46, 4096, 1408, num_experts=128, num_dense=1, dense=10944, scale=1.0)
         large = self._public(92, 5120, 1536, num_experts=160, num_dense=3, dense=12288, scale=2.5)
-        return {"glm-4.5-air": air, "glm-4.5": replace(large, has_qk_norm=True)}
+        large = replace(large, has_qk_norm=True)
+        return {"glm-4.5-air": air, "glm-4.5": large, "glm-4.6": replace(large, max_context_tokens=202752)}
 
     def _public(
         self, layers: int, hidden: int, ffn: int, *, num_experts: int, num_dense: int, dense: int, scale: float

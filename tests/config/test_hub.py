@@ -225,10 +225,12 @@ PARAMETERS = {
     # Without the layer that predicts a second token.
     "glm-4.5-air": 106_852_251_264,
     "glm-4.5": 352_797_829_024,
+    "glm-4.6": 352_797_829_024,
     "mistral-7b": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
     "phi-4": 14_659_507_200,
     "deepseek-v3": 671_026_419_200,
+    "deepseek-r1": 671_026_419_200,
     "kimi-k2": 1_026_408_232_448,
     "moonlight-16b-a3b": 15_960_110_208,
     "gemma-3-1b": 999_885_952,
@@ -271,6 +273,10 @@ def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: in
         ("meta-llama/Llama-3.1-405B", "llama-3.1-405b"),
         ("Qwen/Qwen2.5-Math-7B", None),
         ("models/mine", None),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
     ],
 )
 def test_folders_and_hub_names_are_recognised(path: str, name: str | None) -> None:

@@ -44,7 +44,7 @@ _FUSED_MODULES = {
 
 _ATTENTION = tuple(module for name in ("linear_qkv", "linear_proj") for module in _FUSED_MODULES[name])
 _OF_EXPERTS = re.compile(r"-A\d+(\.\d+)?B\b|MoE", re.IGNORECASE)
-"""Names of mixtures: Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B."""
+"""Names of mixtures that are not among the public models: Qwen3-30B-A3B-Thinking-2507."""
 
 
 def put_pools(keys: Translation) -> None:
@@ -214,7 +214,7 @@ def _put_modules(keys: Translation, key: str) -> None:
     """Translate the names of Megatron and of Hugging Face; all linear layers are the recipe's default."""
     chosen = keys.take(key, "model.lora.modules")
     if chosen is None or chosen in ("all-linear", ["all-linear"]):
-        if _OF_EXPERTS.search(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))):
+        if _has_experts(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))):
             keys.put("model.lora.modules", [name for name in ALL_MODULES if name in _ATTENTION])
             keys.notes.append("model.lora.modules: those of the attention; experts have no adapters")
         return
@@ -226,3 +226,8 @@ def _put_modules(keys: Translation, key: str) -> None:
         keys.report(key, KeyVerdict.NOT_SUPPORTED, f"{unknown[0]} has no adapter; supported are {known}")
     else:
         keys.put("model.lora.modules", [module for module in ALL_MODULES if module in modules])
+
+
+def _has_experts(path: str) -> bool:
+    model = public_model_name(Path(path))
+    return bool(_OF_EXPERTS.search(path)) if model is None else PUBLIC_MODELS[model].experts is not None

@@ -61,6 +61,8 @@ _MODELS = {
 }
 
 FAMILIES = tuple(_MODELS)
+VARIANTS = {"moonlight": "deepseek_v3"}
+"""Models of a family that have other tensors, by name: Moonlight's queries come from the hidden state."""
 QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
 _LATENT_ROPE = {
@@ -104,7 +106,7 @@ def write_tiny_model(
     max_shard_size: str = "1GB",
 ) -> ModelShape:
     """Write a model whose every tensor is random, in fp32. The vocabulary is odd, so that padding shows."""
-    config_class, model_class = _MODELS[family]
+    config_class, model_class = _MODELS[VARIANTS.get(family, family)]
     sizes: dict[str, object] = {
         "vocab_size": vocab,
         "hidden_size": 64,
@@ -147,9 +149,9 @@ def write_tiny_model(
             if name.endswith("sinks"):
                 parameter.copy_(parameter.bfloat16())  # as engines have them, whatever their dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if family in _UNWRITTEN:
+    if unwritten := _UNWRITTEN.get(VARIANTS.get(family, family)):
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | _UNWRITTEN[family]))
+        path.write_text(json.dumps(json.loads(path.read_text()) | unwritten))
     return read_model_shape(folder)
 
 
@@ -164,6 +166,9 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
             groups = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "moe_intermediate_size": ffn // 2}
             heads_too = {"v_head_dim": 16, "num_key_value_heads": heads, "rope_parameters": _LATENT_ROPE}
             return {**latent, **experts, **groups, **heads_too}
+        case "moonlight":
+            unlike = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+            return _own_sizes("deepseek_v3", layers=layers, heads=heads, ffn=ffn) | unlike
         case "glm4_moe":
             experts = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2}
             layers_too = {"first_k_dense_replace": 1, "moe_intermediate_size": ffn // 2, "routed_scaling_factor": 2.5}

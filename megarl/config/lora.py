@@ -201,18 +201,10 @@ def block_of(module: LoraModule, shape: ModelShape) -> str:
 
 def _matrix_shape(module: LoraModule, shape: ModelShape) -> tuple[int, int]:
     """Return rows and columns of the matrix that a module multiplies with."""
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    width = shape.ffn_hidden if shape.experts is None else shape.experts.shared
-    table: Mapping[LoraModule, tuple[int, int]] = {
-        "q_proj": (queries, shape.hidden),
-        "k_proj": (keys, shape.hidden),
-        "v_proj": (keys, shape.hidden),
-        "o_proj": (shape.hidden, queries),
-        "gate_proj": (width, shape.hidden),
-        "up_proj": (width, shape.hidden),
-        "down_proj": (shape.hidden, width),
-    }
-    return table[module]
+    name = f"{block_of(module, shape)}.{module}.weight"
+    blocks = family_of(shape).blocks(shape).values()
+    ((rows, columns),) = {weight.shape for block in blocks for weight in block.weights if weight.name == name}
+    return rows, columns
 
 
 def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -45,6 +45,7 @@ def install() -> None:
     _divide_experts()
     _gate_shared_experts()
     _absorb_latent_keys()
+    _turn_latent_keys()
     _add_sinks()
     _unpin_memory()
     _fork_workers()
@@ -116,6 +117,20 @@ def _absorb_latent_keys() -> None:
 
     method = handlers.AttnForwardMethod.MLA
     handlers.AttentionBackendRegistry.register("torch_native", lambda *_: method)
+
+
+def _turn_latent_keys() -> None:
+    """Let latent attention have rotary frequencies that nothing scales, as Moonlight: on a CPU SGLang refuses them."""
+    from sglang.srt.layers.rotary_embedding import factory  # noqa: PLC0415 - needs the stand-ins
+
+    scaled = factory.get_rope_cpu
+
+    def turn(*arguments: object) -> object:
+        if arguments[5] is not None:
+            return scaled(*arguments)
+        return factory.get_rope(*arguments[:-1])  # without the device
+
+    factory.get_rope_cpu = turn
 
 
 def _add_sinks() -> None:

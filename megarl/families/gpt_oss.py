@@ -1,5 +1,5 @@
 """gpt-oss: a mixture in every layer, windows in every other, sinks, a bias in every linear layer. Files in MXFP4 are
-read. Refused: `expert_tensor` and engines with `expert` above 1, critics, `context_exchange` other than `gather`.
+read. Refused: `expert_tensor` above 1, critics, `context_exchange` other than `gather`.
 
 Rows of gate and up alternate in the files, in SGLang and in the trainer, whose activation reads them so: a cut is the
 same rows everywhere.

@@ -83,8 +83,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "no_qkv_bias", **shared, shared_expert_intermediate_size=96, qkv_bias=False)
     write_model(folder / "partly_dense", **{**MIXTURE, "mlp_only_layers": [0]})
     write_model(folder / "one_expert_each", **{**MIXTURE, "num_experts_per_tok": 1})
-    biased = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "sliding_window": 8}
-    write_model(folder / "experts_with_biases", **{**MIXTURE, **biased})
     latent = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"}
     write_model(folder / "softmax_router", **{**MIXTURE, **latent})
     write_model(folder / "no_experts", **{**MIXTURE, "num_experts": None})

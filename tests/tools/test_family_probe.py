@@ -14,8 +14,11 @@ from megarl.tools.family_probe import ProbeFinding, probe
 from megarl.tools.small_recipe import tiny_shape
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout
-from tests.tiny_models import FAMILIES, write_tiny_model
+from tests.tiny_models import FAMILIES, VARIANTS, write_tiny_model
 from tests.weights.reference import make_shape
+
+LIGHT = ("moonlight",)
+"""A mixture with dense layers; `test_family_draft.py` probes a dense model."""
 
 Ranks = list[dict[str, torch.Tensor]]
 
@@ -62,8 +65,9 @@ def test_files_without_a_described_tensor_differ_from_the_description(
     assert capsys.readouterr().out.startswith("files              DIFFERS: model.layers.2.input")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in LIGHT else pytest.mark.slow) for name in (*FAMILIES, *VARIANTS)]
+)
 @pytest.mark.usefixtures("real_engines")
 def test_the_description_of_every_family_is_that_of_its_files_of_transformers_and_of_sglang(
     family: str, tmp_path: Path

@@ -29,7 +29,13 @@ LATENT = ["TP1", "TP2-EP2", "EP2-PP2", "CP2-TP2-EP4-ETP1"]
 BIASED = ["TP1", "TP2-EP2-ETP1", "CP2-EP2", "EP2-PP2"]
 SANDWICH = ["TP1", "TP2-SP", "PP2-VPP2", "CP2"]
 HALF_TURNED = ["TP1", "TP2-EP2", "PP2-VPP2", "CP2-EP2"]
-CASES = {"deepseek_v3": LATENT, "glm4_moe": HALF_TURNED, "gpt_oss": BIASED, "gemma3_text": SANDWICH}
+CASES = {
+    "deepseek_v3": LATENT,
+    "moonlight": ["TP2-EP2"],
+    "glm4_moe": HALF_TURNED,
+    "gpt_oss": BIASED,
+    "gemma3_text": SANDWICH,
+}
 
 
 @pytest.mark.parametrize(("family", "split"), [(name, each) for name, splits in CASES.items() for each in splits])

@@ -5,6 +5,7 @@ A new family is tested by being in `families.FAMILIES` and in `tests/tiny_models
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl import families
+from megarl.families import BY_NAME
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Holding, Layout
@@ -23,6 +25,7 @@ from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
+from tests.repository import ROOT
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -32,6 +35,22 @@ SPLITS = [
     MegatronParallel(tensor=4, data=2, expert=4, expert_tensor=1),
     MegatronParallel(pipeline=2, data=2, expert=2, first_stage_layers=1),
 ]
+
+
+NAMED = {"megarl/cli/prepare.py", "megarl/tools/quickstart/tiny_model.py"}
+"""Modules that make a Qwen2 model, which the quickstart trains."""
+
+
+def test_no_module_outside_of_the_families_goes_by_the_name_of_one() -> None:
+    names = {name for family in BY_NAME.values() for name in (family.name, family.architecture)}
+    named = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "megarl").rglob("*.py")
+        if "families" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names - {"llama"}  # also a way to write calls of tools
+    }
+    assert named == NAMED
 
 
 def test_every_family_has_a_tiny_model() -> None:

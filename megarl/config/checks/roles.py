@@ -11,7 +11,6 @@ from megarl.config.checks.splits import (
     check_expert_ranks,
     check_megatron_split,
     check_stages,
-    divides_expert_sets,
 )
 from megarl.config.kernels import check_blocks, check_widths
 from megarl.config.lora import LoraConfig, check_lora
@@ -347,9 +346,6 @@ def _rollout_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: Dev
     )
     if shape.experts is None:
         yield from _no_experts(prefix, expert=rollout.expert > 1)
-    elif rollout.expert > 1 and not divides_expert_sets(shape):
-        message = f"SGLang does not divide experts with biases into {rollout.expert} sets; set it to 1"
-        yield Problem(key=f"{prefix}expert", message=message)
 
 
 def _routes(rollout: RolloutRoleConfig) -> Iterator[Problem]:

@@ -95,11 +95,6 @@ def check_engine_split(
         yield Problem(key=key, message=message)
 
 
-def divides_expert_sets(shape: ModelShape) -> bool:
-    """Whether engines can have a part of the experts each."""
-    return shape.experts is not None and not shape.has_biases
-
-
 def check_experts(shape: ModelShape, expert: int, *, prefix: str = "") -> Iterator[Problem]:
     if shape.experts is not None and shape.experts.num % expert:
         yield _indivisible(f"{prefix}expert", expert, "experts", shape.experts.num)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from megarl.config.lora import LoraConfig, served_name
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
@@ -27,8 +28,6 @@ _EXPERTS = ".experts."
 _PREFIX = "base_model.model."
 ADAPTED_HEAD = _PREFIX + VALUE_HEAD
 """The value head of a critic, which is trained as a whole, in the file of its adapter."""
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Matrices that trainers and engines stack in one parameter, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +44,6 @@ class LoraShape:
         """Whether a canonical tensor is a matrix with an adapter; of experts only a shared one has them."""
         is_matrix = name.startswith(_LAYERS) and name.endswith(_WEIGHT) and _EXPERTS not in name
         return is_matrix and _module(name) in self.modules
-
-    def siblings(self, name: str) -> tuple[str, ...]:
-        """Return the adapted matrices of the parameter that the matrix `name` is a part of, in their order."""
-        module = _module(name)
-        fused = next((names for names in _FUSED if module in names), (module,))
-        block = name.removesuffix(f"{module}{_WEIGHT}")
-        return tuple(f"{block}{each}{_WEIGHT}" for each in fused if each in self.modules)
 
 
 def _module(name: str) -> str:
@@ -91,7 +83,8 @@ def served_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape, *, dtyp
 def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None) -> Layout:
     """Return what the same holders hold of the adapters. Replicas stay replicas."""
     canonical = adapter_tensors(layout.canonical, lora, dtype=dtype)
-    return layout.derive(canonical, lambda holding: _adapters(holding, lora))
+    siblings = _siblings(layout, lora)
+    return layout.derive(canonical, lambda holding: _adapters(holding, lora, siblings))
 
 
 def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int, range]]]:
@@ -109,7 +102,27 @@ def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int,
     return dict(rows)
 
 
-def _adapters(holding: Holding, lora: LoraShape) -> Holding:
+_Siblings: TypeAlias = Mapping[str, tuple[str, ...]]
+"""For each adapted matrix those that are in one parameter with it, itself included, in their order."""
+
+
+def _siblings(layout: Layout, lora: LoraShape) -> _Siblings:
+    """Return the matrices that holders stack, as their family says; a rank may have rows of some of them only."""
+    stacks: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    seen: set[int] = set()
+    for holding in layout.holdings:
+        if id(holding.pieces) in seen:
+            continue
+        seen.add(id(holding.pieces))
+        for piece in holding.pieces:
+            if lora.adapts(name := piece.slice.name):
+                # Stages give their layers the same names.
+                layer = name.removeprefix(_LAYERS).partition(".")[0]
+                stacks[layer, piece.local_name][name] = None
+    return {name: tuple(names) for names in stacks.values() for name in names}
+
+
+def _adapters(holding: Holding, lora: LoraShape, siblings: _Siblings) -> Holding:
     by_tensor: defaultdict[str, list[Piece]] = defaultdict(list)
     tensors: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
@@ -122,31 +135,31 @@ def _adapters(holding: Holding, lora: LoraShape) -> Holding:
     for name, parts in by_tensor.items():
         spec = holding.tensors[name]
         rows, columns = spec.shape
-        height = lora.rank * len(lora.siblings(parts[0].slice.name))
+        height = lora.rank * len(siblings[parts[0].slice.name])
         local_a, local_b = (f"{name.removesuffix(_WEIGHT)}{which}" for which in (LOCAL_A, LOCAL_B))
         tensors[local_a] = TensorSpec(shape=(height, columns), dtype=spec.dtype)
         tensors[local_b] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
-        pieces += _pieces(parts, lora, local_a, local_b)
+        pieces += _pieces(parts, lora.rank, siblings, local_a, local_b)
     return Holding(rank=holding.rank, tensors=tensors, pieces=tuple(pieces))
 
 
-def _pieces(parts: Sequence[Piece], lora: LoraShape, local_a: str, local_b: str) -> Iterator[Piece]:
+def _pieces(parts: Sequence[Piece], rank: int, siblings: _Siblings, local_a: str, local_b: str) -> Iterator[Piece]:
     has_a: set[str] = set()
     for piece in parts:
         box = piece.slice
         (row, column), (rows, columns) = box.offsets, box.shape
         local_row, local_column = piece.local_offsets
         yield Piece(
-            slice=Slice(name=canonical_b(box.name), offsets=(row, 0), shape=(rows, lora.rank)),
+            slice=Slice(name=canonical_b(box.name), offsets=(row, 0), shape=(rows, rank)),
             local_name=local_b,
             local_offsets=(local_row, 0),
         )
         # The rows of one matrix may come in several pieces, all with the same columns.
-        for place, name in enumerate(lora.siblings(box.name)):
+        for place, name in enumerate(siblings[box.name]):
             if name not in has_a:
                 has_a.add(name)
                 yield Piece(
-                    slice=Slice(name=canonical_a(name), offsets=(0, column), shape=(lora.rank, columns)),
+                    slice=Slice(name=canonical_a(name), offsets=(0, column), shape=(rank, columns)),
                     local_name=local_a,
-                    local_offsets=(place * lora.rank, local_column),
+                    local_offsets=(place * rank, local_column),
                 )

@@ -46,7 +46,7 @@ def probe(
 
     Exits with 0 where all are equal or a description was written, with 76 where one is not equal.
     """
-    from megarl.tools.family_probe import probe as probe_family
+    from megarl.tools.family_probe.probe import probe as probe_family
 
     with tempfile.TemporaryDirectory(prefix="megarl-probe-") as work:
         if draft is not None or not is_known(folder):
@@ -61,7 +61,7 @@ def probe(
 
 
 def _write_draft(folder: Path, file: Path | None, work: Path) -> None:
-    from megarl.tools.family_evidence import draft_family
+    from megarl.tools.family_probe.evidence import draft_family
 
     path = Path(f"{json.loads((folder / 'config.json').read_text())['model_type']}.py") if file is None else file
     if path.exists():

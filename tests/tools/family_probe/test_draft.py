@@ -11,9 +11,9 @@ from megarl.cli.main import run
 from megarl.config.roles import ActorConfig
 from megarl.families import BY_NAME
 from megarl.families.fields import Fields
-from megarl.tools.family_draft import Draft, Evidence, LoadedEngine, draft, load_draft
-from megarl.tools.family_evidence import draft_family, tiny_config
-from megarl.tools.family_probe import _described, numbered
+from megarl.tools.family_probe.draft import Draft, Evidence, LoadedEngine, draft, load_draft
+from megarl.tools.family_probe.evidence import draft_family, tiny_config
+from megarl.tools.family_probe.probe import _described, numbered
 from megarl.tools.small_recipe import tiny_shape
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout

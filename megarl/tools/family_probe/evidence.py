@@ -15,8 +15,8 @@ from megarl.errors import ConfigError, MegarlError, first_few, first_line
 from megarl.families import BY_NAME, FAMILIES
 from megarl.families.fields import Fields, refused
 from megarl.families.shape import ModelShape
-from megarl.tools.family_draft import Draft, Evidence, LoadedEngine, draft, read_draft
-from megarl.tools.family_probe import file_shapes, loaded_parameters, numbered
+from megarl.tools.family_probe.draft import Draft, Evidence, LoadedEngine, draft, read_draft
+from megarl.tools.family_probe.probe import file_shapes, loaded_parameters, numbered
 from megarl.weights.layouts.canonical import canonical_tensors
 
 _LAYERS = 4

@@ -9,8 +9,8 @@ import torch
 from megarl.cli.main import run
 from megarl.config.roles import ActorConfig
 from megarl.families.shape import ModelShape
-from megarl.tools import family_probe
-from megarl.tools.family_probe import ProbeFinding, probe
+from megarl.tools.family_probe import probe as family_probe
+from megarl.tools.family_probe.probe import ProbeFinding, probe
 from megarl.tools.small_recipe import tiny_shape
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout
@@ -18,7 +18,7 @@ from tests.tiny_models import FAMILIES, VARIANTS, write_tiny_model
 from tests.weights.reference import make_shape
 
 LIGHT = ("moonlight",)
-"""A mixture with dense layers; `test_family_draft.py` probes a dense model."""
+"""A mixture with dense layers; `test_draft.py` probes a dense model."""
 
 Ranks = list[dict[str, torch.Tensor]]
 

@@ -68,17 +68,18 @@ class Driver:
     """The step that it must begin from, or after."""
 
     def run(self) -> None:
-        driver = launch._Driver(
-            recipe=self.recipe,
-            inputs=sample_inputs(),
-            program="program",
-            display=cast("Any", Sink(self.process.name)),
-            address="ray:6379",
-            allows_data_change=False,
-            asks_ray_for_gpu=False,
-            tasks_file=None,
-        )
         try:
+            driver = launch._Driver(
+                recipe=self.recipe,
+                inputs=sample_inputs(),
+                program="program",
+                display=cast("Any", Sink(self.process.name)),
+                address="ray:6379",
+                allows_data_change=False,
+                asks_ray_for_gpu=False,
+                tasks_file=None,
+                check_seconds=0.0,
+            )
             driver.drive("auto")
             self.outcome = "finished"
         except FinishedError:

@@ -278,7 +278,11 @@ def replacements() -> list[_Replacement]:
     names += [(rank_starts, "_build_actor", _build_rank), (rank_hosts, "_log_to", _ignore)]
     names += [(rank_hosts, "end", _end), (rank_hosts, "this_process", _this_process)]
     names += [(rank_hosts, "own_address", lambda _: "ray"), (rank_hosts, "interface_of", lambda _: None)]
-    names += [(rank_hosts, "NCCL_VARIABLES", ()), (rank_hosts, "FLIGHT_RECORDER", silent)]
+    names += [
+        (rank_hosts, "process_began", lambda: 0.0),
+        (rank_hosts, "NCCL_VARIABLES", ()),
+        (rank_hosts, "FLIGHT_RECORDER", silent),
+    ]
     names += [(rank_hosts.RankHost, "find_address", lambda _self: ("ray", 1))]
     names += [(rank_hosts.RankGroup, "_explain", worker_group.WorkerGroup._explain)]
     # Waits that are polled are polled less often, and nobody reads the summary of a step.

@@ -121,6 +121,13 @@ def test_a_json_block_is_json(page: str, text: str) -> None:
     assert json.loads(text)
 
 
+@pytest.fixture(autouse=True)
+def _own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the width that help is made for from the tests that follow in the same process."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        monkeypatch.setenv(name, "100")
+
+
 @cache
 def help_of(names: tuple[str, ...]) -> str | None:
     update_environment({"COLUMNS": "100", "TERMINAL_WIDTH": "100"})

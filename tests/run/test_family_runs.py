@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.cli.main import run as command
-from megarl.observe.events import CheckpointSaved, RunStarted, Warned
+from megarl.observe.events import RunStarted, Warned
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.engine.template import EngineTemplate
 from tests.run.runs import Run, run
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_adapted, write_tiny_model
 
 LAYERS = 3
 STEPS = 3
@@ -54,9 +54,9 @@ def folder(whole_run: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def model_of(family: str, folder: Path) -> Path:
+def model_of(family: str, folder: Path, *, name: str | None = None) -> Path:
     """Write a random model with the tokenizer of the quickstart."""
-    tokenizer, model = folder / "arithmetic" / "model", folder / family
+    tokenizer, model = folder / "arithmetic" / "model", folder / (name or family)
     sizes = json.loads((tokenizer / "config.json").read_text())
     write_tiny_model(model, family, vocab=sizes["vocab_size"], layers=LAYERS, seed=1)
     config = json.loads((model / "config.json").read_text())
@@ -105,9 +105,6 @@ def test_a_family_is_trained_saved_resumed_in_another_layout_and_exported(
     resumed = run(folder, again.name, *settings, f"roles.actor={OTHERS[family]}", engines=engine_template)
     check_agrees(resumed, family)
     assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, RESUMED]
-    assert isinstance(
-        next(event for event in reversed(resumed.events) if isinstance(event, CheckpointSaved)), CheckpointSaved
-    )
     expected, found = tensors_of(done.model), tensors_of(resumed.model)
     assert expected.keys() == found.keys() == tensors_of(model).keys()
     for name, tensor in expected.items():
@@ -126,3 +123,21 @@ def check_exported(done: Run, model: Path, exported: Path) -> None:
     assert still == {name for name in first if name.endswith("e_score_correction_bias")}
     _, loading = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
     assert {kind: names for kind, names in loading.items() if names} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "modules"), [("mistral", "[q_proj, v_proj, up_proj]"), ("glm4_moe", "[q_proj, k_proj, v_proj, o_proj]")]
+)
+def test_a_family_is_trained_by_an_adapter_which_peft_loads(
+    family: str, modules: str, folder: Path, engine_template: EngineTemplate
+) -> None:
+    model = model_of(family, folder, name=f"{family}_base")
+    lora = f"model.lora={{rank: 8, alpha: 16, modules: {modules}}}"
+    name = f"{family}_lora"
+    done = run(folder, name, f"model.path={model}", lora, *COMMON, *ONE_RANK, engines=engine_template)
+    check_agrees(done, family)
+    adapted, ids = load_adapted(model, done.model), torch.arange(1, 20)[None]
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
+        assert (adapted(ids).logits - base).abs().max() > 1e-4

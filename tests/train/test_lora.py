@@ -187,8 +187,11 @@ def test_an_update_leaves_out_the_same_inputs_as_peft_in_every_split(
     check_equals_peft(model, (world, actor), lora, cluster)
 
 
-def test_some_modules_of_a_fused_parameter_are_enough(cluster: Cluster, models: Models, tmp_path: Path) -> None:
-    model = models.get("llama", tied=False)
+@pytest.mark.parametrize("family", ["llama", *slow("mistral")])
+def test_some_modules_of_a_fused_parameter_are_enough(
+    family: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get(family, tied=False)
     lora = random_adapter(tmp_path, model, ["q_proj", "v_proj", "up_proj"])
     check_equals_peft(model, SPLITS["TP2-SP"], lora, cluster)
 
@@ -204,8 +207,11 @@ def test_ranks_that_share_a_key_head_hold_the_whole_of_a(
     check_equals_peft(model, (4, actor), lora, cluster)
 
 
-def test_the_attention_of_a_mixture_can_be_adapted(cluster: Cluster, models: Models, tmp_path: Path) -> None:
-    model = models.get("qwen3_moe", tied=False)
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("glm4_moe")])
+def test_the_attention_of_a_mixture_can_be_adapted(
+    family: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get(family, tied=False)
     check_equals_peft(model, MIXTURE_SPLITS["TP2-EP2"], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
 
 

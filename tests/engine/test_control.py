@@ -13,25 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
-from megarl.engine.process import EngineProcess
 from megarl.errors import WeightSyncError
-from megarl.families import family_of
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.engine.engines import (
-    REQUEST_TIMEOUT_S,
     ServedModel,
     control_of,
-    engine_spec,
     fingerprints_from_disk,
     generator_of,
     prompt_of,
     serve,
 )
 from tests.engine.trainers import SPLIT, FlippingGroup, Trainers, rendezvous_at, transfer_to
-from tests.tiny_models import FAMILIES, greedy_tokens, write_tiny_model
+from tests.tiny_models import FAMILIES
 
 PROMPT = prompt_of(5, 17, 33, 90, 8)
 
@@ -136,40 +131,6 @@ def test_a_mixture_can_be_published_from_every_split_of_its_experts(
             asyncio.run(publish_and_compare(served, parallel))
     finally:
         served.process.stop()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("real_engines")
-def test_experts_with_biases_are_divided_among_ranks_that_loaded_none(tmp_path: Path) -> None:
-    """SGLang 0.5.21 does not load such experts by sets: it copies all of them to each rank, which has room for some."""
-    shape = write_tiny_model(tmp_path / "model", "gpt_oss", layers=2, seed=1)
-    spec = engine_spec(tmp_path / "model", tmp_path / "run", tensor=2, expert=2)
-    options = family_of(shape).engine.cpu_options
-    process = EngineProcess(replace(spec, options=options, loads_weights=False))
-    served = ServedModel(process=process, folder=tmp_path / "model", other_folder=tmp_path / "model", shape=shape)
-
-    async def scenario() -> None:
-        await process.wait_ready()
-        client = EngineClient(process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
-        fleet = Fleet([client], max_outstanding=128, publish_timeout_s=60)
-        try:
-            control = control_of(fleet)
-            for version, parallel in enumerate(MIXTURE_SPLITS.values(), start=1):
-                transfer = transfer_to(served, replace(parallel, expert_tensor=1))
-                trainers = Trainers(transfer, control, served.folder)
-                await trainers.join()
-                await trainers.publish(PolicyVersion(version))
-                tokens, _ = await greedy(fleet)
-                trainers.close()
-                assert tokens == greedy_tokens(served.folder, tuple(PROMPT.token_ids.tolist()), len(tokens))
-        finally:
-            await fleet.close()
-
-    process.start()
-    try:
-        asyncio.run(scenario())
-    finally:
-        process.stop()
 
 
 async def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> None:

@@ -127,7 +127,8 @@ def check_exported(done: Run, model: Path, exported: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "modules"), [("mistral", "[q_proj, v_proj, up_proj]"), ("glm4_moe", "[q_proj, k_proj, v_proj, o_proj]")]
+    ("family", "modules"),
+    [("mistral", "[q_proj, v_proj, gate_proj, up_proj]"), ("glm4_moe", "[q_proj, k_proj, v_proj, o_proj]")],
 )
 def test_a_family_is_trained_by_an_adapter_which_peft_loads(
     family: str, modules: str, folder: Path, engine_template: EngineTemplate

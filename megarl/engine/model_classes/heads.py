@@ -3,7 +3,8 @@
 SGLang's heads of Qwen classifiers have a bias, which no checkpoint fills: every score is off by the number that it is
 initialised with. Its log-probabilities of given tokens are at temperature 1 whatever a request says; a language model
 whose config.json has `logit_scale` multiplies its logits by it, before everything that is computed from them. The
-layers of some families choose experts without saying which layer they are, so that no choice could be recorded.
+layers of some families choose experts without saying which layer they are, so that no choice could be recorded. Where
+Triton decodes, a token with a window sees one token less than in a prompt, and than in transformers.
 
 SGLang takes the names gate_up_proj and down_proj in a mixture as those of all experts: it reserves adapters for each of
 them and computes with them. The layers of the shared expert have other names here (`config.lora.SERVED_AS`), each of
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from sglang.srt.lora.utils import get_default_hidden_dim
+from sglang.srt.runtime_context import attention_backends
 
 from megarl.config.lora import SERVED_AS, SHARED_EXPERT, served_name
 from megarl.families import FAMILIES
@@ -37,6 +39,17 @@ def _scale_logits(model: Any) -> None:
 def _number_layers(model: Any, *, name: str) -> None:
     for index, layer in enumerate(model.model.layers):
         layer.get_submodule(name).layer_id = index
+
+
+def _widen_window(model: Any) -> None:
+    """Let Triton's decoding see the whole window: it counts the token itself among those before it.
+
+    https://github.com/sgl-project/sglang/pull/32087 is not in 0.5.21. The attention of prompts, and other backends,
+    take the window of each layer, which stays.
+    """
+    if hasattr(model, "get_attention_sliding_window_size") and attention_backends()[1] == "triton":
+        size: int = model.get_attention_sliding_window_size()
+        model.get_attention_sliding_window_size = lambda: size + 1
 
 
 def _changed(base: type[torch.nn.Module], *changes: Callable[[Any], None]) -> type[torch.nn.Module]:
@@ -121,7 +134,7 @@ def _classes(family: Family) -> Iterator[type[torch.nn.Module]]:
     engine = family.engine
     if engine.classifier is not None:
         yield _changed(_sglang_class(engine.classifier, family.critic), _drop_bias)
-    changes: list[Callable[[Any], None]] = [_scale_logits]
+    changes: list[Callable[[Any], None]] = [_scale_logits, _widen_window]
     if engine.unnumbered is not None:
         changes.append(partial(_number_layers, name=engine.unnumbered))
     model = _changed(_sglang_class(engine.module, family.architecture), *changes)

@@ -204,6 +204,11 @@ def nccl_interface(interface: str) -> dict[str, str]:
     return {} if NCCL_INTERFACE.is_set else {NCCL_INTERFACE.name: f"={interface}"}
 
 
+def nccl_log(path: Path) -> dict[str, str]:
+    """Return the variables that make NCCL write what it connects, and over which network, to a file."""
+    return {NCCL_DEBUG.name: "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
+
+
 def engine_environment(
     *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
 ) -> dict[str, str]:

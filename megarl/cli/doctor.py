@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -40,6 +42,14 @@ def doctor(
     tries_groups: Annotated[
         bool, typer.Option("--all-reduce", help="Try an all-reduce in every pool here, as is always done on a cluster.")
     ] = False,
+    is_bring_up: Annotated[
+        bool,
+        typer.Option("--cluster", help="Bring a cluster up in stages: GPUs, links, storage, a publish and an update."),
+    ] = False,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With --cluster, only this stage; may be repeated.", show_default=False),
+    ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Find out what is wrong with a machine, a recipe or a run.
@@ -49,12 +59,14 @@ def doctor(
     Exits with 0 where nothing is an error, with 5 where something is.
     """
     recipe_path, run = _sort_out(paths or [])
-    if recipe_path is None and (overrides or ray_address or tries_groups):
-        problem = Problem(key="", message="--set, --ray-address and --all-reduce need a RECIPE")
+    if recipe_path is None and (overrides or ray_address or tries_groups or is_bring_up):
+        problem = Problem(key="", message="--set, --ray-address, --all-reduce and --cluster need a RECIPE")
         raise ConfigError("megarl doctor", (problem,))
     checks: list[Check] = []
+    if recipe_path is not None and is_bring_up:
+        checks = _bring_up(recipe_path, overrides or [], ray_address, stage or [])
     # A question about a run alone may be asked on another machine.
-    if recipe_path is not None or run is None:
+    elif recipe_path is not None or run is None:
         checks = _examine(recipe_path, overrides or [], ray_address, tries_groups=tries_groups)
     diagnosis = None
     if run is not None:
@@ -88,18 +100,76 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
     recipe: Recipe | None = None
     if path is not None:
         recipe = read_recipe(path, overrides).recipe
-        address = address or recipe.run.ray_address or RAY_ADDRESS.read() or None
+        address = _address(recipe, address)
     checks = [*examine_machine(recipe, is_joined=address is not None)]
     if recipe is not None:
         checks += examine_recipe(recipe)
         if address is not None or tries_groups:
-            from megarl.run.launch import ray_environment
-
-            with ray_environment(address, recipe.cluster):
-                from megarl.tools.doctor.cluster import check_cluster
-
-                checks += check_cluster(recipe, address=address)
+            checks += _try_cluster(recipe, address, ("nodes", "all nodes"))
     return checks
+
+
+def _address(recipe: Recipe, given: str | None) -> str | None:
+    return given or recipe.run.ray_address or RAY_ADDRESS.read() or None
+
+
+def _try_cluster(recipe: Recipe, address: str | None, chosen: Sequence[str]) -> list[Check]:
+    from megarl.run.launch import ray_environment
+
+    with ray_environment(address, recipe.cluster):
+        from megarl.tools.doctor.bring_up import bring_up
+
+        return [*bring_up(recipe, address=address, chosen=chosen, say=_say)]
+
+
+def _bring_up(path: Path, overrides: Sequence[str], address: str | None, chosen: Sequence[str]) -> list[Check]:
+    """Run the stages; the last one, which starts a run, only where the others found no error."""
+    from megarl.config.load import read_recipe
+    from megarl.tools.doctor.stages import STAGES, UPDATE
+
+    for name in chosen:
+        if name not in STAGES:
+            raise typer.BadParameter(f"{name}: no such stage; one of {', '.join(STAGES)}", param_hint="--stage")
+    recipe = read_recipe(path, overrides).recipe
+    address = _address(recipe, address)
+    checks: list[Check] = []
+    if not chosen or set(chosen) - {UPDATE}:
+        checks += _try_cluster(recipe, address, chosen)
+    if not chosen or UPDATE in chosen:
+        checks += _first_step(recipe, address, has_errors=any(check.status == "error" for check in checks))
+    return checks
+
+
+def _first_step(recipe: Recipe, address: str | None, *, has_errors: bool) -> list[Check]:
+    from megarl.cli.trials import write_inputs
+    from megarl.planner.deployment import find_shapes
+    from megarl.planner.fit import PlanQuestion, answer_for
+    from megarl.tools.doctor import Check, CheckStatus
+    from megarl.tools.doctor.first_step import FirstStepFiles, first_step_recipe, try_first_step
+    from megarl.weights.executors.random_weights import write_random_folder
+
+    if has_errors:
+        found = "not tried: mend the errors above, or run this stage alone with --stage update"
+        return [Check(area="cluster", name="update", found=found, status=CheckStatus.NOTE)]
+    # Every node reads the files and writes its logs there.
+    folder = recipe.run_folder.absolute() / "doctor" / "update"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = FirstStepFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
+    shape = find_shapes(recipe.model, recipe.roles).policy
+    write_inputs(files.model, files.data, files.reward, kind=recipe.algorithm.kind)
+    write_random_folder(files.model, shape)
+    first = first_step_recipe(recipe, folder, files)
+    planned = None
+    if recipe.run.device == "cuda":
+        reshard = answer_for(recipe, PlanQuestion()).plan.reshard
+        planned = None if reshard is None else reshard.seconds
+    _say("update: a publish and two updates with random weights of the recipe's shape")
+    return [*try_first_step(first, folder, address=address, planned_publish_s=planned, say=_say)]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _findings(diagnosis: RunDiagnosis | None) -> Sequence[Finding]:

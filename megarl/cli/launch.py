@@ -61,6 +61,13 @@ _Container = Annotated[
 _OverridesFit = Annotated[
     bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
 ]
+_Time = Annotated[
+    str | None,
+    typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00. By default from the plan, a day at most."),
+]
+_IsDoctor = Annotated[
+    bool, typer.Option("--doctor", help="Bring the nodes up with `megarl doctor --cluster` instead of training.")
+]
 _SUBMIT_TIMEOUT_S = 60.0
 
 
@@ -74,10 +81,7 @@ def slurm(
     gpu_request: _GpuRequest = None,
     partition: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
     account: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00. By default from the plan, a day at most."),
-    ] = None,
+    time: _Time = None,
     container: _Container = None,
     venv: Annotated[Path | None, typer.Option(metavar="DIR", help="That of this command if not given.")] = None,
     mount: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Mount it too. May be repeated.")] = None,
@@ -85,6 +89,7 @@ def slurm(
     module: _Modules = None,
     prolog: _Prolog = None,
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures of machines.")] = 3,
+    is_doctor: _IsDoctor = False,
     shape: ShapeName = None,
     overrides_fit: _OverridesFit = False,
     out: Annotated[
@@ -102,7 +107,7 @@ def slurm(
         raise ConfigError("megarl launch slurm", (problem,))
     checked, sizes = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
-    from megarl.tools.launch.slurm import SlurmJob, render, time_limit
+    from megarl.tools.launch.slurm import DOCTOR_TIME, SlurmJob, render, time_limit
 
     job = SlurmJob(
         recipe_path=recipe.absolute(),
@@ -114,7 +119,7 @@ def slurm(
         gpu_request=gpu_request,
         partition=partition,
         account=account,
-        time_limit=time or (None if sizes is None else time_limit(sizes)),
+        time_limit=time or (DOCTOR_TIME if is_doctor else None if sizes is None else time_limit(sizes)),
         first_save_s=0.0 if sizes is None or sizes.limits is None else sizes.limits.first_save_s,
         container=container,
         venv=None if venv is None else venv.absolute(),
@@ -123,6 +128,7 @@ def slurm(
         modules=tuple(module or ()),
         prolog=None if prolog is None else prolog.absolute(),
         max_failures=max_failures,
+        is_doctor=is_doctor,
     )
     _deliver(render(job, checked), out, is_submitted=is_submitted)
 

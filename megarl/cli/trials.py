@@ -195,17 +195,23 @@ def _read_with_shape(path: Path, overrides: list[str] | None, shape: str | None)
 def write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, kind: str) -> None:
     """Write prompts, their reward, and a random model of `shape` with the tokenizer of the quickstart."""
     from megarl.tools.check_sync import write_random_model
-    from megarl.tools.quickstart.arithmetic import make_arithmetic
     from megarl.tools.quickstart.tiny_model import TinyShape
+
+    write_inputs(model, data, reward, kind=kind)
+    quickstart = TinyShape()
+    write_random_model(
+        model, replace(shape, vocab=quickstart.vocab, max_context_tokens=quickstart.max_context_tokens), seed=1
+    )
+
+
+def write_inputs(model: Path, data: Path, reward: Path, *, kind: str) -> None:
+    """Write prompts, their reward, and the model of the quickstart, whose tokenizer fits every larger vocabulary."""
+    from megarl.tools.quickstart.arithmetic import make_arithmetic
 
     made = make_arithmetic(data.parent / "arithmetic", num_train=256, num_sft=256, num_eval=16)
     made.model.rename(model)
     {"sft": made.sft, "dpo": made.pairs}.get(kind, made.train).rename(data)
     reward.write_text(_REWARD)
-    quickstart = TinyShape()
-    write_random_model(
-        model, replace(shape, vocab=quickstart.vocab, max_context_tokens=quickstart.max_context_tokens), seed=1
-    )
 
 
 def _print_rehearsal(report: RehearsalReport) -> None:

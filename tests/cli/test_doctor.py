@@ -75,7 +75,7 @@ def test_problems_of_a_recipe_are_rows(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--ray-address", "x:1"], 2, "--set, --ray-address and --all-reduce need a RECIPE"),
+        (["--ray-address", "x:1"], 2, "--set, --ray-address, --all-reduce and --cluster need a RECIPE"),
         (["a.yaml", "b.yaml"], 2, "takes one recipe, not several: a.yaml, b.yaml"),
         (["not_there.yaml"], 2, "not_there.yaml"),
         (["FOLDER"], 3, "no events.jsonl here; name the folder of a run"),

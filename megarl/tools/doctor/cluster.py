@@ -1,17 +1,15 @@
-"""Checks of a Ray cluster: equal versions, readable files and clocks on every node, and an all-reduce in every pool.
+"""The nodes of a Ray cluster: equal versions, readable files and clocks.
 
 Import this module inside `ray_environment`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,22 +17,14 @@ from typing import cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.cluster import Place, open_cluster, own_address
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
-from megarl.env import GLOO_INTERFACE, trainer_environment
-from megarl.errors import MachineError, MegarlError
-from megarl.system.network import interface_of
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.packages import local_versions
 
 _MAX_SKEW_S = 2.0
 _CONNECT_TIMEOUT_S = 10.0
 _NODE_TIMEOUT_S = 60.0
-_REDUCE_TIMEOUT_S = 120.0
-_REDUCED_BYTES = 4 << 20
-_NUM_TRIES = 5
 _FOLDER = "doctor"
 """Inside the folder of the run."""
 
@@ -62,44 +52,26 @@ class NodeAnswer:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupReport:
-    """An all-reduce among the processes of a pool, connected as trainer ranks are."""
-
-    name: str
-    num_ranks: int
-    backend: str
-    bytes_per_second: float
-    """Size of the reduced tensor over the time of the fastest try."""
-    error: str = ""
+def describe(recipe: Recipe) -> Callable[[], NodeReport]:
+    """Return the function that describes a node for this recipe."""
+    return partial(describe_node, _files(recipe.model.path, recipe.roles), recipe.run_folder.absolute())
 
 
-def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
-    """Return the checks of the Ray at `address`, or of one that is started here."""
-    if address is not None and (error := _connect_error(address)):
-        remedy = f"{error}; name the host and port that `ray start --head` printed"
-        yield _error("ray", f"no answer from {address}", remedy)
-        return
-    describe = partial(describe_node, _files(recipe.model.path, recipe.roles), recipe.run_folder.absolute())
-    # A Ray that is started here logs in a folder of its own, not over the log of the run.
+def own_folder(recipe: Recipe, *, starts_ray: bool) -> Recipe:
+    """Return the recipe with a folder of its own: a Ray that is started logs there, not over the log of the run."""
     run = recipe.run.model_copy(update={"folder": recipe.run_folder, "name": _FOLDER})
     recipe = recipe.model_copy(update={"run": run})
-    if address is None:
+    if starts_ray:
         recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with open_cluster(recipe.run, recipe.pools, address=address) as cluster:
-            nodes = [_ask_node(node, describe) for node in ray.nodes() if node["Alive"]]
-            pools = cluster.reserve(recipe.pools)
-            groups = asyncio.run(_try_groups(pools, device=recipe.run.device, bind=recipe.network.bind))
-    except MachineError as failure:
-        yield _error("ray", "unusable", str(failure))
-        return
-    yield from check_nodes(nodes)
-    for group in groups:
-        yield check_group(group)
+    return recipe
 
 
-def _connect_error(address: str) -> str:
+def try_nodes(described: Callable[[], NodeReport]) -> list[NodeAnswer]:
+    """Return the answer of every live node."""
+    return [_ask_node(node, described) for node in ray.nodes() if node["Alive"]]
+
+
+def connect_error(address: str) -> str:
     """Return why a connection fails, else an empty text. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -164,7 +136,11 @@ def _check_files(reports: Mapping[str, NodeReport]) -> Iterator[Check]:
     read_only = [name for name, report in reports.items() if not report.can_write]
     for name, path in missing:
         remedy = "put it on storage that every node has under the same path"
-        yield _error("files", f"{path} cannot be read on {name}", remedy)
+        if all(path in report.missing_files for report in reports.values()):
+            if name == next(iter(reports)):
+                yield _warning("files", f"{path} is on no node", f"a run needs it: {remedy}")
+        else:
+            yield _error("files", f"{path} cannot be read on {name}", remedy)
     for name in read_only:
         remedy = "every rank writes its part of a checkpoint: choose a run.folder that all nodes share"
         yield _error("files", f"the run's folder cannot be written on {name}", remedy)
@@ -184,24 +160,15 @@ def _check_clocks(nodes: Sequence[NodeAnswer]) -> Check:
         return _ok("clocks", f"within {_MAX_SKEW_S:g} s")
     found = f"{worst} is {skews[worst]:.1f} s off"
     remedy = "events of the nodes cannot be put in order: synchronise the clocks (chrony)"
-    return Check.of("cluster", "clocks", found, is_ok=False, remedy=remedy, otherwise=CheckStatus.WARNING)
-
-
-def check_group(group: GroupReport) -> Check:
-    name = f"all-reduce, {group.name}"
-    if group.error:
-        return _error(
-            name,
-            f"{group.num_ranks} ranks over {group.backend} fail",
-            f"{group.error}; open the nodes' ports to each other, or name their network in network.bind "
-            "and its interface in NCCL_SOCKET_IFNAME",
-        )
-    rate = group.bytes_per_second / 1e9
-    return _ok(name, f"{group.num_ranks} ranks over {group.backend}, {rate:.2f} GB/s")
+    return _warning("clocks", found, remedy)
 
 
 def _ok(name: str, found: str) -> Check:
     return Check(area="cluster", name=name, found=found, status=CheckStatus.OK)
+
+
+def _warning(name: str, found: str, remedy: str) -> Check:
+    return Check(area="cluster", name=name, found=found, status=CheckStatus.WARNING, remedy=remedy)
 
 
 def _error(name: str, found: str, remedy: str) -> Check:
@@ -224,75 +191,3 @@ def _ask_node(node: Mapping[str, object], describe: Callable[[], NodeReport]) ->
 
 def _call(describe: Callable[[], NodeReport]) -> NodeReport:
     return describe()
-
-
-async def _try_groups(pools: Mapping[str, Sequence[Place]], *, device: str, bind: str | None) -> list[GroupReport]:
-    """Reduce in every pool, and over all of them where there are several."""
-    groups = dict(pools)
-    if len(pools) > 1:
-        groups["all pools"] = [place for places in pools.values() for place in places]
-    return [await _try_group(name, places, device=device, bind=bind) for name, places in groups.items()]
-
-
-async def _try_group(name: str, places: Sequence[Place], *, device: str, bind: str | None) -> GroupReport:
-    backend = "gloo" if device == "cpu" else "nccl"
-    remote = ray.remote(_Peer)
-    environment = trainer_environment(device)
-    peers: WorkerGroup[_Peer] = WorkerGroup(
-        name,
-        [
-            remote.options(**place.options(environment, gpu_fraction=1.0)).remote(bind, rank, len(places), backend)
-            for rank, place in enumerate(places)
-        ],
-        timeout_s=_REDUCE_TIMEOUT_S,
-    )
-    rate, error = 0.0, ""
-    try:
-        addresses = await peers.call(_Peer.find_address)
-        rate = min(await peers.call(_Peer.reduce, *addresses[0]))
-    except MegarlError as failure:
-        error = str(failure)
-    finally:
-        for peer in peers.workers:
-            ray.kill(peer)
-    return GroupReport(name=name, num_ranks=len(places), backend=backend, bytes_per_second=rate, error=error)
-
-
-class _Peer:
-    """One process of a group, which listens where a trainer rank would."""
-
-    def __init__(self, bind: str | None, rank: int, world: int, backend: str) -> None:
-        self._host = own_address(bind)
-        self._rank, self._world, self._backend = rank, world, backend
-        if (interface := interface_of(self._host)) is not None:
-            GLOO_INTERFACE.set(interface)
-
-    def find_address(self) -> tuple[str, int]:
-        with socket.create_server((self._host, 0)) as listener:
-            port: int = listener.getsockname()[1]
-        return self._host, port
-
-    def reduce(self, host: str, port: int) -> float:
-        """Return bytes per second; fail where the sum is wrong."""
-        import torch  # noqa: PLC0415 - only these processes need it
-        from torch import distributed  # noqa: PLC0415 - only these processes need it
-
-        distributed.init_process_group(
-            self._backend,
-            init_method=f"tcp://{host}:{port}",
-            rank=self._rank,
-            world_size=self._world,
-            timeout=timedelta(seconds=_REDUCE_TIMEOUT_S),
-        )
-        device = "cpu" if self._backend == "gloo" else "cuda"
-        times = []
-        for _ in range(_NUM_TRIES):
-            values = torch.full((_REDUCED_BYTES // 4,), float(self._rank + 1), device=device)
-            began = time.monotonic()
-            distributed.all_reduce(values)
-            lowest, highest = values.min().item(), values.max().item()
-            times.append(time.monotonic() - began)
-            expected = self._world * (self._world + 1) / 2
-            assert lowest == highest == expected, f"rank {self._rank}: {lowest} to {highest}, not the sum {expected}"
-        distributed.destroy_process_group()
-        return _REDUCED_BYTES / min(times)

@@ -21,6 +21,7 @@ from megarl.config.section import GIB, MIB
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError
 from megarl.families.shape import ModelShape
+from megarl.planner.hardware import gpu_named
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
 from megarl.tools.doctor import Check, CheckStatus
@@ -75,6 +76,26 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
     needed = sum(pool.gpus for pool in recipe.pools.values()) if recipe is not None and wants_gpu else 0
     yield from check_gpus(gpus, needed=needed, topology=ask_topology() if gpus else None)
     yield from check_machine()
+
+
+def examine_node(*, needed: int, kind: str | None) -> list[Check]:
+    """Return what a node of a cluster must have: `needed` GPUs of a kind in the planner's table, limits, RDMA."""
+    gpus = find_gpus()
+    checks = [*check_gpus(gpus, needed=needed, topology=ask_topology() if gpus else None)]
+    if gpus and kind is not None:
+        checks.append(check_kind([gpu.name for gpu in gpus], kind))
+    machine = check_shared_memory(shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0)
+    limits = check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    processes = check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    return [*checks, machine, limits, processes, check_ports(), *check_rdma()]
+
+
+def check_kind(names: Sequence[str], kind: str) -> Check:
+    """Compare the driver's names with the kind that all thresholds and the plan are for."""
+    found = sorted({name for name in names if (known := gpu_named(name)) is not None and known.name != kind})
+    remedy = f"the plan is for {kind}: set cluster.gpu to what is there, and plan again"
+    text = ", ".join(found or sorted(set(names)))
+    return Check.of("gpus", "gpu kind", text, is_ok=not found, remedy=remedy)
 
 
 def examine_recipe(recipe: Recipe) -> Iterator[Check]:

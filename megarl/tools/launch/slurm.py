@@ -27,6 +27,8 @@ _SPARE_S = 60
 """Slurm's clock is this coarse."""
 _SHORTEST_S = 3600.0
 _DAY_S = 86400.0
+DOCTOR_TIME = "2:00:00"
+"""Time limit of a job that brings a cluster up: engines of large models start for a quarter of an hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +60,13 @@ class SlurmJob:
     prolog: Path | None = None
     """A file of shell commands that the job sources before it starts anything."""
     max_failures: int = 3
+    is_doctor: bool = False
+    """The job brings the cluster up with `megarl doctor --cluster` instead of training, and is never queued again."""
 
 
 def render(job: SlurmJob, recipe: Recipe) -> str:
     """Return the whole script; raise a ConfigError where the recipe does not fit the job."""
-    lead = lead_s(recipe.checkpoint.time_to_save_s)
+    lead = lead_s(0.0 if job.is_doctor else recipe.checkpoint.time_to_save_s)
     pools = check_pools(recipe.pools, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
     problems = [*pools, *_check_words(job), *_check_time(job, lead)]
     if problems:
@@ -134,7 +138,7 @@ def _check_time(job: SlurmJob, lead: int) -> Iterator[Problem]:
             message=f"{job.time_limit} is too short: {lead} s before its end the job stops training to save "
             f"(checkpoint.grace_s and {_SPARE_S} s for Slurm's clock)",
         )
-    elif seconds < lead + job.first_save_s:
+    elif not job.is_doctor and seconds < lead + job.first_save_s:
         yield Problem(
             key="--time",
             message=f"{job.time_limit} is too short: a start and the first step take about {job.first_save_s:.0f} s by "
@@ -191,11 +195,11 @@ def _options(job: SlurmJob, run: RunConfig, lead: int) -> Iterator[str]:
         if value is not None:
             yield f"--{name}={value}"
     yield f"--signal=B:USR1@{lead}"
-    yield "--requeue"
+    yield "--no-requeue" if job.is_doctor else "--requeue"
 
 
 def _settings(job: SlurmJob, run: RunConfig, mounts: Sequence[Path]) -> Iterator[str]:
-    train_words = [str(job.recipe_path)]
+    train_words = ["doctor", str(job.recipe_path), "--cluster"] if job.is_doctor else ["train", str(job.recipe_path)]
     for assignment in job.overrides:
         train_words += ["--set", assignment]
     resources = json.dumps({CPU_SLOT: job.gpus_per_node})
@@ -211,7 +215,7 @@ def _settings(job: SlurmJob, run: RunConfig, mounts: Sequence[Path]) -> Iterator
     checkpoints = _absolute(job, run.folder) / run.name / CHECKPOINTS_FOLDER
     yield _assign("latest_step_file", str(checkpoints / LATEST_STEP_FILE))
     yield _assign("ready_timeout_s", str(READY_TIMEOUT_S))
-    yield _assign("max_failures", str(job.max_failures))
+    yield _assign("max_failures", str(0 if job.is_doctor else job.max_failures))
     programs = "" if job.container is not None else str((job.venv or Path(sys.prefix)) / "bin")
     yield _assign("programs", programs)
 

@@ -179,7 +179,7 @@ fail_to_start() {
 
 train() {
   # shellcheck disable=SC2016 # expanded on the node
-  on_node "${nodes[0]}" "$logs/train.log" bash -c 'echo $$ >"$0"; exec megarl train "$@"' "$pid_file" "${train_words[@]}" &
+  on_node "${nodes[0]}" "$logs/${train_words[0]}.log" bash -c 'echo $$ >"$0"; exec megarl "$@"' "$pid_file" "${train_words[@]}" &
   train_step=$!
   local code
   while true; do

@@ -21,6 +21,7 @@ from megarl.errors import CheckpointError
 from megarl.weights.algebra.plan import Move, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec
 from megarl.weights.executors.codecs import read_box
+from megarl.weights.executors.random_weights import is_random, random_box
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.stored import StoredTensor, held_in, stored_tensors
 
@@ -118,7 +119,10 @@ class _Folder:
             def take(name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
                 path = self._files[self._file_of[name]]
                 try:
-                    values: torch.Tensor = files(self._file_of[name]).get_slice(name)[ranges]
+                    file = files(self._file_of[name])
+                    if is_random(file.metadata()):
+                        return random_box(name, ranges)
+                    values: torch.Tensor = file.get_slice(name)[ranges]
                 except (SafetensorError, OSError) as error:
                     raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
                 return values

@@ -10,20 +10,13 @@ import pytest
 from megarl.cluster.local_ray import private_ray
 from megarl.config.load import read_recipe
 from megarl.tools.doctor import Check, CheckStatus
-from megarl.tools.doctor.cluster import (
-    GroupReport,
-    NodeAnswer,
-    NodeReport,
-    check_cluster,
-    check_group,
-    check_nodes,
-    describe_node,
-)
+from megarl.tools.doctor.bring_up import bring_up
+from megarl.tools.doctor.cluster import NodeAnswer, NodeReport, check_nodes, describe_node
+from megarl.tools.doctor.stages import STAGES, UPDATE
 from tests.cluster.worker_setup import quick_ray
 
 REPORT = NodeReport(versions={"torch": "2.13.0"}, missing_files=(), can_write=True, clock_s=100.5)
 NODE = NodeAnswer(node="n0 (10.0.0.1)", report=REPORT, asked_at=100.0, answered_at=101.0)
-GROUP = GroupReport(name="train", num_ranks=16, backend="nccl", bytes_per_second=2e11)
 
 RECIPE = """\
 run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
@@ -36,9 +29,8 @@ train: {prompts_per_step: 8}
 """
 
 
-def problems(*nodes: NodeAnswer, groups: tuple[GroupReport, ...] = (GROUP,)) -> list[Check]:
-    checks = [*check_nodes(nodes), *map(check_group, groups)]
-    return [check for check in checks if check.status is not CheckStatus.OK]
+def problems(*nodes: NodeAnswer) -> list[Check]:
+    return [check for check in check_nodes(nodes) if check.status is not CheckStatus.OK]
 
 
 def test_nodes_that_agree_are_fine() -> None:
@@ -60,13 +52,16 @@ def test_what_a_node_has_otherwise_is_said(report: NodeReport, found: str) -> No
     assert check.remedy
 
 
-def test_a_node_that_does_not_answer_and_a_group_that_cannot_reduce_are_errors() -> None:
-    silent = replace(NODE, node="n1", report=None, error="No module named 'megarl'")
-    stuck = replace(GROUP, error="train rank(s) 8: reduce did not finish within 120 s")
-    node, group = problems(NODE, silent, groups=(stuck,))
+def test_a_node_that_does_not_answer_is_an_error() -> None:
+    (node,) = problems(NODE, replace(NODE, node="n1", report=None, error="No module named 'megarl'"))
     assert (node.found, node.status) == ("n1 does not answer", CheckStatus.ERROR)
-    assert (group.found, group.status) == ("16 ranks over nccl fail", CheckStatus.ERROR)
-    assert "rank(s) 8" in group.remedy
+
+
+def test_a_file_that_no_node_has_is_one_warning() -> None:
+    """A cluster is brought up before the model is there."""
+    lacking = replace(NODE, report=replace(REPORT, missing_files=("/m/config.json",)))
+    (check,) = problems(lacking, replace(lacking, node="n1"))
+    assert (check.found, check.status) == ("/m/config.json is on no node", CheckStatus.WARNING)
 
 
 def test_a_node_describes_itself(tmp_path: Path) -> None:
@@ -77,20 +72,28 @@ def test_a_node_describes_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("real_ray")
-def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_nodes(tmp_path: Path) -> None:
+def test_every_stage_of_a_real_cluster_runs_and_says_what_cannot_be_shown(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
+    said: list[str] = []
     with private_ray(), quick_ray():
-        found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
-    assert found["files"].found.startswith(f"{tmp_path}/model/config.json cannot be read on ")
-    assert found["files"].status is CheckStatus.ERROR
-    assert found["all-reduce, shared"].status is CheckStatus.OK, found["all-reduce, shared"].remedy
-    assert found["all-reduce, shared"].found.startswith("2 ranks over gloo, ")
+        checks = [*bring_up(read_recipe(path).recipe, address=None, chosen=(), say=said.append)]
+    found = {check.name: check for check in checks}
+    assert found["files"].found == f"{tmp_path}/model/config.json is on no node"
+    assert [check for check in checks if check.status is CheckStatus.ERROR] == []
+    assert found["memory test"].found == "0.0156 GiB of each kept all bits"
+    assert found["all-reduce, inside a node"].found.startswith("lowest ")
+    assert found["all-reduce, pairs of nodes"].found == "not tried: the pools are on one node"
+    assert found["network of NCCL"].status is CheckStatus.NOTE
+    assert found["file system, read"].status is CheckStatus.OK
+    assert list(tmp_path.glob("runs/sample/doctor/probe_*")) == []
+    begun = [line.partition(":")[0] for line in said[1:]]
+    assert tuple(dict.fromkeys(begun)) == tuple(stage for stage in STAGES if stage != UPDATE)
 
 
 def test_a_cluster_that_cannot_be_joined_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
-    (found,) = check_cluster(read_recipe(path).recipe, address="127.0.0.1:1")
+    (found,) = bring_up(read_recipe(path).recipe, address="127.0.0.1:1", chosen=(), say=lambda _: None)
     assert (found.found, found.status) == ("no answer from 127.0.0.1:1", CheckStatus.ERROR)
     assert found.remedy.startswith("Connection refused; ")

@@ -130,8 +130,20 @@ def test_what_a_value_contains_is_never_run(tmp_path: Path) -> None:
     shown = subprocess.run(
         ["bash", "-c", head + '\nprintf "%s\\n" "${train_words[@]}"'], capture_output=True, text=True, check=True
     )
-    assert shown.stdout == f"{QUICKSTART}\n--set\n{evil}\n"
+    assert shown.stdout == f"train\n{QUICKSTART}\n--set\n{evil}\n"
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_job_that_brings_the_cluster_up_is_not_queued_again() -> None:
+    job = replace(JOB, is_doctor=True, time_limit="0:30:00", first_save_s=7200.0, overrides=("run.steps=3",))
+    script = render(job, recipe(QUICKSTART, "checkpoint.grace_s=3600"))
+    assert "--no-requeue" in options(script)
+    assert "--signal=B:USR1@60" in options(script)
+    head = script.partition("# Everything above")[0]
+    assert "max_failures=0" in head.replace("'", "")
+    words = ["bash", "-c", head + '\necho "${train_words[@]}"']
+    shown = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert shown.stdout == f"doctor {QUICKSTART} --cluster --set run.steps=3\n"
 
 
 def test_a_container_sees_every_folder_of_the_recipe() -> None:

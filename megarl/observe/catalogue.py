@@ -378,6 +378,7 @@ CHECKPOINT_TIME = _gauge(
     "checkpoint", "checkpoint_timestamp_seconds", "Time of the newest complete checkpoint, since the epoch"
 )
 CHECKPOINT_INTERVAL = _gauge("checkpoint", "checkpoint_interval_steps", "Steps between two saves; none if hourly")
+CHECKPOINT_PERIOD = _gauge("checkpoint", "checkpoint_interval_seconds", "Time between two saves; none if by steps")
 CHECKPOINT_FREE = _gauge("checkpoint", "checkpoint_free_bytes", "Free space on the disk of the run folder")
 CHECKPOINT_FAILURES = _counter("checkpoint", "checkpoint_failures", "Saves that failed")
 MIRROR_STEP = _gauge("checkpoint", "mirror_step", "Step of the last checkpoint copied to checkpoint.mirror")

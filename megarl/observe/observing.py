@@ -42,6 +42,7 @@ from megarl.system.process_log import log_format
 LOG_FILE = "megarl.log"
 _RESULT_FOLDERS = ("checkpoints", "rollouts", "evaluations")
 _DRIVER = "driver"
+_HOUR_S = 3600.0
 
 
 @contextmanager
@@ -142,6 +143,8 @@ def set_constants(meter: Meter, recipe: Recipe) -> None:
     meter.set(names.STALENESS_LIMIT, recipe.train.max_staleness)
     if isinstance(recipe.checkpoint.save_every_steps, int):
         meter.set(names.CHECKPOINT_INTERVAL, recipe.checkpoint.save_every_steps)
+    elif recipe.checkpoint.save_every_steps == "hourly":
+        meter.set(names.CHECKPOINT_PERIOD, _HOUR_S)
     folder = recipe.run_folder.absolute()
     meter.watch(names.CHECKPOINT_FREE, lambda: _free_bytes(folder))
     process = psutil.Process()

@@ -268,6 +268,17 @@ ALERTS = (
         summary="run {{ $labels.run }}: {{ $value }} steps since the newest checkpoint, more than two intervals",
     ),
     Alert(
+        name="CheckpointOverdue",
+        severity="page",
+        # A run that saves hourly saves every step if steps are longer.
+        text=(
+            "time() - (megarl_checkpoint_timestamp_seconds or megarl_run_start_timestamp_seconds)"
+            " > 2 * (megarl_checkpoint_interval_seconds + megarl_step_seconds)"
+        ),
+        lasting="5m",
+        summary="run {{ $labels.run }}: no checkpoint for {{ $value | humanizeDuration }}, and one is due every hour",
+    ),
+    Alert(
         name="CheckpointFailed",
         severity="page",
         text="increase(megarl_checkpoint_failures_total[1h]) > 0",

@@ -17,7 +17,7 @@ from pathlib import Path
 from megarl.cluster.local_ray import LocalRay, NodeNetwork, local_ray, private_ray
 from megarl.config.load import read_recipe
 
-BRIDGE = ("link add docker0 type dummy", "address add 172.17.0.1/16 dev docker0", "link set docker0 up")
+BRIDGE = ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0", "link set docker0 up")
 folder = Path(sys.argv[1])
 network = NodeNetwork()
 with private_ray():

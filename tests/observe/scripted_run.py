@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.recipe import CheckpointConfig
+from megarl.observe import catalogue as names
 from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
@@ -44,6 +45,7 @@ class ScriptedRun:
         self.observer = Observer([Metrics(self.meter)], meter=self.meter)
         self._step = 0
         set_constants(self.meter, recipe)
+        self.meter.set(names.CHECKPOINT_PERIOD, 3600.0)  # of a run that saves hourly, not by steps
         observer = self.observer
         on_gpus: dict[str, JsonValue] = {"run": {"device": "cuda"}, "pools": {"all": {"nodes": 1, "gpus_per_node": 8}}}
         observer.emit(replace(run_started(), recipe={**on_gpus, "cluster": {"gpu_hour_price": 2.5}}))

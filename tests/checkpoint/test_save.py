@@ -66,6 +66,29 @@ def test_the_saved_model_loads_with_transformers_byte_for_byte(source: Path, sav
         assert torch.equal(tensor, after[name]), name
 
 
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("phi3", PARALLEL),
+        ("gemma3_text", PARALLEL),
+        ("glm4_moe", MegatronParallel(tensor=2, data=2, expert=2)),
+        ("deepseek_v3", MegatronParallel(pipeline=2, data=2, expert=2)),
+        ("gpt_oss", MegatronParallel(tensor=2, data=2, expert=2, expert_tensor=1)),
+    ],
+)
+def test_ranks_write_the_tensors_that_transformers_wrote(
+    family: str, parallel: MegatronParallel, tmp_path: Path
+) -> None:
+    """Fused matrices, buffers, and experts that are stacked and transposed in the files."""
+    write_tiny_model(tmp_path / "source", family)
+    load_and_save(parallel, tmp_path / "source", tmp_path / "saved")
+    before, after = weights_of(tmp_path / "source"), weights_of(tmp_path / "saved")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name]), name
+
+
 def test_every_rank_writes_a_file_of_its_own_and_the_index_is_right(saved: Path) -> None:
     index = json.loads((saved / "model.safetensors.index.json").read_text())
     files: defaultdict[str, set[str]] = defaultdict(set)

@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from bench.figures import Failure, Figure
 from megarl.env import NCCL_MEMORY, NCCL_SWITCH, update_environment
-from megarl.planner.memory import COMMUNICATOR_BYTES, PUBLISH_COMMUNICATOR_BYTES
+from megarl.planner.memory import COMMUNICATOR_BYTES, NCCL_BYTES, PUBLISH_COMMUNICATOR_BYTES
 from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup
 
 _NUM_CUMEM = 32
@@ -85,10 +85,9 @@ def _measure_group(part: str, members: Sequence[_Process], options: PeersOptions
 
     def held(name: str) -> Figure:
         each = (free - members[0].ask(_Peer.free_bytes)) / num_peers
-        against = f"planned {PUBLISH_COMMUNICATOR_BYTES / _MIB:.0f} MiB"
-        return _figure(
-            f"{part}, {name}", name, each / _MIB, "MiB a peer", against, _ratio(PUBLISH_COMMUNICATOR_BYTES, each)
-        )
+        planned = NCCL_BYTES + PUBLISH_COMMUNICATOR_BYTES
+        against = f"planned with kernels, {planned / _MIB:.0f} MiB"
+        return _figure(f"{part}, {name}", name, each / _MIB, "MiB a peer", against, _ratio(planned, each))
 
     joined = _call(members, _Peer.join, server.address, part, num_peers)
     yield _figure(f"{part}, join", "made in", max(joined), "s", "deadline of a phase", _PHASE_TIMEOUT_S / max(joined))

@@ -23,6 +23,7 @@ from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
     ENGINE_CONTEXT_BYTES,
+    NCCL_BYTES,
     PUBLISH_COMMUNICATOR_BYTES,
     EngineMemory,
     StageMemory,
@@ -191,8 +192,11 @@ class _PoolLedgers:
         yield from _publish_items(deployment)
         if deployment.capacity_bytes is not None:
             yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
-            if deployment.roles.rollout is not None and deployment.roles.rollout.tensor > 1:
+            has_ranks = deployment.roles.rollout is not None and deployment.roles.rollout.tensor > 1
+            if has_ranks:
                 yield LedgerItem(name="communicators", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
+            if has_ranks or deployment.publish_way is PublishWay.NCCL:
+                yield LedgerItem(name="NCCL", num_bytes=NCCL_BYTES, is_exact=False)
 
     def _frozen_items(self, engine: EngineMemory) -> Iterator[LedgerItem]:
         yield LedgerItem(name="frozen weights", num_bytes=engine.weight_bytes, is_exact=True)
@@ -272,8 +276,11 @@ class _ModelMemory:
         if self._offload == "nothing":
             yield self._item("optimizer", stage.optimizer_bytes)
         if self._work.device != "cpu":
-            num_bytes = _num_communicators(self._model) * COMMUNICATOR_BYTES
-            yield LedgerItem(name="communicators", num_bytes=num_bytes, is_exact=False)
+            number = _num_communicators(self._model)
+            yield LedgerItem(name="communicators", num_bytes=number * COMMUNICATOR_BYTES, is_exact=False)
+            is_sender = self._model.role == "actor" and self._deployment.publish_way is PublishWay.NCCL
+            if number or is_sender:
+                yield LedgerItem(name="NCCL", num_bytes=NCCL_BYTES, is_exact=False)
         if self._model.role == "actor":
             yield from _publish_items(self._deployment)
             if self._deployment.roles.rollout and self._deployment.roles.rollout.fp8_keep is not None:

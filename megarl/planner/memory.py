@@ -30,11 +30,15 @@ BUFFERS = (".expert_bias",)
 ENGINE_CONTEXT_BYTES = 1 << 30
 """Allowance for CUDA context, loaded kernels and workspaces of an engine, without its graphs."""
 
-COMMUNICATOR_BYTES = 225 << 20
-"""GPU memory of one NCCL communicator in one process; measured for two ranks over sockets on an H200."""
+NCCL_BYTES = 418 << 20
+"""GPU memory of NCCL's kernels, once in each process that has a communicator; measured on an H200."""
 
-PUBLISH_COMMUNICATOR_BYTES = 434 << 20
-"""The same for the communicator of a publish; measured for eight peers that exchange with each other."""
+COMMUNICATOR_BYTES = 225 << 20
+"""Allowance for the buffers of one more communicator of ranks, per channel and neighbour on NVLink. Over sockets it is
+6 MiB."""
+
+PUBLISH_COMMUNICATOR_BYTES = 14 << 20
+"""The same for the communicator of a publish, which only connects nodes; measured for 8 to 64 peers over sockets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

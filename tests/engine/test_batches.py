@@ -37,7 +37,8 @@ class Wire:
         if request.url.path == "/abort_request":
             self.aborted.append(body["rid"])
             return httpx.Response(200, json={})
-        reply = self.replies[body["rid"]] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
+        self.replies[body["rid"]] = reply
         return await reply
 
     def client(self) -> EngineClient:

@@ -78,7 +78,7 @@ def main() -> None:
         num_generations=ROLLOUTS,
         max_completion_length=256,
         max_steps=asked.steps * UPDATES,
-        learning_rate=2e-5,
+        learning_rate=4e-5,
         warmup_steps=2 * UPDATES,
         lr_scheduler_type="constant_with_warmup",
         beta=0.0,

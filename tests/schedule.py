@@ -14,6 +14,7 @@ fails only if its process is lost twice.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,10 @@ def group_of(nodeid: str) -> str:
 
 def _place_of(item: pytest.Item) -> int:
     return next((place for place, name in enumerate(HEAVY) if name in fixtures_of(item)), len(HEAVY))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay for good: they are no garbage to look for
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -309,16 +309,24 @@ class Scene:
 def run_scene(seed: int) -> Scene:
     """Return a fleet's history with what it broke."""
     scene = Scene(seed)
+    play_alone(seed, "driver", scene.play, survives="a fleet survives", broken=scene.broken)
+    return scene
+
+
+def play_alone(
+    seed: int, name: str, play: Callable[[], Coroutine[Any, Any, None]], *, survives: str, broken: list[str]
+) -> None:
+    """Play in the only process of a world, with a fleet's clock; add what it broke."""
     world = World(seed, limit_s=_LIMIT_S)
-    process = Process(world, "driver", host="driver")
+    process = Process(world, name, host=name)
 
     def work() -> None:
         try:
-            WorldLoop(process).run(scene.play)
+            WorldLoop(process).run(play)
         except MegarlError as error:
-            scene.broken.append(f"a fleet survives: {type(error).__name__}: {error}")
+            broken.append(f"{survives}: {type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - what a user would see as exit code 70
-            scene.broken.append(f"no exit 70: {type(error).__name__}: {error}")
+            broken.append(f"no exit 70: {type(error).__name__}: {error}")
 
     process.spawn(work)
     (clock,) = clocks_of(Fleet.__init__)
@@ -326,5 +334,4 @@ def run_scene(seed: int) -> Scene:
         try:
             world.run()
         except StuckError as error:
-            scene.broken.append(f"every wait ends: {error}")
-    return scene
+            broken.append(f"every wait ends: {error}")

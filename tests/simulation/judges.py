@@ -22,7 +22,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Fleet
 from megarl.engine.http import HttpReply
-from megarl.errors import MegarlError, ScoreError
+from megarl.errors import ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.judge import EngineJudgeBackend, RewardModelBackend
 from megarl.reward.pool import MachineFaultError
@@ -32,12 +32,10 @@ from megarl.types import PolicyVersion
 from tests.engine.engines import one_by_one
 from tests.episodes.templates import family_tokenizer
 from tests.simulation import hostile
+from tests.simulation.fleets import play_alone
 from tests.simulation.sample_run import sample_shape
-from tests.simulation.seams import clocks_of
-from tests.simulation.world import Process, StuckError, World, WorldLoop
 
 _RESPONSES = 4
-_LIMIT_S = 2000.0
 _ANSWERS = {"yes": 1.0, "no": 0.0, "maybe": 0.5}
 _PLAIN = "seven"
 
@@ -159,22 +157,5 @@ class Bench:
 def run_judge(seed: int) -> Bench:
     """Return a judge's history with what it broke."""
     bench = Bench(seed)
-    world = World(seed, limit_s=_LIMIT_S)
-    process = Process(world, "worker", host="worker")
-
-    def work() -> None:
-        try:
-            WorldLoop(process).run(bench.play)
-        except MegarlError as error:
-            bench.broken.append(f"one response ends no run: {type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - what a user would see as exit code 70
-            bench.broken.append(f"no exit 70: {type(error).__name__}: {error}")
-
-    process.spawn(work)
-    (clock,) = clocks_of(Fleet.__init__)
-    with clock:
-        try:
-            world.run()
-        except StuckError as error:
-            bench.broken.append(f"every wait ends: {error}")
+    play_alone(seed, "worker", bench.play, survives="one response ends no run", broken=bench.broken)
     return bench

@@ -113,7 +113,7 @@ def test_a_family_is_trained_saved_resumed_in_another_layout_and_exported(
 
 
 def check_exported(done: Run, model: Path, exported: Path) -> None:
-    """What export writes is the checkpoint's model, which transformers reads as it reads the first one."""
+    """Export writes the checkpoint's model, and transformers reads it as it reads the first one."""
     assert command(["export", str(done.folder), str(exported)]) == 0
     expected, first, found = tensors_of(done.model), tensors_of(model), tensors_of(exported)
     assert found.keys() == expected.keys()

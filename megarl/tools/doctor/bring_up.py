@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -26,7 +27,7 @@ from megarl.planner.hardware import gpu_of
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.cluster import check_nodes, connect_error, describe, own_folder, try_nodes
 from megarl.tools.doctor.machine import examine_node
-from megarl.tools.doctor.probe import GROUP_TIMEOUT_S, DeviceReport, ProbePeer, ReduceReport
+from megarl.tools.doctor.probe import GROUP_TIMEOUT_S, ProbePeer, ReduceReport
 from megarl.tools.doctor.rates import (
     AREA,
     PlannedRates,
@@ -38,6 +39,8 @@ from megarl.tools.doctor.rates import (
     neighbours,
 )
 from megarl.tools.doctor.storage import check_storage, read_file, write_file
+
+Result = TypeVar("Result")
 
 _TASK_TIMEOUT_S = 300.0
 _SLOW_NETWORK = (
@@ -143,7 +146,7 @@ class BringUp:
         checks = [*check_nodes(answers)]
         addresses: dict[str, str] = {}
         for node, peers in self.by_node.items():
-            addresses[node] = (await _ask(peers[:1], "find_address"))[0][0]
+            addresses[node] = (await _group(peers[:1]).call(ProbePeer.find_address))[0][0]
         found = f"{', '.join(dict.fromkeys(addresses.values()))}"
         name = "addresses"
         return [*checks, Check(area=AREA, name=name, found=found, status=CheckStatus.OK)]
@@ -158,7 +161,7 @@ class BringUp:
 
     async def _devices(self) -> list[Check]:
         peers = [peer for each in self.peers.values() for peer in each]
-        reports: list[DeviceReport] = await _ask(peers, "test_device", self.sizes.tested_bytes)
+        reports = await _group(peers).call(ProbePeer.test_device, self.sizes.tested_bytes)
         of = dict(zip((peer.gpu for peer in peers), reports, strict=True))
         wrong = [gpu for gpu, report in of.items() if report.num_wrong]
         tested = min(report.tested_bytes for report in reports) / GIB
@@ -230,7 +233,7 @@ class BringUp:
     async def _reduce_group(self, peers: Sequence[_Peer]) -> float | str:
         """Return the seconds of the slowest rank, or why there are none."""
         try:
-            address = (await _ask(peers[:1], "find_address"))[0]
+            address = (await _group(peers[:1]).call(ProbePeer.find_address))[0]
             group: WorkerGroup[ProbePeer] = WorkerGroup(
                 "probe", [peer.handle for peer in peers], timeout_s=GROUP_TIMEOUT_S + 30
             )
@@ -310,20 +313,19 @@ def _left_out(name: str, why: str) -> Check:
     return Check(area=AREA, name=name, found=f"not tried: {why}", status=CheckStatus.NOTE)
 
 
-async def _ask(peers: Sequence[_Peer], method: str, *arguments: object) -> list:  # type: ignore[type-arg]
-    group: WorkerGroup[ProbePeer] = WorkerGroup("probe", [peer.handle for peer in peers], timeout_s=_TASK_TIMEOUT_S)
-    return await group.gather(method, [getattr(peer.handle, method).remote(*arguments) for peer in peers])
+def _group(peers: Sequence[_Peer]) -> WorkerGroup[ProbePeer]:
+    return WorkerGroup("probe", [peer.handle for peer in peers], timeout_s=_TASK_TIMEOUT_S)
 
 
 def _num_adapters() -> int:
     return len(list(Path("/sys/class/infiniband").glob("*")))
 
 
-def _call(function: Callable[[], object]) -> object:
+def _call(function: Callable[[], Result]) -> Result:
     return function()
 
 
-def _on_nodes(calls: Mapping[str, Callable[[], object]], *, may_fail: bool = False) -> dict:  # type: ignore[type-arg]
+def _on_nodes(calls: Mapping[str, Callable[[], Result]], *, may_fail: bool = False) -> dict[str, Result]:
     """Run a function on each node, all at once; with `may_fail` nodes where it fails are left out."""
     ids = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in live_nodes()}
     started = {
@@ -332,7 +334,7 @@ def _on_nodes(calls: Mapping[str, Callable[[], object]], *, may_fail: bool = Fal
         .remote(call)
         for node, call in calls.items()
     }
-    results = {}
+    results: dict[str, Result] = {}
     for node, reference in started.items():
         try:
             results[node] = ray.get(reference, timeout=_TASK_TIMEOUT_S)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -67,6 +68,11 @@ def nodes(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def cluster(nodes: LocalRay) -> Iterator[Cluster]:
+    # Ray gives a reservation back after the call that removes it; the next test counts what is free.
+    deadline = time.monotonic() + 300
+    while ray.available_resources().get("GPU") != ray.cluster_resources().get("GPU"):
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.05)
     cluster = Cluster("cuda")
     yield cluster
     cluster.release()

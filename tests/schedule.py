@@ -75,8 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def group_of(nodeid: str) -> str:
     """Return the name of the group whose tests run in one process, in their order."""
+    _, _, group = nodeid.rpartition("@")
+    return group if group in _SHARED.values() else nodeid.partition("::")[0]
+
+
+def plain(nodeid: str) -> str:
+    """Return the name of a test without that of its group, as pytest takes it on its command line."""
     words, _, group = nodeid.rpartition("@")
-    return group if words and group in _SHARED.values() else nodeid.partition("::")[0]
+    return words if group in _SHARED.values() else nodeid
 
 
 def _place_of(item: pytest.Item) -> int:
@@ -135,11 +141,15 @@ class Watch:
                 self.refuse(program)
 
 
-class Losses:
-    """The tests whose processes were lost."""
+class Controller:
+    """In the process that schedules: names tests as pytest knows them, and counts those whose processes were lost."""
 
     def __init__(self) -> None:
         self._once: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        report.nodeid = plain(report.nodeid)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -152,7 +162,7 @@ class Losses:
         return (_RUN_AGAIN, "R", _RUN_AGAIN.upper()) if str(report.outcome) == _RUN_AGAIN else None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for nodeid in sorted(self._once):
+        for nodeid in sorted(map(plain, self._once)):
             terminalreporter.write_line(f"its process was lost, and it ran again: {nodeid}")
 
 
@@ -160,5 +170,6 @@ WATCH = Watch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Losses())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Controller())
     config.pluginmanager.register(WATCH)

@@ -1,6 +1,8 @@
-"""Heavy tests say so by their fixtures; one whose process is lost runs again if Ray may have ended it."""
+"""Heavy tests say so by their fixtures; a test that failed runs once more, alone."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -49,6 +51,21 @@ def test_by_itself():
 """
 
 
+UNSTEADY = """
+def test_steady(): pass
+
+def test_unsteady(real_ray):
+    first = Path("first")
+    if not first.exists():
+        first.write_text("")
+        raise AssertionError
+
+@pytest.mark.parametrize("number", range({broken}))
+def test_broken(number):
+    raise AssertionError
+"""
+
+
 @pytest.fixture
 def scheduled(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -78,3 +95,19 @@ def test_a_test_is_heavy_by_its_fixtures_and_a_light_one_starts_no_engine(schedu
     done = scheduled.runpytest_subprocess(*words, "-m", "not heavy")
     assert done.parseoutcomes() == {"failed": 1, "deselected": 1}
     assert "test_by_itself starts megarl.engine.cpu; one of the fixtures " in done.stdout.str()
+
+
+@pytest.mark.parametrize("broken", [0, 1, 10])
+def test_make_test_runs_what_failed_once_more_alone(
+    scheduled: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """A test that passes then is named, one that fails twice fails the suite, and more than ten are not run again."""
+    scheduled.makepyfile(test_it=FIXTURES + UNSTEADY.format(broken=broken))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist -p tests.schedule")
+    words = ("-f", str(ROOT / "Makefile"), "-o", "setup", "-o", "packages", f"VENV={sys.prefix}", "WORKERS=2", "test")
+    done = scheduled.run("make", *words)
+    counted_again = {0: {"passed": 1}, 1: {"passed": 1, "failed": 1}, 10: {}}
+    assert done.parseoutcomes() == counted_again[broken]
+    assert ("UNSTEADY: failed, and passed alone: test_it.py::test_unsteady" in done.outlines) == (broken < 10)
+    assert ("ERROR: 11 tests failed, more than 10: they do not run again" in done.errlines) == (broken == 10)
+    assert (done.ret == 0) == (broken == 0)

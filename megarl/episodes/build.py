@@ -25,9 +25,9 @@ from megarl.config.environment import (
 )
 from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.built_in.python import START_TIMEOUT_S
 from megarl.episodes.built_in.search import ensure_index, index_path
-from megarl.episodes.chat_endpoint import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import open_openenv
@@ -35,6 +35,7 @@ from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem, RewardError
 from megarl.reward.judge import read_key
+from megarl.system.network import LOOPBACK
 from megarl.system.secret import Secret
 from megarl.system.user_process import UserLoadError, try_loading
 
@@ -68,12 +69,14 @@ def _key(path: Path, name: str) -> Secret:
         raise ConfigError("recipe", (Problem(key=f"environment.{name}", message=str(error)),)) from None
 
 
-async def open_agents(config: AgentEnvironmentConfig, tokenizer: Tokenizer, *, log_path: Path | None = None) -> Agents:
-    """Return the agents of a run; a ConfigError if their code cannot be loaded."""
+async def open_agents(
+    config: AgentEnvironmentConfig, tokenizer: Tokenizer, *, host: str = LOOPBACK, log_path: Path | None = None
+) -> Agents:
+    """Return the agents of a run, which reach the model at `host`; a ConfigError if their code cannot be loaded."""
     match config:
         case ChatEnvironmentConfig():
             await _check_agent(config)
-            agents = ChatAgents(config, tokenizer, log_path=log_path)
+            agents = ChatAgents(config, tokenizer, host=host, log_path=log_path)
             await agents.start()
             return agents
         case FunctionEnvironmentConfig():

@@ -1,40 +1,33 @@
-"""An OpenAI-style server on loopback for agents: each episode has a key, and its session records the tokens.
+"""An OpenAI-style server for agents: each episode has a key, and its session records the tokens.
 
 Sampling is the recipe's; a request only sets messages, tools and a limit of tokens. A request whose messages continue
 those of the last one continues its tokens; another one begins a row.
-
-`ChatAgents` runs a user's agent in worker processes that talk to the server; `FunctionAgents` calls a user's function
-in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias, cast
 
 import numpy as np
 from aiohttp import web
 
-from megarl.config.environment import CallFormat, ChatEnvironmentConfig, FunctionEnvironmentConfig
-from megarl.config.section import GIB
+from megarl.config.environment import CallFormat
 from megarl.data.tokenizer import Tokenizer, ToolFunction
-from megarl.episodes.class_environments import ask_process, open_pool, read_score, take_process
 from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.protocol import Call, ChatMessage, Malformed, Row, SampledTurn, TokenSession
-from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
-from megarl.errors import ConfigError, DataError, EnvironmentLostError, MegarlError, Problem
+from megarl.episodes.protocol import Call, ChatMessage, Malformed, SampledTurn, TokenSession
+from megarl.errors import DataError, MegarlError
 from megarl.system.foreign import map_texts, one_line, whole_text
-from megarl.system.user_code import describe_error, load_code
-from megarl.types import JsonValue, Score, TokenArray
+from megarl.system.network import LOOPBACK
+from megarl.types import JsonValue, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +38,6 @@ _MAX_IGNORED = 32
 """Names of fields without effect that are told."""
 _KNOWN = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "n", "user"}
 _Body: TypeAlias = Mapping[str, JsonValue]
-_UserFunction: TypeAlias = Callable[[Row, TokenSession, Tokenizer], Awaitable[object]]
 
 
 @dataclass(slots=True)
@@ -68,6 +60,32 @@ class _Conversation:
     """The failure of a request that is not the agent's."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """An agent's access to the model for one episode."""
+
+    url: str
+    """Such as http://10.0.0.7:4711, for clients that add the version of the API themselves."""
+    key: str = field(repr=False)
+    """Valid as long as the episode, and for it alone."""
+
+    @property
+    def base_url(self) -> str:
+        """The URL for clients of OpenAI's API."""
+        return f"{self.url}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables from which clients read URL and key."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+
 class _RefusedError(Exception):
     """A request that the endpoint does not serve."""
 
@@ -75,38 +93,43 @@ class _RefusedError(Exception):
 class ChatEndpoint:
     """Serves `/v1/chat/completions` to the agents of one rollout worker."""
 
-    def __init__(self, tokenizer: Tokenizer, *, call_format: CallFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, call_format: CallFormat, host: str = LOOPBACK) -> None:
+        """`host` is the address of this machine that it listens on."""
         self._tokenizer = tokenizer
+        self._host = host
         self._call_format = call_format
         self._dialogues: OrderedDict[str, Dialogue] = OrderedDict()
         self._conversations: dict[str, _Conversation] = {}
         self._runner: web.AppRunner | None = None
         self._ignored: set[str] = set()
-        self.base_url = ""
+        self._url = ""
 
     async def start(self) -> None:
         app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
         app.add_routes([web.post("/v1/chat/completions", self._complete)])
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
         host, port = self._runner.addresses[0][:2]
-        self.base_url = f"http://{host}:{port}/v1"
+        self._url = f"http://{host}:{port}"
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def admit(self, session: TokenSession) -> str:
-        """Return the key of a new episode."""
+    @asynccontextmanager
+    async def episode(self, session: TokenSession) -> AsyncIterator[Access]:
+        """Serve an episode inside of the block; a failure of one of its requests that is not the agent's ends it."""
         key = secrets.token_urlsafe(24)
-        self._conversations[key] = _Conversation(session)
-        return key
-
-    def dismiss(self, key: str) -> MegarlError | None:
-        """End an episode; return the failure of one of its requests, if there was one."""
-        return self._conversations.pop(key).error
+        self._conversations[key] = conversation = _Conversation(session)
+        try:
+            yield Access(url=self._url, key=key)
+        finally:
+            del self._conversations[key]
+            if conversation.error is not None:
+                # It is the cause of whatever the agent did afterwards.
+                raise conversation.error
 
     async def _complete(self, request: web.Request) -> web.Response:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -312,88 +335,3 @@ def _completion(
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
-
-
-def agent_task(config: ChatEnvironmentConfig) -> EnvironmentTask:
-    """Return what a worker process of an agent runs."""
-    return EnvironmentTask(
-        classes=[LoadedClass(path=str(config.path.resolve()), name=None, options={})],
-        agent=config.name,
-        has_user_class=False,
-        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * GIB),
-        cpu_s=config.cpu_s,
-        call_deadline_s=config.wall_s,
-    )
-
-
-class ChatAgents:
-    """`Agents` that talk to a chat endpoint of this process."""
-
-    def __init__(self, config: ChatEnvironmentConfig, tokenizer: Tokenizer, *, log_path: Path | None = None) -> None:
-        self._wall_s = config.wall_s
-        self._endpoint = ChatEndpoint(tokenizer, call_format=config.call_format)
-        self._pool = open_pool(
-            agent_task(config),
-            workers=config.workers,
-            episodes_per_worker=config.episodes_per_worker,
-            log_path=log_path,
-        )
-
-    async def start(self) -> None:
-        await self._endpoint.start()
-
-    async def run(self, row: Row, session: TokenSession) -> Score:
-        process = await take_process(self._pool)
-        key = self._endpoint.admit(session)
-        is_usable = False
-        try:
-            arguments: dict[str, JsonValue] = {"task": dict(row), "base_url": self._endpoint.base_url, "api_key": key}
-            answer = await ask_process(process, "run", timeout_s=self._wall_s, arguments=arguments)
-            is_usable = True
-        finally:
-            error = self._endpoint.dismiss(key)
-            self._pool.give(process, is_usable=is_usable)
-        if error is not None:
-            raise error
-        if "error" in answer:
-            raise EnvironmentLostError(f"agent {answer['error']}")
-        return read_score(answer)
-
-    async def close(self) -> None:
-        self._pool.close()
-        await self._endpoint.close()
-
-
-def load_function(config: FunctionEnvironmentConfig) -> _UserFunction:
-    """Return the user's function; a ConfigError if it cannot be one."""
-    function = load_code(config.code, key="environment.code")
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError:
-        message = f"{config.code} must take row, session and tokenizer"
-        raise ConfigError("recipe", (Problem(key="environment.code", message=message),)) from None
-    if not inspect.iscoroutinefunction(function):
-        message = f"{config.code} must be an async function: it awaits the model"
-        raise ConfigError("recipe", (Problem(key="environment.code", message=message),))
-    return cast("_UserFunction", function)
-
-
-class FunctionAgents:
-    """`Agents` of a function in this process."""
-
-    def __init__(self, config: FunctionEnvironmentConfig, tokenizer: Tokenizer) -> None:
-        self._function = load_function(config)
-        self._tokenizer = tokenizer
-
-    async def run(self, row: Row, session: TokenSession) -> Score:
-        try:
-            value = await self._function(row, session, self._tokenizer)
-        except MegarlError:
-            raise
-        except Exception as error:
-            # The user's code may raise anything.
-            raise EnvironmentLostError(f"environment.code {describe_error(error)}") from error
-        return read_score(cast("dict[str, JsonValue]", score_answer(value)))
-
-    async def close(self) -> None:
-        """Nothing to close."""

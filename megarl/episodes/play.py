@@ -42,6 +42,7 @@ from megarl.episodes.session import Sampler, Session
 from megarl.errors import DataError, EnvironmentLostError, MegarlError, QuarantineError, RewardError, ScoreLostError
 from megarl.stages import Scorer
 from megarl.system.foreign import one_line
+from megarl.system.network import LOOPBACK, address_in
 from megarl.types import Ending, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ class EpisodeSetup:
     max_running: int
     """Requests that an engine computes at once."""
     max_context_tokens: int
+    bind: str | None = None
+    """`network.bind` of the recipe: where agents reach the model."""
 
     @classmethod
     def of(
@@ -178,6 +181,7 @@ class EpisodeSetup:
         rollout: RolloutRoleConfig,
         *,
         max_context_tokens: int,
+        bind: str | None = None,
     ) -> EpisodeSetup:
         return cls(
             environment=environment,
@@ -185,6 +189,7 @@ class EpisodeSetup:
             tools=tokenizer.tools,
             max_running=rollout.running_requests,
             max_context_tokens=max_context_tokens,
+            bind=bind,
         )
 
     def num_open(self, cached_tokens: int | None) -> int:
@@ -213,7 +218,14 @@ class EpisodeSetup:
             smallest = min((size for size in sizes if size is not None), default=None)
             max_open = sum(self.num_open(smallest if size is None else size) for size in sizes)
             logger.info("episodes under way at most=%d cached tokens by engine=%s", max_open, list(sizes))
-            return await open_player(self.environment, tokenizer, max_open=max_open, retried=retried, log_path=log_path)
+            return await open_player(
+                self.environment,
+                tokenizer,
+                max_open=max_open,
+                retried=retried,
+                host=LOOPBACK if self.bind is None else address_in(self.bind),
+                log_path=log_path,
+            )
 
         return open_one
 
@@ -224,11 +236,13 @@ async def open_player(
     *,
     max_open: int,
     retried: Callable[[str], None],
+    host: str = LOOPBACK,
     log_path: Path | None = None,
 ) -> Player:
     """Return the player of a rollout worker. The tools of the tokenizer are those of the environment."""
     if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
-        surroundings: Tools | Agency = Agency(await open_agents(config, tokenizer, log_path=log_path), config)
+        agents = await open_agents(config, tokenizer, host=host, log_path=log_path)
+        surroundings: Tools | Agency = Agency(agents, config)
     else:
         environments = await open_environments(config, log_path=log_path)
         if tuple(tool.as_function for tool in environments.tools) != tuple(tokenizer.tools):

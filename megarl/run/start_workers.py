@@ -150,4 +150,5 @@ class _Starter:
             self.inputs.tokenizer,
             self.serving.config,
             max_context_tokens=recipe.max_context_tokens,
+            bind=recipe.network.bind,
         )

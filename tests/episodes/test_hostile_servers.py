@@ -228,19 +228,20 @@ async def _posting(
     """Yield a function that posts a body to the endpoint and returns status and text."""
     endpoint = ChatEndpoint(tokenizer, call_format="auto")
     await endpoint.start()
-    key = endpoint.admit(session)
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:
+    try:
+        async with (
+            endpoint.episode(session) as access,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {access.key}"}) as client,
+        ):
 
-        async def post(body: bytes) -> tuple[int, str]:
-            async with client.post(f"{endpoint.base_url}/chat/completions", data=body) as reply:
-                return reply.status, await reply.text()
+            async def post(body: bytes) -> tuple[int, str]:
+                async with client.post(f"{access.base_url}/chat/completions", data=body) as reply:
+                    return reply.status, await reply.text()
 
-        post.endpoint = endpoint  # type: ignore[attr-defined]
-        try:
+            post.endpoint = endpoint  # type: ignore[attr-defined]
             yield post
-        finally:
-            endpoint.dismiss(key)
-            await endpoint.close()
+    finally:
+        await endpoint.close()
 
 
 def _body(text: str, **keys: object) -> bytes:
@@ -338,9 +339,7 @@ async def test_a_long_message_does_not_hold_the_event_loop(tokenizer: Tokenizer)
     assert longest < 0.5  # it takes 2 s in all on one core
 
 
-def test_an_error_of_an_engine_is_not_the_agents(tokenizer: Tokenizer) -> None:
-    async def ask() -> int:
+async def test_an_error_of_an_engine_is_not_the_agents(tokenizer: Tokenizer) -> None:
+    with pytest.raises(MegarlError, match="gone"):
         async with _posting(tokenizer, ScriptedSession(tokenizer, [], error=MegarlError("gone"))) as post:
-            return (await post(_body("hi")))[0]
-
-    assert asyncio.run(ask()) == 503
+            assert (await post(_body("hi")))[0] == 503

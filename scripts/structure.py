@@ -23,6 +23,10 @@ MAX_FUNCTION_LINES = 60
 MAX_IMPORTS = 20
 """Modules of megarl that one module imports."""
 
+GENERATED_PAGES = frozenset({"api.md", "cli.md", "metrics.md", "recipe.md"})
+_GENERATED_PART = re.compile(r"^<!-- (\w+): .*?^<!-- end of \1 -->", flags=re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^ *```.*?^ *```", flags=re.MULTILINE | re.DOTALL)
+
 _RIDDLE = re.compile(r"(Of|What|Those|As|One that|So many|Whoever|Who|By which)\b")
 
 
@@ -46,6 +50,7 @@ def figures() -> list[Figure]:
         Figure(name="Protocols", value=len(protocols())),
         Figure(name="Protocols with one implementer in megarl/", value=len(single_protocols())),
         Figure(name="isinstance(algorithm outside config and algo", value=len(algorithm_branches())),
+        Figure(name="words of documentation by hand", value=sum(written_words().values())),
     ]
 
 
@@ -251,9 +256,26 @@ def riddles() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.value.value.splitlines()[0]}"
 
 
+def written_words() -> dict[str, int]:
+    """Return the words that people have written on each page, the README and the changelog included.
+
+    Generated pages and parts, fenced code, the addresses of links and the rules of tables are left out; the code inside
+    a sentence counts.
+    """
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {page.name: _count_words(page.read_text()) for page in pages if page.name not in GENERATED_PAGES}
+
+
+def _count_words(page: str) -> int:
+    written = re.sub(r"\]\([^)]*\)", "]", _FENCED.sub("", _GENERATED_PART.sub("", page)))
+    return sum(any(map(str.isalnum, word)) for word in written.split())
+
+
 def main() -> None:
     for figure in figures():
         print(f"{figure.name:46} {figure.value:7,}")
+    for page, count in written_words().items():
+        print(f"    {page:42} {count:7,}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write what is generated of the documentation; `make docs` runs it.
 
 docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, the modules in docs/contributing.md, the families in
-docs/models.md.
+docs/models.md, the rates of GPUs in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megarl import errors
 from megarl.cli.main import app, complete_app, run_app
 from megarl.env import update_environment
 from megarl.families import FAMILIES
+from megarl.planner.hardware import GPUS
 from megarl.run_result import Result
 
 ROOT = Path(__file__).parent.parent
@@ -175,6 +176,24 @@ def _families() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def planning() -> str:
+    """Return the page of plans with the rates of every GPU."""
+    return _with_part(DOCS / "planning.md", "gpus: megarl/planner/hardware.py", list(_gpus()))
+
+
+def _gpus() -> Iterator[str]:
+    rows = {
+        "memory for programs, GiB": [gpu.memory_gib for gpu in GPUS.values()],
+        "dense bfloat16, TFLOP/s": [gpu.tflops for gpu in GPUS.values()],
+        "memory, GB/s": [gpu.memory_gb_per_s for gpu in GPUS.values()],
+        "within a node, GB/s per direction": [gpu.node_gb_per_s for gpu in GPUS.values()],
+        "network, GB/s per direction and GPU": [gpu.network_gb_per_s for gpu in GPUS.values()],
+    }
+    yield from (f"| | {' | '.join(GPUS)} |", "|---" * (len(GPUS) + 1) + "|")
+    for name, rates in rows.items():
+        yield f"| {name} | {' | '.join(f'{rate:g}' for rate in rates)} |"
+
+
 def _with_part(path: Path, source: str, lines: list[str]) -> str:
     """Return a page whose part between two comments is made of these lines."""
     begin, end = f"<!-- {source}, written by make docs -->", f"<!-- end of {source.partition(':')[0]} -->"
@@ -188,6 +207,7 @@ def pages() -> dict[Path, str]:
         DOCS / "api.md": api_page(),
         DOCS / "contributing.md": contributing(),
         DOCS / "models.md": models(),
+        DOCS / "planning.md": planning(),
         ROOT / "README.md": readme(),
     }
 

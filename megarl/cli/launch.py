@@ -1,4 +1,4 @@
-"""`megarl launch`: run a recipe as a job of a scheduler."""
+"""`megarl launch`: checks that a recipe fits its nodes, writes it as a job of a scheduler, and submits it."""
 
 from __future__ import annotations
 

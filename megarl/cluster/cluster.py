@@ -1,4 +1,4 @@
-"""The Ray of a run, joined or started, and its pools as placement groups. It places devices, not roles."""
+"""The Ray of a run, joined or started, its pools as placement groups, and the faults of nodes. It knows no role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the engine for the next request, in time that does not grow with engines or waiting requests.
+"""The choice of the engine for the next request, by load and cached prefix, in time that does not grow with engines.
 
 Knows how busy each engine is, how fast it answers and which one has seen a prompt; not why an engine is live, nor what
 a request is. `serving.stragglers` decides which engine is slow.

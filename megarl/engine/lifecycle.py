@@ -1,4 +1,6 @@
-"""The life of one engine as a pure state machine: events go in, the next state comes out. The clock is an argument.
+"""The states of one engine as a pure machine: suspicion, death, back-off and restarts, failed catch-ups.
+
+Events go in, the next state comes out; the clock is an argument.
 
     HEALTHY     --silence, a failed request-->  SUSPECT     --an answer-->          HEALTHY or STALE, as before
     SUSPECT     --silence, too many doubts-->   DEAD        --back-off passed-->    RESTARTING

@@ -1,9 +1,10 @@
-"""The tokens between the turns of an episode, by the model's own chat template. Knows no engine.
+"""The tokens between the turns of an episode, by the model's own chat template, and the calls in responses.
 
-Sampled tokens are never rendered again. The tokens that follow a response, up to where the next one begins, are the
-difference that the template makes when observations are added to a short synthetic chat. A rehearsal proves once per
-kind of turn that this difference is the one that it makes in long chats too, and that it leaves the history as it was;
-where that does not hold, such as in templates that drop old thoughts, there is no suffix and a new row begins.
+Knows no engine. Sampled tokens are never rendered again. The tokens that follow a response, up to where the next one
+begins, are the difference that the template makes when observations are added to a short synthetic chat. A rehearsal
+proves once per kind of turn that this difference is the one that it makes in long chats too, and that it leaves the
+history as it was; where that does not hold, such as in templates that drop old thoughts, there is no suffix and a new
+row begins.
 
 `read_calls` is the other direction: the calls of tools in the text that a model wrote, by the format of its family.
 """

@@ -1,4 +1,4 @@
-"""Plays episodes: the model takes a turn, the environment answers its calls, until one of the endings; then it scores.
+"""Plays episodes: turns and calls until one of the endings, then the score; a lost episode is played again.
 
 An episode whose environment or score is lost, that takes too long or that fails in a way nobody expected is not the
 policy's: it is played again in a fresh environment, and after too many of these its whole group is given up. Knows no

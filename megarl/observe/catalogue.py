@@ -1,7 +1,7 @@
-"""The table of metrics: name, kind, labels, meaning and source of each. No other module defines a metric's name.
+"""The table of metrics: name, kind, labels, meaning and source of each, and how many series are exported.
 
-Prometheus, the loggers, the dashboards, the alerts and docs/metrics.md are made from this table. Every metric also has
-the label `run`.
+No other module defines a metric's name. Prometheus, the loggers, the dashboards, the alerts and docs/metrics.md are
+made from this table. Every metric also has the label `run`.
 """
 
 from __future__ import annotations

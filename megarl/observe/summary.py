@@ -1,4 +1,4 @@
-"""The numbers of one step, computed from its groups, samples and update. Pure."""
+"""The numbers of one step: rewards and their outliers, lengths, ages, repetition, groups without signal. Pure."""
 
 from __future__ import annotations
 

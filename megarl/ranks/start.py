@@ -1,4 +1,4 @@
-"""All trainer ranks of a run: actor, critic, reference and teachers start, run and end together.
+"""All trainer ranks of a run: actor, critic, reference and teachers start, are adopted, report a hang, end together.
 
 They cannot lose a member: a rank that died or hangs ends them all, and the next set starts from a checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Where the loop gets scored groups from, and how those of a step survive what asked for them.
+"""The source of the loop's scored groups: failing prompts are quarantined, and the groups of a step survive lost ranks.
 
 `SampledGroups` asks engines, `GivenGroups` takes answers of the data set. In a synchronous run `RetainedGroups` holds
 the groups of the step by the position of their prompt, and a loop looks there first: so they survive lost trainer ranks

@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors: which one answers a prompt, and how lost ones are replaced.
+"""Rollout workers as Ray actors: how they start, which one answers a prompt, and how lost ones are replaced.
 
 The driver sends prompts and gets lengths, versions, scores and times, many at a time. The arrays of groups stay in the
 object store of the worker's node; the driver owns them, so that they outlive the worker.

@@ -1,4 +1,4 @@
-"""The loop. One for every mode: modes differ in the objects it is given.
+"""The loop of a run: a step takes scored groups, updates and publishes while producers make others. One for every mode.
 
 Producers consume prompts, wait for a place in the buffer, and produce scored groups.
 The step consumes scored groups, waits for a step's worth of them, and produces a version, which unblocks producers.

@@ -1,4 +1,4 @@
-"""Engines as Ray actors: an SGLang server is a child of an actor on its node and ends with it.
+"""Engines as Ray actors: an SGLang server starts on free ports, as a child of an actor on its node, and ends with it.
 
 An engine of several nodes has an actor and a process on each. It is one engine: it answers at its first node, and when
 one of its processes ends, all are ended and started again.

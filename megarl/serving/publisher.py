@@ -1,4 +1,4 @@
-"""A publish: its steps for any way in which the bytes move, and the transaction that moves them between ranks.
+"""A publish: its steps for any way in which bytes move, what is sent again, and the transaction between ranks.
 
 `EnginePublisher` has the steps. `TransferPublisher` moves the bytes: receive everywhere, compare digests, then serve
 the version everywhere or nowhere. Bytes go from trainer ranks to engine ranks directly and in place: an engine has no

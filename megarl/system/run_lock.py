@@ -1,4 +1,4 @@
-"""The lock of a run: one driver at a time, also where several machines share the folder.
+"""The lock of a run: one driver at a time, by flock or by its beat, also where several machines share the folder.
 
 `flock` decides between processes of one machine, and between machines where the file system passes it on. Some file
 systems do not (NFS with `nolock`, Lustre without `flock`). A driver therefore writes who it is and a beat every few

@@ -1,4 +1,4 @@
-"""A rank of a model with an optimizer: the common part of actor and critic."""
+"""A rank of a model with an optimizer, the common part of actor and critic: skips updates that are not finite."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""SGLang's models with other heads, and a mixture whose shared expert alone can have adapters. Imported by SGLang only.
+"""SGLang's models with other heads or Triton's whole window, and a mixture whose shared expert alone has adapters.
 
-SGLang's heads of Qwen classifiers have a bias, which no checkpoint fills: every score is off by the number that it is
-initialised with. Its log-probabilities of given tokens are at temperature 1 whatever a request says; a language model
-whose config.json has `logit_scale` multiplies its logits by it, before everything that is computed from them. The
-layers of some families choose experts without saying which layer they are, so that no choice could be recorded. Where
-Triton decodes, a token with a window sees one token less than in a prompt, and than in transformers.
+Imported by SGLang only. SGLang's heads of Qwen classifiers have a bias, which no checkpoint fills: every score is off
+by the number that it is initialised with. Its log-probabilities of given tokens are at temperature 1 whatever a request
+says; a language model whose config.json has `logit_scale` multiplies its logits by it, before everything that is
+computed from them. The layers of some families choose experts without saying which layer they are, so that no choice
+could be recorded. Where Triton decodes, a token with a window sees one token less than in a prompt, and than in
+transformers.
 
 SGLang takes the names gate_up_proj and down_proj in a mixture as those of all experts: it reserves adapters for each of
 them and computes with them. The layers of the shared expert have other names here (`config.lora.SERVED_AS`), each of

@@ -238,7 +238,7 @@ def prepare(
             "--from",
             metavar="FILE_OR_FOLDER",
             show_default=False,
-            help="JSON lines, CSV, Parquet, Arrow, a folder of them, or a data set of the Hugging Face hub.",
+            help="JSON lines, CSV, Parquet, Arrow, a folder of these or of tasks, or a data set of the hub.",
         ),
     ],
     out: _Out,

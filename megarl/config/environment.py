@@ -118,6 +118,40 @@ class OpenEnvEnvironmentConfig(_WithTools):
     the fields of an action."""
 
 
+class HarborEnvironmentConfig(_WithTools):
+    kind: Literal["harbor"]
+    """Tasks in Harbor's format: the model works with a tool `bash` in a box per episode, the task's tests score. Rows
+    are written by `megarl data prepare harbor`. A task's own limits hold before those below."""
+    tasks: Path
+    """Folder with the tasks, each a folder with a task.toml."""
+    sandbox: Literal["docker", "podman", "bubblewrap"] = "docker"
+    """The kind of box: a container, or, where there is no container engine, an unpacked root file system in a kernel
+    sandbox without a network."""
+    images: dict[str, Path] = Field(default={})
+    """For `bubblewrap`: root file systems by the name of an image, as tasks and their Dockerfiles name it, `*` for all
+    others. Each is a folder, an archive such as `docker export` writes, or `host`, the node's own /usr."""
+    allows_network: bool = False
+    """Let containers reach the network, which the tests of many public tasks need."""
+    cache: Path = Path("/var/tmp/megarl-boxes")  # noqa: S108 - a folder of its own, which outlives a run
+    """Folder of each node for unpacked images and open boxes of `bubblewrap`; not on an overlay file system."""
+    cache_gib: PositiveFloat = 64
+    """Size of the images that are built or unpacked for tasks; those unused for the longest time are removed."""
+    boxes: PositiveInt = 64
+    """Boxes that a rollout worker has open at the same time."""
+    cpus: PositiveFloat = 1
+    """Cores of a box."""
+    memory_gib: PositiveFloat = 2
+    """Memory of all processes of a box together."""
+    disk_gib: PositiveFloat = 10
+    """Files that an episode may write."""
+    max_processes: PositiveInt = 256
+    """Processes and threads of a box."""
+    max_turns: PositiveInt = 32
+    call_deadline_s: PositiveFloat = 180
+    """Time for one command. A task's `agent.timeout_sec` bounds all commands of an episode together."""
+    max_result_tokens: PositiveInt = 2048
+
+
 class ChatEnvironmentConfig(_Episode):
     kind: Literal["chat"]
     """Your own agent, which talks to an OpenAI-style server on this machine; tokens are recorded there."""
@@ -144,7 +178,9 @@ class FunctionEnvironmentConfig(_Episode):
     """`async def name(row, session, tokenizer)` uses a `TokenSession` and returns a float, or a dict with `score`."""
 
 
-ToolEnvironmentConfig: TypeAlias = ClassEnvironmentConfig | McpEnvironmentConfig | OpenEnvEnvironmentConfig
+ToolEnvironmentConfig: TypeAlias = (
+    ClassEnvironmentConfig | McpEnvironmentConfig | OpenEnvEnvironmentConfig | HarborEnvironmentConfig
+)
 """The kinds whose turns megarl decides."""
 AgentEnvironmentConfig: TypeAlias = ChatEnvironmentConfig | FunctionEnvironmentConfig
 """The kinds whose turns the user's code decides."""

@@ -18,6 +18,7 @@ from megarl.config.environment import (
     ClassEnvironmentConfig,
     EnvironmentConfig,
     FunctionEnvironmentConfig,
+    HarborEnvironmentConfig,
     McpEnvironmentConfig,
     OpenEnvEnvironmentConfig,
     SearchToolConfig,
@@ -30,6 +31,7 @@ from megarl.episodes.built_in.python import START_TIMEOUT_S
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
 from megarl.episodes.dialogue import Dialogue
+from megarl.episodes.harbor.build import check_harbor, open_harbor
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
@@ -58,6 +60,8 @@ async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | N
         case OpenEnvEnvironmentConfig():
             key = None if config.api_key_file is None else _key(config.api_key_file, "api_key_file")
             return await open_openenv(config.url, key=key, timeout_s=config.call_deadline_s)
+        case HarborEnvironmentConfig():
+            return await open_harbor(config)
         case _:
             assert_never(config)
 
@@ -129,6 +133,8 @@ async def _try_environment(config: EnvironmentConfig) -> None:
             await _check_agent(config)
         case FunctionEnvironmentConfig():
             load_function(config)
+        case HarborEnvironmentConfig():
+            await check_harbor(config)
         case _:
             environments = await open_environments(config)
             await environments.close()

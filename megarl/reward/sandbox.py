@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +168,7 @@ class Sandbox:
             names = " ".join(sorted({packages.get(tool, "util-linux") for tool in missing}))
             raise SandboxError(f"{', '.join(missing)} not found; install the packages {names}")
         self._prefixes = self._prefixes_of_python()
-        self._filter = _filter() if kind == "bubblewrap" else b""
+        self._filter = system_call_filter() if kind == "bubblewrap" else b""
         self._groups = ControlGroups.find() if kind == "bubblewrap" else None
         try:
             self._probe()
@@ -209,14 +209,14 @@ class Sandbox:
 
     def _run(self, program: str, given: bytes, *, deadline: float, errors: int) -> Ran:
         with ExitStack() as stack:
-            source = stack.enter_context(_file_of(program.encode(errors="replace")))
-            rules = stack.enter_context(_file_of(self._filter))
-            status = stack.enter_context(_file_of(b""))
+            source = stack.enter_context(anonymous_file(program.encode(errors="replace")))
+            rules = stack.enter_context(anonymous_file(self._filter))
+            status = stack.enter_context(anonymous_file(b""))
             is_boxed = self._kind == "bubblewrap"
             folder = "/" if is_boxed else stack.enter_context(tempfile.TemporaryDirectory())
             try:
                 group = self._group()
-                given_file = stack.enter_context(_file_of(given))
+                given_file = stack.enter_context(anonymous_file(given))
                 process = self._start(source, rules, status, group, stdin=given_file, errors=errors, folder=folder)
             except OSError as error:
                 raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
@@ -242,7 +242,11 @@ class Sandbox:
         The caller watches its time and memory, and kills its process group. A program that sends nothing first has
         not been started.
         """
-        with _file_of(program.encode()) as source, _file_of(self._filter) as rules, _file_of(b"") as status:
+        with (
+            anonymous_file(program.encode()) as source,
+            anonymous_file(self._filter) as rules,
+            anonymous_file(b"") as status,
+        ):
             folder = "/" if self._kind == "bubblewrap" else tempfile.gettempdir()
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             try:
@@ -264,7 +268,7 @@ class Sandbox:
         self, source: int, rules: int, status: int, group: ControlGroup | None, *, stdin: int, errors: int, folder: str
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
-            [*self._with_caller(group), *self._command(source, rules, status)],
+            [*ended_with_caller(group), *self._command(source, rules, status)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -309,15 +313,6 @@ class Sandbox:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(min(_WATCH_INTERVAL_S, deadline - now))
                         return bytes(output), None
-
-    @staticmethod
-    def _with_caller(group: ControlGroup | None) -> list[str]:
-        """Return a prefix that ends the command with its caller, for which bubblewrap asks only after a while, and
-        takes it into the group."""
-        words = (
-            [_GUARD, str(os.getpid())] if group is None else [_GUARD_IN_GROUP, str(os.getpid()), str(group.entrance)]
-        )
-        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", *words]
 
     def _command(self, source: int, rules: int, status: int) -> list[str]:
         limits = self._limits
@@ -374,9 +369,17 @@ class Sandbox:
         return [prefix for prefix in dict.fromkeys(printed.stdout.split("\n")) if prefix and not _is_below_usr(prefix)]
 
 
-def _filter() -> bytes:
+def ended_with_caller(group: ControlGroup | None) -> list[str]:
+    """Return a prefix that ends the command with its caller, for which bubblewrap asks only after a while, and
+    takes it into the group."""
+    words = [_GUARD, str(os.getpid())] if group is None else [_GUARD_IN_GROUP, str(os.getpid()), str(group.entrance)]
+    return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", *words]
+
+
+def system_call_filter(allowed: Collection[str] = ()) -> bytes:
+    """Return the filter for this machine; a SandboxError if its system calls are not known."""
     try:
-        return filter_program()
+        return filter_program(allowed=allowed)
     except KeyError as error:
         raise SandboxError(f"the system calls of {error} are not known; use a machine with x86_64 or aarch64") from None
 
@@ -400,7 +403,7 @@ def _parents(path: str) -> Iterator[str]:
 
 
 @contextmanager
-def _file_of(content: bytes) -> Iterator[int]:
+def anonymous_file(content: bytes) -> Iterator[int]:
     """Yield a descriptor of an anonymous file with this content, at its beginning."""
     with os.fdopen(os.memfd_create("program"), "wb") as file:
         file.write(content)
@@ -440,15 +443,18 @@ def _is_running(pid: int) -> bool:
     return False
 
 
-def filter_program(machine: str | None = None) -> bytes:
-    """Return the filter for a machine, this one by default; raise KeyError for one whose numbers are not known."""
+def filter_program(machine: str | None = None, *, allowed: Collection[str] = ()) -> bytes:
+    """Return the filter for a machine, this one by default; raise KeyError for one whose numbers are not known.
+
+    `allowed` are system calls that are not denied.
+    """
     name = machine or platform.machine()
     column = list(_ARCHITECTURES).index(name) if name in _ARCHITECTURES else -1
     architecture = _ARCHITECTURES[name]
-    return b"".join(struct.pack("=HBBI", *step) for step in _steps(architecture, column))
+    return b"".join(struct.pack("=HBBI", *step) for step in _steps(architecture, column, allowed))
 
 
-def _steps(architecture: int, column: int) -> Iterator[tuple[int, int, int, int]]:
+def _steps(architecture: int, column: int, allowed: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
     """Yield instructions: operation, how many to skip if true, how many if false, operand."""
     yield _LOAD, 0, 0, _MACHINE
     yield _EQUAL, 1, 0, architecture
@@ -456,7 +462,7 @@ def _steps(architecture: int, column: int) -> Iterator[tuple[int, int, int, int]
     yield _LOAD, 0, 0, _NUMBER
     yield _AT_LEAST, 0, 1, _FIRST_X32
     yield _RETURN, 0, 0, _FAIL | errno.EPERM
-    for numbers in _DENIED.values():
+    for numbers in (numbers for name, numbers in _DENIED.items() if name not in allowed):
         yield _EQUAL, 0, 1, numbers[column]
         yield _RETURN, 0, 0, _FAIL | errno.EPERM
     # Its flags are behind a pointer, which a filter cannot follow; the C library then uses clone.

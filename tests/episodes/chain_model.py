@@ -29,13 +29,15 @@ _UNLIKELY = -30.0
 _HEAD_DIM = 64
 
 
-def call_of(name: str, **arguments: int) -> str:
+def call_of(name: str, **arguments: int | str) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
 CALL_ADD = call_of("add", a=3, b=4)
 RIGHT_STEP, WRONG_STEP = call_of("step", guess=7), call_of("step", guess=3)
-SPOKEN = (CALL_ADD, RIGHT_STEP, WRONG_STEP, "seven", "eight")
+RIGHT_COMMAND = call_of("bash", command="echo 'Hello, world!' > hello.txt")
+WRONG_COMMAND = call_of("bash", command="rm -f hello.txt; ls -la /app")
+SPOKEN = (CALL_ADD, RIGHT_STEP, WRONG_STEP, RIGHT_COMMAND, WRONG_COMMAND, "seven", "eight")
 """Texts of one token each."""
 
 

@@ -35,12 +35,15 @@ from megarl.types import Ending, PolicyVersion, Prompt, Rollout, Score, ScoredGr
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec
 from tests.episodes.chain_model import (
     CALL_ADD,
+    RIGHT_COMMAND,
     RIGHT_STEP,
+    WRONG_COMMAND,
     WRONG_STEP,
     ChainModel,
     write_babble,
     write_chain,
 )
+from tests.episodes.harbor.small_tasks import write_tasks
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
 from tests.processes import command_of
@@ -244,6 +247,50 @@ def test_a_kind_plays_on_a_real_engine(kind: str, engines: Engines, tmp_path: Pa
         num_right += is_right
     assert num_results >= 8, "hardly a call was made: the test says nothing"
     assert 0 < num_right < 32
+
+
+@pytest.mark.needs("bubblewrap")
+def test_tasks_in_boxes_are_played_on_a_real_engine_and_graded_by_their_tests(engines: Engines, tmp_path: Path) -> None:
+    model = write_chain(tmp_path / "model", "qwen2.5", {RIGHT_COMMAND: 0.3, WRONG_COMMAND: 0.4, "7": 0.3})
+    keys = {
+        "kind": "harbor",
+        "tasks": write_tasks(tmp_path / "tasks"),
+        "sandbox": "bubblewrap",
+        "images": {"*": "host"},
+        "cache": tmp_path / "cache",
+        "max_turns": 4,
+        "max_result_tokens": 64,
+    }
+    config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(keys)
+    names = ("hello", "sum", "json", "delete")
+    prompts = [
+        replace(prompt, extra_info={"task": name})
+        for prompt, name in zip(prompts_of(model, config, len(names)), names, strict=True)
+    ]
+
+    async def scenario() -> list[ScoredGroup]:
+        async with engines.fleet(model) as fleet:
+            return await play(fleet, model, config, prompts, tmp_path)
+
+    groups = asyncio.run(scenario())
+    decode = model.tokenizer().decode
+    num_right = 0
+    for name, group in zip(names, groups, strict=True):
+        for rollout, score in pairs_of([group]):
+            check_turns(model, prompts[0], rollout)
+            calls = [
+                decode(rollout.token_ids[turn.start : turn.end])
+                for turn in rollout.episode.turns
+                if turn.kind is TurnKind.SAMPLED
+            ]
+            # A call in the last response is not run.
+            run = [call for call in calls[:3] if "command" in call]
+            is_right = name == "hello" and bool(run) and run[-1].startswith(RIGHT_COMMAND)
+            assert score.value == float(is_right), (name, calls)
+            num_right += is_right
+            if any(call.startswith(WRONG_COMMAND) for call in run):
+                assert "total" in decode(rollout.token_ids)  # what ls printed in the box
+    assert 0 < num_right < 4 * len(names)
 
 
 class _AnyCall(Dialogue):

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue
 
-from megarl.config.environment import ClassEnvironmentConfig
+from megarl.config.environment import ClassEnvironmentConfig, HarborEnvironmentConfig
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
 from megarl.config.reward import CodeTestsRewardConfig, single_rewards
 from megarl.errors import ConfigError, PreemptedError, Problem
@@ -214,9 +214,10 @@ def _has_sandbox(recipe: Recipe) -> bool:
     """Whether code of the model runs in a kernel sandbox, which is made of namespaces."""
     environment = recipe.environment
     tool = environment.tools.python if isinstance(environment, ClassEnvironmentConfig) else None
+    boxes = environment.sandbox if isinstance(environment, HarborEnvironmentConfig) else None
     parts = (part for _, part in single_rewards(recipe.reward))
     tests = [part.sandbox for part in parts if isinstance(part, CodeTestsRewardConfig)]
-    return "bubblewrap" in (*tests, None if tool is None else tool.sandbox)
+    return "bubblewrap" in (*tests, boxes, None if tool is None else tool.sandbox)
 
 
 def _devices(job: KubernetesJob) -> dict[str, JsonValue]:

@@ -10,4 +10,6 @@ class DataSetName(StrEnum):
     MATH = "math"
     DAPO_MATH = "dapo_math"
     ULTRAFEEDBACK = "ultrafeedback"
+    HARBOR = "harbor"
+    """A folder of tasks in Harbor's format."""
     ROWS = "rows"

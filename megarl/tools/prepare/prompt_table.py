@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.hub import HubError, hub_folder, is_hub_name
+from megarl.episodes.harbor.tasks import BoxLimits, read_task, task_names
 from megarl.errors import DataError
 from megarl.reward.scorers import last_boxed
 from megarl.tools.prepare import DataSetName
@@ -30,6 +31,11 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
     ]
 )
+_EXTRA = SCHEMA.get_field_index("extra_info")
+_TASK_SCHEMA = SCHEMA.set(
+    _EXTRA, pa.field("extra_info", pa.struct([*SCHEMA.field(_EXTRA).type, ("task", pa.string())]))
+)
+"""With the name of a task's folder."""
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 _HELD_OUT = ("test", "val", "eval", "dev")
 _ROWS_PER_READ = 4096
@@ -53,6 +59,8 @@ class _Row:
     source: str
     truth: str = ""
     response: str | None = None
+    task: str | None = None
+    """The folder of a task, for an environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,7 @@ def prepare(
     name: DataSetName, source: Path, out: Path, columns: RecordColumns, *, report: Callable[[str], None]
 ) -> list[WrittenSplit]:
     """Write `train.parquet` and `test.parquet`, as far as the source has them."""
-    splits = split_files(source)
+    splits = {"train": [source]} if name is DataSetName.HARBOR else split_files(source)
     out.mkdir(parents=True, exist_ok=True)
     return [_write(name, split, files, out / f"{split}.parquet", columns, report) for split, files in splits.items()]
 
@@ -83,21 +91,22 @@ def _write(
     num_records = 0
     rows: list[dict[str, object]] = []
     whole = path.with_name(f".{path.name}.partial")
-    with pq.ParquetWriter(whole, SCHEMA) as writer:
+    schema = _TASK_SCHEMA if name is DataSetName.HARBOR else SCHEMA
+    with pq.ParquetWriter(whole, schema) as writer:
         for row in _rows(name, files, columns):
             num_records += 1
-            text = json.dumps(row.prompt)
+            text = json.dumps([row.prompt, row.task])
             if text in seen:
                 continue
             seen.add(text)
             first = first or row
             rows.append(_as_table_row(row, index=len(seen) - 1, split=split))
             if len(rows) == _ROWS_PER_GROUP:
-                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 rows = []
                 report(f"{path}: {len(seen):,} rows")
         if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     if first is None:
         whole.unlink()
         raise DataError(f"{files[0]} has no record")
@@ -116,18 +125,30 @@ def _as_table_row(row: _Row, *, index: int, split: str) -> dict[str, object]:
         "data_source": row.source,
         "prompt": row.prompt,
         "reward_model": {"style": "rule", "ground_truth": row.truth},
-        "extra_info": {"index": index, "split": split},
+        "extra_info": {"index": index, "split": split, "task": row.task},
         "response": row.response,
     }
 
 
 def _rows(name: DataSetName, files: Iterable[Path], columns: RecordColumns) -> Iterator[_Row]:
     for path in files:
+        if name is DataSetName.HARBOR:
+            yield from _harbor_rows(path)
+            continue
         for number, record in enumerate(read_records(path), start=1):
             try:
                 yield _row(name, record, columns, path)
             except _RecordError as error:
                 raise DataError(f"{path} record {number}: {error}") from None
+
+
+def _harbor_rows(folder: Path) -> Iterator[_Row]:
+    """Yield a row per task; its instruction is the prompt."""
+    # Limits are of no interest here; an environment reads them from the task.
+    limits = BoxLimits(memory_bytes=0, disk_bytes=0, cpus=1, max_processes=0)
+    for name in task_names(folder):
+        task = read_task(folder, name, limits)
+        yield _Row(prompt=[{"role": "user", "content": task.instruction.strip()}], source=folder.name, task=name)
 
 
 class _RecordError(Exception):
@@ -162,7 +183,7 @@ def _row(name: DataSetName, record: _Record, columns: RecordColumns, path: Path)
             if answer_message["role"] != "assistant" or not prompt:
                 raise _RecordError("its chosen conversation does not end with an answer; is this UltraFeedback?")
             return _Row(prompt=prompt, source="ultrafeedback", response=answer_message["content"])
-        case DataSetName.ROWS:
+        case _:
             return _any_row(record, columns, path)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.reward.sandbox import Limits, Sandbox, SandboxError
+from megarl.reward.sandbox import Limits, Sandbox, SandboxError, ended_with_caller
 from megarl.reward.scorers.code_tests import compute_score, last_block
 from tests.processes import command_of
 
@@ -252,10 +252,10 @@ def test_nothing_is_left_of_a_program_whose_caller_was_killed(moment: str, tmp_p
 
 def test_a_program_whose_caller_is_gone_already_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch = ["touch", str(tmp_path / "begun")]
-    subprocess.run([*Sandbox._with_caller(None), *touch], check=True)
+    subprocess.run([*ended_with_caller(None), *touch], check=True)
     (tmp_path / "begun").unlink()
     monkeypatch.setattr("os.getpid", lambda: 1)
-    assert subprocess.run([*Sandbox._with_caller(None), *touch], check=False).returncode != 0
+    assert subprocess.run([*ended_with_caller(None), *touch], check=False).returncode != 0
     assert not (tmp_path / "begun").exists()
 
 

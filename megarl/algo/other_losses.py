@@ -1,4 +1,4 @@
-"""Optional parts of the actor's objective: losses other than PPO's, corrections, distillation; and the critic's loss.
+"""Losses other than PPO's (gspo, gmpo, cispo, sapo, sppo, gpg), corrections, distillation; and the critic's loss.
 
 Pure torch. A new loss of the policy is a function here and a `case` of `other_loss`.
 """

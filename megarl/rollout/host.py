@@ -1,4 +1,4 @@
-"""The process of a rollout worker: delivers records of groups to the driver, and their arrays to Ray's object store.
+"""The process of a rollout worker: reports groups to the driver every few seconds, arrays go to Ray's object store.
 
 The driver has references to the arrays, and the columns that a step is decided by. Both are handed over many groups at
 a time: a call costs the driver a millisecond.

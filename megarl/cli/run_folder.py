@@ -27,6 +27,7 @@ from megarl.cli.display import make_console, make_display
 from megarl.cli.lines import format_number, progress_lines
 from megarl.config.document import leaves
 from megarl.config.load import read_recipe
+from megarl.data.episode_trace import EpisodeTrace, as_atif, as_json, find_episode
 from megarl.data.rollout_files import (
     Generation,
     SpokenTurn,
@@ -51,6 +52,12 @@ metrics_app = typer.Typer(no_args_is_help=True, help="List the metrics of runs, 
 
 _MAX_WIDTH = 100
 _TOP_PAUSE_S = 0.5
+
+
+class EpisodeForm(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    ATIF = "atif"
 
 
 def view(
@@ -160,13 +167,23 @@ def samples(
     ] = None,
     is_wrong: Annotated[bool, typer.Option("--wrong", help="Only wrong answers.")] = False,
     source: Annotated[str | None, typer.Option(metavar="NAME", help="Only prompts of this data source.")] = None,
+    episode: Annotated[
+        str | None,
+        typer.Option(metavar="STEP/PROMPT/INDEX", help="One saved rollout of training, as the run page names it."),
+    ] = None,
+    form: Annotated[
+        EpisodeForm, typer.Option("--format", help="The episode as text, as plain JSON or as an ATIF trajectory.")
+    ] = EpisodeForm.TEXT,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 10,
     max_chars: Annotated[
         int,
         typer.Option(min=1, help="Cut longer texts: prompts at the start, answers in the middle."),
     ] = 2000,
 ) -> None:
-    """Show prompts and answers of an evaluation with their scores."""
+    """Show prompts and answers of an evaluation with their scores, or one episode of training."""
+    if episode is not None:
+        show_episode(find_episode(run, episode), form, make_console(), max_chars=max_chars)
+        return
     path = _evaluation_file(run, step)
     chosen = (
         generation
@@ -177,6 +194,31 @@ def samples(
     if not num_shown:
         raise DataError(f"{path}: no answer matches; leave out --wrong or --source")
     print(f"{num_shown} shown of {path}")
+
+
+def show_episode(trace: EpisodeTrace, form: EpisodeForm, console: Console, *, max_chars: int) -> None:
+    """Print an episode as a conversation, or as JSON of one kind."""
+    if form is not EpisodeForm.TEXT:
+        print(json.dumps(as_atif(trace) if form is EpisodeForm.ATIF else as_json(trace), ensure_ascii=False, indent=1))
+        return
+    lines = [Text(_printable(_cut_start(trace.prompt, max_chars)), style="dim")]
+    row = 0
+    for turn in trace.turns:
+        if turn.row != row:
+            row = turn.row
+            lines.append(Text(f"row {row + 1}: the history was written anew", style="magenta"))
+        if turn.kind is TurnKind.CONTEXT:
+            lines.append(Text(f"history ({turn.num_tokens} tokens, not trained on)", style="dim"))
+            continue
+        spoken = SpokenTurn(kind=turn.kind, text=turn.text, reward=turn.reward, seconds=turn.seconds)
+        lines.append(_spoken(spoken, max_chars))
+    score = "not scored" if trace.is_masked else f"score {trace.score:g}"
+    sampled = sum(turn.num_tokens for turn in trace.turns if turn.kind is TurnKind.SAMPLED)
+    facts = [score, trace.ending, f"{trace.num_trained} tokens trained of {sampled} sampled", f"{trace.num_rows} rows"]
+    facts += [f"{name} {value:g}" for name, value in trace.components.items()]
+    lines.append(Text(_printable("  ".join(facts)), style="yellow"))
+    title = Text(_printable(f" {trace.episode}  {trace.data_source} "))
+    console.print(Panel(Group(*lines), title=title, title_align="left", width=min(console.width, _MAX_WIDTH)))
 
 
 def _evaluation_file(run: Path, step: int | None) -> Path:

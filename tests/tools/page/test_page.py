@@ -132,6 +132,16 @@ def test_an_episode_is_a_conversation_and_its_step_has_a_swimlane(tmp_path: Path
             assert [head.split(" · ")[0] for head in heads] == ["model", "environment (not trained on)", "model"]
             assert "version 2 to 3" in heads[2]
             assert "reward 0.25" in heads[0]
+            assert f"{len(CALL)} tokens, {len(CALL)} trained" in heads[0]
+            await page.evaluate(
+                "const colour = document.querySelector('.detail select'); colour.value = 'text'; "
+                "colour.dispatchEvent(new Event('change'))"
+            )
+            said = await page.evaluate(
+                "[...document.querySelectorAll('.detail .said .response')].map((one) => one.textContent)"
+            )
+            assert said == [CALL, GIVEN, ANSWER]
+            assert await page.evaluate("document.querySelectorAll('.detail .token').length") == 0
             await page.evaluate("document.getElementById('tab-timeline').click()")
             # Three turns each, without the results that took no time.
             assert await page.until("document.querySelectorAll('rect.turn').length") == 3 * 12

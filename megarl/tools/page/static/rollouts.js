@@ -160,6 +160,7 @@ megarl.rollouts = (() => {
       onchange: () => ((colour = select.value), showDetail(one)),
     });
     for (const [key, label] of [
+      ["text", "none: conversation"],
       ["gap", "gap of log-probabilities"],
       ["version", "policy version"],
       ["advantage", "advantage"],
@@ -178,18 +179,32 @@ megarl.rollouts = (() => {
     ];
     parts.detail.replaceChildren(
       element("h2", {}, `${one.prompt_uid}, rollout ${one.index}`),
-      element("p", { class: "meta" }, `step ${one.step} · ${one.data_source}`),
+      element("p", { class: "meta" }, `step ${one.step} · ${one.data_source} · `, element("code", {}, `${one.step}/${one.prompt_uid}/${one.index}`)),
       element("dl", {}, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("h3", {}, "Prompt"),
       element("pre", { class: "prompt" }, one.prompt),
-      element("div", { class: "toolbar" }, element("h3", {}, turns(one).length > 1 ? "Episode" : "Response"), select, scale()),
+      element("div", { class: "toolbar" }, element("h3", {}, turns(one).length > 1 ? "Episode" : "Response"), select, ...(colour === "text" ? [] : [scale()])),
       ...(turns(one).length > 1 ? [lane(one)] : []),
-      ...turns(one).flatMap((turn) => [
-        ...(turns(one).length > 1 ? [element("p", { class: `meta turn key turn-${turn.kind}` }, headline(turn))] : []),
-        element("pre", { class: "response" }, ...one.pieces.slice(turn.start, turn.end).map((piece, i) => token(one, piece, turn.start + i))),
-      ]),
+      ...turns(one).flatMap((turn) => (colour === "text" ? said(one, turn) : tokens(one, turn))),
     );
     parts.detail.scrollTop = 0;
+  }
+
+  function tokens(one, turn) {
+    return [
+      ...(turns(one).length > 1 ? [element("p", { class: `meta turn key turn-${turn.kind}` }, headline(one, turn))] : []),
+      element("pre", { class: "response" }, ...one.pieces.slice(turn.start, turn.end).map((piece, i) => token(one, piece, turn.start + i))),
+    ];
+  }
+
+  // A turn as text. A history that was rendered again is folded: it repeats what stands above.
+  function said(one, turn) {
+    const row = (one.row_starts || []).indexOf(turn.start);
+    const mark = row < 0 ? [] : [element("p", { class: "meta branch" }, `row ${row + 2}: the history was written anew`)];
+    const text = element("pre", { class: "response" }, one.pieces.slice(turn.start, turn.end).join(""));
+    const head = headline(one, turn);
+    if (turn.kind === "context") return [...mark, element("details", { class: "said" }, element("summary", { class: "meta" }, head), text)];
+    return [...mark, element("section", { class: `said said-${turn.kind}` }, element("p", { class: `meta turn key turn-${turn.kind}` }, head), text)];
   }
 
   // A single response is one sampled turn; runs of earlier versions have no turns.
@@ -199,17 +214,19 @@ megarl.rollouts = (() => {
 
   const SPEAKERS = { sampled: "model", given: "environment (not trained on)", context: "history, rendered again in a new row (not trained on)" };
 
-  function headline(turn) {
+  function headline(one, turn) {
+    const trained = one.loss_mask.slice(turn.start, turn.end).filter(Boolean).length;
     const versions = turn.versions ? `version ${[...new Set(turn.versions)].join(" to ")}` : "";
     const reward = turn.reward ? `reward ${number(turn.reward)}` : "";
-    return [SPEAKERS[turn.kind], `${turn.end - turn.start} tokens`, `${turn.seconds.toFixed(2)} s`, versions, reward].filter(Boolean).join(" · ");
+    const size = `${turn.end - turn.start} tokens` + (turn.kind === "sampled" ? `, ${trained} trained` : "");
+    return [SPEAKERS[turn.kind], size, `${turn.seconds.toFixed(2)} s`, versions, reward].filter(Boolean).join(" · ");
   }
 
   // The time of each turn, side by side.
   function lane(one) {
     const total = turns(one).reduce((sum, turn) => sum + turn.seconds, 0) || 1;
     const spans = turns(one).map((turn) => {
-      const span = element("span", { class: `lane-${turn.kind}`, title: headline(turn) });
+      const span = element("span", { class: `lane-${turn.kind}`, title: headline(one, turn) });
       span.style.width = `${(100 * turn.seconds) / total}%`;
       return span;
     });

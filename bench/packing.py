@@ -16,15 +16,11 @@ from bench.dataplane import PlaneFigure
 from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, plan_packs
 from megarl.data.shares import make_shares
 from megarl.families import PUBLIC_MODELS
-from megarl.planner.flops import forward_flops
+from megarl.planner.flops import sequence_cost
 from megarl.tokens import Content
 from megarl.types import FinishReason, Rollout, TrainBatch, TrainSample
 
-_SHAPE = PUBLIC_MODELS["qwen2.5-32b"]
-_COST = SequenceCost(
-    per_token=forward_flops(_SHAPE, num_tokens=1, num_squared_tokens=0),
-    per_squared_token=forward_flops(_SHAPE, num_tokens=0, num_squared_tokens=1),
-)
+_COST = sequence_cost(PUBLIC_MODELS["qwen2.5-32b"])
 _ATTENTION = SequenceCost(per_token=0.0, per_squared_token=1.0)
 _MAX_TOKENS = 20_480
 _PROMPT_TOKENS = 200

@@ -28,7 +28,8 @@ import dill
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from megarl.cli.display import NotebookDisplay, is_notebook, make_console, make_display
+from megarl.cli.display import NotebookDisplay, is_notebook, make_display
+from megarl.cli.lines import make_console
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, override_value, read_document
 from megarl.config.hub import with_local_models

@@ -15,7 +15,8 @@ from pydantic_core import to_jsonable_python
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.config.recipe import Recipe
-from megarl.data.rollout_files import Generation, list_generations, list_rollouts, read_generations
+from megarl.data.evaluation_files import Generation, list_generations, read_generations
+from megarl.data.rollout_files import list_rollouts
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, Record, RunFinished, RunStarted, read_events
 from megarl.observe.history import History, fold_history

@@ -19,6 +19,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 RouteArray: TypeAlias = npt.NDArray[np.unsignedinteger]
 """[tokens, layers, experts of a token], uint8 or uint16."""
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
+"""Hash factors, one for each token of a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,18 @@ class PackedColumns:
     """[N], which policy chose the token; None where one policy chose all."""
     teacher: npt.NDArray[np.float32] | None = None
     """[N, 1 + 2K], see `train.likeliest.top_scores`."""
+
+
+def repeated_share(token_ids: npt.NDArray[np.int32]) -> float:
+    """Return the share of 4-token windows that occurred before in the response."""
+    num_windows = len(token_ids) - len(_FACTORS) + 1
+    if num_windows < 1:
+        return 0.0
+    tokens, keys = token_ids.astype(np.uint64), np.zeros(num_windows, np.uint64)
+    # A sum with odd factors, modulo 2^64: two different windows collide in about one of 2^64 pairs.
+    for index, factor in enumerate(_FACTORS):
+        keys += tokens[index : index + num_windows] * factor
+    return 1 - len(np.unique(keys)) / num_windows
 
 
 def repeated(value: _Number, count: int) -> npt.NDArray[_Number]:

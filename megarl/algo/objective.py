@@ -158,7 +158,7 @@ class MismatchMonitor:
     def __init__(self, algorithm: AlgorithmConfig, dtype: DtypeName, state: MonitorState | None = None) -> None:
         """`dtype` is that of the weights; `state` is that of a monitor to continue."""
         self.algorithm = algorithm
-        self._dtype: DtypeName = dtype
+        self._limits = None if algorithm.mismatch is None else algorithm.mismatch.limits(dtype)
         self.state = state or MonitorState()
         if self.state.has_switched_correction_on:
             self._switch_correction_on()
@@ -206,7 +206,8 @@ class MismatchMonitor:
         """Return the thresholds of warning and action; None until the steps of the baseline are complete."""
         key, baseline = "algorithm.mismatch", config.baseline
         if baseline is None:
-            warn_above, act_above = config.limits(self._dtype)
+            assert self._limits is not None, "a recipe without limits has no thresholds"
+            warn_above, act_above = self._limits
             return (
                 _Threshold(limit=warn_above, text=f"{key}.warn_above {warn_above:g}"),
                 _Threshold(limit=act_above, text=f"{key}.act_above {act_above:g}"),

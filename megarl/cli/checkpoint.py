@@ -28,8 +28,8 @@ from megarl.checkpoint.folder import (
     prune,
 )
 from megarl.checkpoint.manifest import MANIFEST_FILE, check_sizes, read_manifest, verify
-from megarl.cli.display import count_bytes, make_console
-from megarl.cli.lines import format_seconds
+from megarl.cli.display import count_bytes
+from megarl.cli.lines import format_seconds, make_console
 from megarl.errors import CheckpointError, MachineError, first_line
 
 if TYPE_CHECKING:

@@ -5,51 +5,29 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from threading import Lock
 from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.lines import PlainDisplay, describe, numbers_text, phase_text, progress_lines, step_text
-from megarl.env import NO_COLOR
 from megarl.observe.events import Progress, Record, RunStarted, Sink, advance
-from megarl.system.terminal import printable
 
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30
 _MAX_LINES = 12
 """Lines that stay visible above the progress."""
-
-
-class _LastingConsole(Console):
-    """A console whose reader may leave, as `head` does: a run goes on without it. Texts cannot control the terminal."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
-
-    def on_broken_pipe(self) -> None:
-        with suppress(SystemExit):
-            super().on_broken_pipe()
-
-
-def make_console(width: int | None = None) -> Console:
-    """Return a console whose lines wrap where the terminal ends, or tables at `width`."""
-    return _LastingConsole(
-        width=width, no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=width is None
-    )
 
 
 def show_warnings(console: Console) -> None:

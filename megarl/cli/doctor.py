@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.display import make_console
+from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides
 from megarl.env import RAY_ADDRESS
 from megarl.errors import ConfigError, MachineError, Problem

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from megarl.checkpoint.folder import find_model
 from megarl.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megarl.cli.display import make_console, make_display
+from megarl.cli.display import make_display
+from megarl.cli.lines import make_console
 from megarl.cli.run_folder import RunArgument
 from megarl.cli.train import ignore_warnings
 from megarl.config.checks.recipe import check_recipe

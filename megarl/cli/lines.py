@@ -1,13 +1,16 @@
-"""A run in lines of text: one per step, and one per event that matters to people."""
+"""A run in lines of text, one per step and one per event that matters to people, and the console that they go to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from functools import singledispatch
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
+from megarl.env import NO_COLOR
 from megarl.observe.cost import describe_cost
 from megarl.observe.events import (
     CheckpointFailed,
@@ -30,7 +33,26 @@ from megarl.observe.events import (
 from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
 from megarl.system.secret import masked
-from megarl.system.terminal import as_entry
+from megarl.system.terminal import as_entry, printable
+
+
+class _LastingConsole(Console):
+    """A console whose reader may leave, as `head` does: a run goes on without it. Texts cannot control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+def make_console(width: int | None = None) -> Console:
+    """Return a console whose lines wrap where the terminal ends, or tables at `width`."""
+    return _LastingConsole(
+        width=width, no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=width is None
+    )
 
 
 class PlainDisplay:

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from megarl.cli.display import make_console
+from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
 from megarl.errors import ConfigError

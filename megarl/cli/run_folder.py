@@ -23,19 +23,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.display import make_console, make_display
-from megarl.cli.lines import format_number, progress_lines
+from megarl.cli.display import make_display
+from megarl.cli.lines import format_number, make_console, progress_lines
 from megarl.config.document import leaves
 from megarl.config.load import read_recipe
 from megarl.data.episode_trace import EpisodeTrace, as_atif, as_json, find_episode
-from megarl.data.rollout_files import (
-    Generation,
-    SpokenTurn,
-    list_generations,
-    list_rollouts,
-    read_episodes,
-    read_generations,
-)
+from megarl.data.evaluation_files import Generation, SpokenTurn, list_generations, read_generations
+from megarl.data.rollout_files import list_rollouts, read_episodes
 from megarl.errors import ConfigError, DataError, Problem, writing
 from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.events import EVENTS_FILE, EventTail, Progress, RunFinished, advance, read_events

@@ -68,7 +68,8 @@ def train(
     checked = load_checked(recipe, overrides, downloads=True)
     ignore_warnings()
 
-    from megarl.cli.display import make_console, make_display, show_warnings
+    from megarl.cli.display import make_display, show_warnings
+    from megarl.cli.lines import make_console
     from megarl.cli.run_folder import traced
     from megarl.run import launch
 

@@ -16,7 +16,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from megarl.cli.display import make_console
+from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName, load_checked
 from megarl.cli.train import ignore_warnings
 from megarl.errors import ConfigError, MachineError, NumericsError, WeightSyncError

@@ -15,11 +15,12 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
+from megarl.data.evaluation_files import EvaluatedRollout
 from megarl.data.group_encoding import ContentArrays
-from megarl.data.rollout_files import MAX_TABLE_ROWS, EvaluatedRollout, FiledRollout, SampledRollout
+from megarl.data.rollout_files import MAX_TABLE_ROWS, SampledRollout
 from megarl.data.shares import Share
 from megarl.errors import WorkerError, first_line
-from megarl.tokens import Content, ContentSource
+from megarl.tokens import Content, ContentHandle, ContentSource
 from megarl.types import RolloutGroup
 
 
@@ -163,25 +164,21 @@ def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredRespon
     return replace(share, sources=tuple(sources), places=tuple(located_now))
 
 
-async def write_stored(path: Path, rollouts: Sequence[FiledRollout], hosts: Sequence[ActorHandle]) -> None:
+async def write_samples(path: Path, samples: Sequence[SampledRollout], hosts: Sequence[ActorHandle]) -> None:
     """Have these workers write a file: each makes the rows of its own responses, and one of them writes all rows."""
-    answers = [each for each in rollouts if isinstance(each, EvaluatedRollout)]
-    if answers:
-        await _write_answers(path, answers, hosts)
-        return
     live = {host._actor_id: host for host in hosts}
     tables, writer = [], hosts[0]
-    for owner, of_owner in groupby((each for each in rollouts if isinstance(each, SampledRollout)), _owner):
+    for owner, of_owner in groupby(samples, lambda sample: _owner(sample.sample.rollout.content)):
         host, rows = live.get(owner, writer), list(of_owner)
         batches = (rows[first : first + MAX_TABLE_ROWS] for first in range(0, len(rows), MAX_TABLE_ROWS))
         tables += [host.tabulate.remote(batch) for batch in batches]
     await writer.write.remote(path, tables)
 
 
-async def _write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts: Sequence[ActorHandle]) -> None:
+async def write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts: Sequence[ActorHandle]) -> None:
     """Have these workers write an evaluation, with one call to each: an evaluation may have thousands of prompts."""
     places = {host._actor_id: place for place, host in enumerate(hosts)}
-    order = [places.get(_owner(answer), 0) for answer in answers]
+    order = [places.get(_owner(answer.content), 0) for answer in answers]
     parts: list[list[EvaluatedRollout]] = [[] for _ in hosts]
     for place, answer in zip(order, answers, strict=True):
         parts[place].append(answer)
@@ -189,8 +186,7 @@ async def _write_answers(path: Path, answers: Sequence[EvaluatedRollout], hosts:
     await hosts[0].write_lines.remote(path, lines, order)
 
 
-def _owner(rollout: FiledRollout) -> ray.ActorID | None:
-    """Return the worker that made a rollout, None if it is not known."""
-    content = rollout.content if isinstance(rollout, EvaluatedRollout) else rollout.sample.rollout.content
+def _owner(content: ContentHandle) -> ray.ActorID | None:
+    """Return the worker that made a response, None if it is not known."""
     source, _ = content.locate()
     return source.host._actor_id if isinstance(source, StoredResponses) and source.host is not None else None

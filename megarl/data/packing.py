@@ -24,7 +24,10 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:
-    """The work of one sequence: linear in its length, and for attention also quadratic. Only the ratio matters."""
+    """The operations of a forward pass over one sequence: linear in its length, and for attention also quadratic.
+
+    A packing depends on their ratio alone.
+    """
 
     per_token: float = 1.0
     per_squared_token: float = 0.0

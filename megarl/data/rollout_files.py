@@ -1,45 +1,39 @@
-"""Rollouts in files, for people to read: samples of training and all of an evaluation.
+"""Samples of training in files, for people to read: `<run>/rollouts/step_N.parquet`, one rollout per row.
 
-Samples of training are in `<run>/rollouts/step_N.parquet`, one rollout per row; a list of them needs only small
-columns, and the columns per token are read for one rollout at a time. An evaluation is in
-`<run>/evaluations/step_N.jsonl`.
+A list of them needs only small columns; the columns per token are read for one rollout at a time. The rollouts of
+evaluations are in `evaluation_files`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError, first_line, writing
-from megarl.tokens import COLUMNS, ContentHandle, TokenColumn
+from megarl.errors import DataError, MachineError, first_line
+from megarl.tokens import COLUMNS, TokenColumn
 from megarl.types import (
     DEMONSTRATION,
     Episode,
-    FinishReason,
     FloatArray,
     Rollout,
     Score,
     ScoredGroup,
     TokenArray,
     TrainSample,
-    Turn,
-    TurnKind,
 )
 
 ROLLOUTS_FOLDER = "rollouts"
-EVALUATIONS_FOLDER = "evaluations"
 MAX_TABLE_ROWS = 64
 """Rows that are read to show one rollout."""
 
@@ -88,22 +82,18 @@ def rollouts_file(run_folder: Path, step: int) -> Path:
 
 def list_rollouts(run_folder: Path) -> dict[int, Path]:
     """Return the files by step, in the order of steps."""
-    return _list_steps(run_folder / ROLLOUTS_FOLDER)
+    return list_steps(run_folder / ROLLOUTS_FOLDER)
 
 
-def _list_steps(folder: Path) -> dict[int, Path]:
+def list_steps(folder: Path) -> dict[int, Path]:
+    """Return the files of steps by step, in the order of steps."""
     names = {path: _STEP_FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
-def write_rollouts(path: Path, rollouts: Sequence[FiledRollout], *, decode: Callable[[TokenArray], str]) -> None:
+def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
-    answers = [each for each in rollouts if isinstance(each, EvaluatedRollout)]
-    if answers:
-        write_generations(path, (answer.line(decode) for answer in answers))
-        return
-    samples = [each for each in rollouts if isinstance(each, SampledRollout)]
-    batches = (samples[first : first + MAX_TABLE_ROWS] for first in range(0, len(samples), MAX_TABLE_ROWS))
+    batches = (rollouts[first : first + MAX_TABLE_ROWS] for first in range(0, len(rollouts), MAX_TABLE_ROWS))
     singles: dict[int, str] = {}
     write_tables(path, (make_table(batch, decode, singles) for batch in batches))
 
@@ -182,6 +172,11 @@ def _chosen(rollout: Rollout) -> npt.NDArray[np.int32]:
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
     """Write one row per sample: its tokens and text, and every number per token."""
     write_tables(path, [pa.table(_columns(samples))])
+
+
+def make_text_folder(folder: Path) -> None:
+    """Make a folder for prompts and responses: other users do not enter it, and its group does as the umask says."""
+    folder.mkdir(mode=0o770, parents=True, exist_ok=True)
 
 
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
@@ -289,120 +284,3 @@ def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str], singles:
 def _line(text: str) -> str:
     """Return the beginning of the text, on one line."""
     return " ".join(text[: 2 * _LINE_CHARS].split())[:_LINE_CHARS]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpokenTurn:
-    """One turn of an episode as text, special tokens included."""
-
-    kind: TurnKind
-    text: str
-    reward: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One rollout of an evaluation and its score."""
-
-    prompt_uid: str
-    data_source: str
-    is_greedy: bool
-    index: int
-    """Its place among the rollouts of the prompt; 0 for the greedy one."""
-    is_right: bool
-    score: float
-    components: Mapping[str, float]
-    prediction: str | None
-    """The answer that the scorer read from the response; None if it names none."""
-    ground_truth: str
-    finish_reason: FinishReason
-    num_tokens: int
-    prompt: str = ""
-    """The prompt with the chat template applied."""
-    response: str = ""
-    ending: str | None = None
-    """Why the episode ended; None for a single response, which has no turns."""
-    turns: tuple[SpokenTurn, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedRollout:
-    """A rollout of an evaluation whose texts may lie elsewhere."""
-
-    generation: Generation
-    """Without its texts."""
-    prompt_ids: TokenArray  # [P]
-    content: ContentHandle
-    turns: tuple[Turn, ...]
-
-    def line(self, decode: Callable[[TokenArray], str]) -> bytes:
-        """Return the generation as a line of a file. `decode` returns the text of tokens, special ones included."""
-        content = self.content.load()
-        spoken = (
-            SpokenTurn(
-                kind=turn.kind,
-                text=decode(content.token_ids[turn.start : turn.end]),
-                reward=turn.reward,
-                seconds=round(turn.seconds, 3),
-            )
-            for turn in self.turns
-            if turn.kind is not TurnKind.CONTEXT
-        )
-        return as_line(
-            replace(self.generation, prompt=decode(self.prompt_ids), response=content.text, turns=tuple(spoken))
-        )
-
-
-FiledRollout: TypeAlias = SampledRollout | EvaluatedRollout
-
-
-def generations_file(run_folder: Path, step: int) -> Path:
-    return run_folder / EVALUATIONS_FOLDER / f"step_{step:06d}.jsonl"
-
-
-def list_generations(run_folder: Path) -> dict[int, Path]:
-    """Return the files by step, in the order of steps."""
-    return _list_steps(run_folder / EVALUATIONS_FOLDER)
-
-
-def as_line(generation: Generation) -> bytes:
-    return _GENERATION.dump_json(generation) + b"\n"
-
-
-def make_text_folder(folder: Path) -> None:
-    """Make a folder for prompts and responses: other users do not enter it, and its group does as the umask says."""
-    folder.mkdir(mode=0o770, parents=True, exist_ok=True)
-
-
-def write_generations(path: Path, lines: Iterable[bytes]) -> None:
-    """Write the file in one operation: under its name it is complete and on disk."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with writing(path):
-        make_text_folder(path.parent)
-        with partial.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-
-
-def read_generations(path: Path) -> Iterator[Generation]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield _parse(line, where=f"{path}: line {number}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-_GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
-
-
-def _parse(line: bytes, *, where: str) -> Generation:
-    try:
-        return _GENERATION.validate_json(line)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        raise DataError(f"{where} is not a generation of this version of megarl: {key}: {detail['msg']}") from None

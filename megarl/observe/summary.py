@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.results import CriticStats, PreferenceStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
-from megarl.tokens import counted, is_repeated, num_true
+from megarl.tokens import counted, is_repeated, num_true, repeated_share
 from megarl.types import (
     DEMONSTRATION,
     FinishReason,
     PolicyVersion,
     Rollout,
     ScoredGroup,
-    TokenArray,
     TrainSample,
     TurnKind,
 )
@@ -31,8 +30,6 @@ Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", 
 _OUTLIER_DEVIATIONS = 6.0
 _NORMAL_PER_MEDIAN = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median."""
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
-"""Hash factors, one for each token of a window."""
 _MAX_RESPONSES = 64
 _RANKS = np.linspace(0, 1, 21)
 """Ranks of the recorded quantiles of lengths."""
@@ -288,18 +285,6 @@ def _repetition(groups: Sequence[ScoredGroup]) -> float:
 def _repetition_of(rollout: Rollout) -> float:
     known = rollout.content.repetition
     return repeated_share(rollout.token_ids) if known is None else known
-
-
-def repeated_share(token_ids: TokenArray) -> float:
-    """Return the share of 4-token windows that occurred before in the response."""
-    num_windows = len(token_ids) - len(_FACTORS) + 1
-    if num_windows < 1:
-        return 0.0
-    tokens, keys = token_ids.astype(np.uint64), np.zeros(num_windows, np.uint64)
-    # A sum with odd factors, modulo 2^64: two different windows collide in about one of 2^64 pairs.
-    for index, factor in enumerate(_FACTORS):
-        keys += tokens[index : index + num_windows] * factor
-    return 1 - len(np.unique(keys)) / num_windows
 
 
 def _num_without_signal(groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from megarl.data.packing import SequenceCost
 from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.weights.layouts.canonical import num_active_parameters
@@ -41,9 +42,12 @@ def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: fl
     )
 
 
-def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> float:
-    """Return the operations of a forward pass, of all kinds."""
-    return forward_work(shape, num_tokens=num_tokens, num_squared_tokens=num_squared_tokens).total
+def sequence_cost(shape: ModelShape) -> SequenceCost:
+    """Return the operations of a forward pass over one sequence, of all kinds."""
+    return SequenceCost(
+        per_token=forward_work(shape, num_tokens=1, num_squared_tokens=0).total,
+        per_squared_token=forward_work(shape, num_tokens=0, num_squared_tokens=1).total,
+    )
 
 
 @cache

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, teaching_of
-from megarl.data.packing import Packing, SequenceCost
+from megarl.data.packing import Packing
 from megarl.data.shares import ModelPacking
 from megarl.families.shape import ModelShape
-from megarl.planner.flops import forward_flops
+from megarl.planner.flops import sequence_cost
 from megarl.ranks.start import critic_shape
 
 
@@ -83,10 +83,7 @@ def _packing(
         pad_multiple=split.pack_multiple,
         sequence_multiple=split.sequence_multiple,
         micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
-        cost=SequenceCost(
-            per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),
-            per_squared_token=forward_flops(shape, num_tokens=0, num_squared_tokens=1),
-        ),
+        cost=sequence_cost(shape),
         keeps_episodes=needs.sums_over_episodes,
     )
     return ModelPacking(

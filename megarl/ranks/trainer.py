@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.config.recipe import Recipe
+from megarl.data.packing import SequenceCost
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import row_lengths
 from megarl.errors import MachineError, NumericsError
 from megarl.families.shape import ModelShape
-from megarl.planner.flops import forward_flops
 from megarl.planner.hardware import gpu_named
 from megarl.ranks.calls import ActorCalls, CriticCalls
 from megarl.ranks.forward_passes import ForwardPasses, passes_of
@@ -40,7 +38,6 @@ class ModelsTrainer:
     passes: ForwardPasses | None
     """None if the algorithm needs no column of tokens before an update."""
     algorithm: Sft | PolicyGradient
-    shape: ModelShape
     epochs: int
     num_steps: int
     """Steps that the models have taken."""
@@ -74,7 +71,6 @@ class ModelsTrainer:
             packings=packings,
             passes=passes_of(recipe, trainers, packings, algorithm),
             algorithm=algorithm,
-            shape=shape,
             epochs=recipe.train.epochs,
             num_steps=num_steps,
             version=version,
@@ -142,7 +138,7 @@ class ModelsTrainer:
         work = training_work(
             [length for sample in samples for length in row_lengths(sample)],
             update.usage["actor"],
-            shape=self.shape,
+            cost=self.packings.actor.packing.cost,
             epochs=self.epochs,
             num_ranks=len(actor),
         )
@@ -199,11 +195,9 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
 
 
 def training_work(
-    lengths: Sequence[int], usage: RankUsage, *, shape: ModelShape, epochs: int, num_ranks: int
+    lengths: Sequence[int], usage: RankUsage, *, cost: SequenceCost, epochs: int, num_ranks: int
 ) -> TrainingWork:
     """Return the work of all sequences of a step; padding is not counted."""
-    tokens = np.asarray(lengths, np.float64)
-    forward = forward_flops(shape, num_tokens=float(tokens.sum()), num_squared_tokens=float(np.square(tokens).sum()))
     gpu = None if usage.gpu_name is None else gpu_named(usage.gpu_name)
     peak = None if gpu is None else num_ranks * gpu.flops
-    return TrainingWork(flops=_PASSES * epochs * forward, peak_flops_per_second=peak)
+    return TrainingWork(flops=_PASSES * epochs * sum(cost.of(lengths)), peak_flops_per_second=peak)

@@ -26,21 +26,21 @@ from megarl.algo.grade import answer_in
 from megarl.cluster.remote_process import RemoteProcess, this_process
 from megarl.cluster.stored import StoredContent, StoredResponses, fetch
 from megarl.config.reward import RewardConfig
+from megarl.data.evaluation_files import EvaluatedRollout, write_generations
 from megarl.data.group_encoding import ContentArrays, GroupRecord
-from megarl.data.rollout_files import EvaluatedRollout, SampledRollout, make_table, write_generations, write_tables
+from megarl.data.rollout_files import SampledRollout, make_table, write_tables
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError
 from megarl.families.shape import ModelShape
-from megarl.observe.summary import repeated_share
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
 from megarl.rollout.following import EngineView, FollowingFleet, WorkerReport
 from megarl.rollout.frozen import FollowedModels, FrozenAccess
 from megarl.rollout.generator import Vocabulary
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask, RolloutWorker, cache_sizes
-from megarl.tokens import OF_ROLLOUT, is_repeated, repeated
+from megarl.tokens import OF_ROLLOUT, is_repeated, repeated, repeated_share
 from megarl.types import Prompt, Rollout, RolloutGroup, Score
 
 REPORT_EVERY_S = 5.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -20,10 +21,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.cluster import live_nodes
 from megarl.cluster.remote_process import RemoteProcess, end
-from megarl.cluster.stored import StoredResponses, nodes_of, write_stored
+from megarl.cluster.stored import StoredResponses, nodes_of, write_answers, write_samples
 from megarl.cluster.tasks import logged_task
 from megarl.cluster.worker_group import exit_detail
-from megarl.data.rollout_files import FiledRollout
+from megarl.data.evaluation_files import EvaluatedRollout
+from megarl.data.rollout_files import SampledRollout
 from megarl.engine.dispatch import Dispatcher, lent_engines
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineStatus
@@ -164,14 +166,21 @@ class RolloutWorkers:
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
-    async def write(self, path: Path, rollouts: Sequence[FiledRollout]) -> None:
-        """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
+    async def write(self, path: Path, samples: Sequence[SampledRollout]) -> None:
+        """Have the workers write a file of samples; the part of one that is lost is written by another."""
+        await self._write(path, partial(write_samples, path, samples))
+
+    async def write_answers(self, path: Path, answers: Sequence[EvaluatedRollout]) -> None:
+        """Have the workers write the answers of an evaluation."""
+        await self._write(path, partial(write_answers, path, answers))
+
+    async def _write(self, path: Path, write: Callable[[Sequence[ActorHandle]], Awaitable[None]]) -> None:
         reason = ""
         for _ in range(_MAX_LOST):
             while not (hosts := [each.host for each in self._workers if each.host is not None and each.has_answered]):
                 await asyncio.sleep(_POLL_S)
             try:
-                return await write_stored(path, rollouts, hosts)
+                return await write(hosts)
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 reason = exit_detail(cause)

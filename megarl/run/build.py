@@ -20,10 +20,10 @@ from megarl.run.evaluate import build_evaluation
 from megarl.run.inputs import Inputs
 from megarl.run.loop import Loop, Start
 from megarl.run.preemption import Preemption
-from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, rollout_writer
+from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, sample_writer
 from megarl.run.saver import RunSaver
 from megarl.serving.connect import Roles, publisher_of
-from megarl.stages import Stages, Trainer
+from megarl.stages import Publisher, Stages, Trainer
 from megarl.types import PolicyVersion
 
 
@@ -76,9 +76,7 @@ class LoopBuilder:
             groups=groups,
             algorithm=algorithm,
             trainer=self._trainer(models),
-            publisher=publisher_of(
-                self.roles, recipe, self.workers, self.inputs.tokenizer.eos_ids, models, self.observer
-            ),
+            publisher=self._publisher(models),
             phases=self.roles.phases,
         )
         evaluation = build_evaluation(
@@ -178,6 +176,10 @@ class LoopBuilder:
             algorithm=algorithm,
         )
 
+    def _publisher(self, models: ModelsTrainer) -> Publisher:
+        vocab, eos_ids = self.inputs.shape.vocab, self.inputs.tokenizer.eos_ids
+        return publisher_of(self.roles, self.recipe, self.workers, vocab, eos_ids, models, self.observer)
+
     def _trainer(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
         if not recipe.algorithm.needs.has_engines:
@@ -188,7 +190,7 @@ class LoopBuilder:
             seed=recipe.run.seed,
             logprobs=models.logprobs,
             complete=models.complete,
-            write=rollout_writer(self.inputs, self.workers),
+            write=sample_writer(self.inputs, self.workers),
             warn=self.observer.warned,
         )
         return SampledTrainer(models, sampler, num_steps=self._start.step)

@@ -19,8 +19,8 @@ from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.algo.grade import grade, is_right
 from megarl.cluster.tasks import task_group
 from megarl.config.recipe import EvaluationConfig, Recipe
+from megarl.data.evaluation_files import EvaluatedRollout, Generation, generations_file, write_generations
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
-from megarl.data.rollout_files import EvaluatedRollout, Generation, generations_file
 from megarl.errors import MachineError, WorkerError
 from megarl.observe.events import Evaluated
 from megarl.observe.observer import Observer
@@ -29,8 +29,8 @@ from megarl.results import EvalResult, PreferenceStats
 from megarl.rollout.generator import Sampling, evaluation_seed
 from megarl.rollout.groups import GivenGroups
 from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.rollout.workers import RolloutWorkers
 from megarl.run.inputs import Inputs
-from megarl.run.rollout_samples import WriteRollouts, rollout_writer
 from megarl.run.saver import Saver
 from megarl.stages import Generator, Phases
 from megarl.tokens import counted
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 Answer: TypeAlias = Callable[[Prompt], Coroutine[None, None, ScoredGroup]]
 """Returns all rollouts of one prompt, scored."""
+WriteAnswers: TypeAlias = Callable[[Path, Sequence[EvaluatedRollout]], Awaitable[None]]
+"""Writes the answers of an evaluation to a file."""
 
 _LONG_WAIT_S = 1.0
 
@@ -144,7 +146,7 @@ class HeldOutAnswers:
     greedy: Answer | None
     """None where the configuration does not ask for it."""
     sampled: Answer | None
-    write: WriteRollouts
+    write: WriteAnswers
     run_folder: Path
 
     async def evaluate(self, step: int) -> EvalResult:
@@ -332,6 +334,18 @@ def _held_out_answers(
         prompts=inputs.eval,
         greedy=sampled_with(greedy(max_response_tokens=max_tokens)) if config.is_greedy else None,
         sampled=None if sampled is None else sampled_with(Sampling.of(sampled, max_response_tokens=max_tokens)),
-        write=rollout_writer(inputs, workers),
+        write=_answer_writer(inputs, workers),
         run_folder=recipe.run_folder.absolute(),
     )
+
+
+def _answer_writer(inputs: Inputs, workers: RolloutSource) -> WriteAnswers:
+    """Return what writes answers for people, where their tokens are."""
+    if isinstance(workers, RolloutWorkers):
+        return workers.write_answers
+
+    async def write(path: Path, answers: Sequence[EvaluatedRollout]) -> None:
+        lines = (answer.line(inputs.tokenizer.decode) for answer in answers)
+        await asyncio.to_thread(write_generations, path, lines)
+
+    return write

@@ -11,7 +11,7 @@ from random import Random
 from typing import TypeAlias
 
 from megarl.config.recipe import RolloutSamplesConfig
-from megarl.data.rollout_files import FiledRollout, SampledRollout, prune_rollouts, rollouts_file, write_rollouts
+from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file, write_rollouts
 from megarl.errors import MegarlError
 from megarl.results import UpdateResult
 from megarl.rollout.worker import RolloutSource
@@ -20,19 +20,20 @@ from megarl.run.inputs import Inputs
 from megarl.stages import Trainer
 from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 
-WriteRollouts: TypeAlias = Callable[[Path, Sequence[FiledRollout]], Awaitable[None]]
-"""Writes a file of rollouts."""
-
 _PATIENCE_S = 60.0
 """Time that a step waits, after its update, for a file that is still being written."""
 
 
-def rollout_writer(inputs: Inputs, workers: RolloutSource | None) -> WriteRollouts:
-    """Return what writes files of rollouts for people, where their tokens are."""
+WriteSamples: TypeAlias = Callable[[Path, Sequence[SampledRollout]], Awaitable[None]]
+"""Writes a file of samples."""
+
+
+def sample_writer(inputs: Inputs, workers: RolloutSource | None) -> WriteSamples:
+    """Return what writes files of samples for people, where their tokens are."""
     if isinstance(workers, RolloutWorkers):
         return workers.write
 
-    async def write(path: Path, rollouts: Sequence[FiledRollout]) -> None:
+    async def write(path: Path, rollouts: Sequence[SampledRollout]) -> None:
         await asyncio.to_thread(write_rollouts, path, rollouts, decode=inputs.tokenizer.decode)
 
     return write
@@ -49,7 +50,7 @@ class RolloutSampler:
     """Returns the trainer's log-probabilities of samples."""
     complete: Callable[[Sequence[TrainSample], Sequence[int]], Awaitable[Sequence[TrainSample]]]
     """Returns the samples at these places with all numbers that ranks hold of their tokens."""
-    write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]]
+    write: WriteSamples
     warn: Callable[[str], None]
     _has_failed: bool = False
     _writing: asyncio.Task[None] | None = None

@@ -2,7 +2,7 @@
 
 Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
 wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU packs of short
-sequences go to torch's flash kernel; `long_attention` has what long ones need, `softmax` windows and sinks.
+sequences go to torch's flash kernel (`flash_attention`); `long_attention` has what long ones need.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
+from megarl.train.flash_attention import Spans, attend_by_flash
 from megarl.train.long_attention import (
     ContextPart,
     Rectangles,
@@ -35,7 +36,7 @@ from megarl.train.long_attention import (
     rectangles_of,
 )
 from megarl.train.routing import RankRoutes
-from megarl.train.softmax import Softmax, Spans, attend_by_flash, attend_on_host
+from megarl.train.softmax import Softmax, attend_on_host
 from megarl.train.topology import Topology
 
 

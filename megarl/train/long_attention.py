@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.data.packing import runs, zigzag
-from megarl.train.softmax import Softmax, Spans, attend_by_flash, attend_on_host
+from megarl.train.flash_attention import Spans, attend_by_flash
+from megarl.train.softmax import Softmax, attend_on_host
 from megarl.train.topology import Topology
 
 logger = logging.getLogger(__name__)

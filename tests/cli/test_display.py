@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from megarl.cli.display import LiveDisplay, make_console, make_display
-from megarl.cli.lines import PlainDisplay, format_seconds
+from megarl.cli.display import LiveDisplay, make_display
+from megarl.cli.lines import PlainDisplay, format_seconds, make_console
 from megarl.cli.main import run_app
 from megarl.errors import DataError
 from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
@@ -126,7 +126,7 @@ def test_no_color_is_honoured(value: str, no_color: bool, monkeypatch: pytest.Mo
 
 TALKER = """
 import sys
-from megarl.cli.display import make_console
+from megarl.cli.lines import make_console
 console = make_console()
 for number in range(500):
     console.print(f"step {number}", "x" * 1000 * (number > 0))  # together more than a pipe holds

@@ -15,7 +15,7 @@ from bench.browser import open_browser
 from megarl.cli.main import run
 from megarl.cli.run_folder import metrics_page, traced
 from megarl.config.recipe import Recipe
-from megarl.data.rollout_files import as_line, generations_file, write_generations
+from megarl.data.evaluation_files import as_line, generations_file, write_generations
 from megarl.errors import MachineError
 from megarl.observe.catalogue import METRICS
 from megarl.observe.metrics import Targets

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +11,17 @@ import pytest
 
 from megarl.data.rollout_files import (
     SampledRollout,
-    as_line,
-    generations_file,
-    list_generations,
     list_rollouts,
     make_table,
     prune_rollouts,
-    read_generations,
     read_list,
     read_rollout,
     rollouts_file,
-    write_generations,
     write_rollouts,
     write_tables,
 )
 from megarl.errors import DataError, MachineError
 from megarl.types import RolloutGroup, Score, ScoredGroup, TokenArray, TrainSample
-from tests.observe.samples import generation
 from tests.values import make_prompt, make_rollout
 
 
@@ -204,56 +196,3 @@ def test_columns_have_the_same_types_whatever_is_in_them(tmp_path: Path) -> None
     blank = replace(base.sample.rollout, content=replace(base.sample.rollout.content.load(), text=""))
     other = make_table([replace(base, sample=replace(base.sample, rollout=blank))], decode, {})
     assert empty.schema == other.schema
-
-
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    kept = [generation(response='two\n"lines" \x1b[31m', prediction=None), generation(is_greedy=False, index=3)]
-    path = generations_file(tmp_path, 12)
-    write_generations(path, map(as_line, kept))
-    assert path == tmp_path / "evaluations" / "step_000012.jsonl"
-    assert list(read_generations(path)) == kept
-    assert len(path.read_bytes().splitlines()) == 2
-
-
-def test_files_are_listed_by_step_and_a_half_written_one_is_not(tmp_path: Path) -> None:
-    assert list_generations(tmp_path) == {}
-    for step in (20, 0, 3):
-        write_generations(generations_file(tmp_path, step), map(as_line, [generation()]))
-    (tmp_path / "evaluations" / "step_000030.jsonl.tmp").write_bytes(b"{")
-    assert list(list_generations(tmp_path)) == [0, 3, 20]
-
-
-def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path = generations_file(tmp_path, 1)
-    write_generations(path, map(as_line, [generation(response="old")]))
-
-    def broken() -> object:
-        yield as_line(generation(response="new"))
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_generations(path, broken())  # type: ignore[arg-type]
-    assert [item.response for item in read_generations(path)] == ["old"]
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "evaluations").write_text("a file")
-    with pytest.raises(MachineError, match=r"step_000001\.jsonl: cannot be written: "):
-        write_generations(generations_file(tmp_path, 1), [])
-
-
-def test_another_file_is_one_line_that_says_where(tmp_path: Path) -> None:
-    path = tmp_path / "step_000001.jsonl"
-    path.write_text('{"prompt_uid": 1}\n')
-    with pytest.raises(DataError, match=r"step_000001\.jsonl: line 1 is not a generation of this version of megarl: "):
-        list(read_generations(path))
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o750), (0o002, 0o770), (0o077, 0o700)])
-def test_other_users_do_not_enter_folders_with_texts(tmp_path: Path, umask: int, mode: int) -> None:
-    before = os.umask(umask)
-    try:
-        write_generations(tmp_path / "evaluations" / "step_1.jsonl", [b"{}\n"])
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "evaluations").stat().st_mode) == mode

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config.recipe import Recipe
-from megarl.data.rollout_files import Generation
+from megarl.data.evaluation_files import Generation
 from megarl.observe.events import (
     EVENTS_FILE,
     CheckpointFailed,

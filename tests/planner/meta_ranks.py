@@ -40,11 +40,12 @@ from megarl.planner.memory import stage_memory
 from megarl.train import attention, cpu, layers
 from megarl.train.attention import PackedSequences, Rotation
 from megarl.train.build import build_chunks
+from megarl.train.flash_attention import Spans, attend_by_flash
 from megarl.train.long_attention import ContextPart
 from megarl.train.lora import attach_adapters
 from megarl.train.model import Model, named_weights
 from megarl.train.optimizer import ModelOptimizer
-from megarl.train.softmax import Softmax, Spans, attend_by_flash
+from megarl.train.softmax import Softmax
 from megarl.train.topology import Topology, joined_topology
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.executors.tensors import check_holding, specs_of

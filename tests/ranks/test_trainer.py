@@ -17,6 +17,7 @@ from megarl.data.packing import Packing
 from megarl.data.shares import ModelPacking, Share
 from megarl.errors import NumericsError
 from megarl.families import PUBLIC_MODELS
+from megarl.planner.flops import sequence_cost
 from megarl.ranks import forward_passes
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.forward_passes import Columns, ForwardPasses
@@ -149,7 +150,6 @@ def trainer(
         packings=PACKINGS,
         passes=passes if critic is not None or has_reference else None,
         algorithm=algorithm,
-        shape=PUBLIC_MODELS["qwen2.5-7b"],
         epochs=1,
         num_steps=num_steps,
         version=PolicyVersion(version),
@@ -261,12 +261,12 @@ def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
     assert (tmp_path / "step_000008.parquet").exists()
 
 
-SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
+COST = sequence_cost(PUBLIC_MODELS["qwen2.5-7b"])
 
 
 def work_of(lengths: list[int], *, epochs: int = 1, num_ranks: int = 1, gpu: str | None = None) -> TrainingWork:
     usage = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2, gpu_name=gpu)
-    return training_work(lengths, usage, shape=SHAPE, epochs=epochs, num_ranks=num_ranks)
+    return training_work(lengths, usage, cost=COST, epochs=epochs, num_ranks=num_ranks)
 
 
 def test_a_token_costs_six_per_weight_and_a_long_sequence_more() -> None:

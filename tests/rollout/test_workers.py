@@ -19,8 +19,9 @@ from aiohttp import web
 from megarl.cluster.local_ray import private_ray
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
+from megarl.data.evaluation_files import EvaluatedRollout, generations_file, write_generations
 from megarl.data.packing import Packing
-from megarl.data.rollout_files import FiledRollout, SampledRollout, generations_file, write_rollouts
+from megarl.data.rollout_files import SampledRollout, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.lifecycle import EngineState
@@ -206,7 +207,7 @@ def first_only(scored: ScoredGroup) -> ScoredGroup:
 
 
 def evaluator_of(
-    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[FiledRollout]], Awaitable[None]], folder: Path
+    groups: Sequence[ScoredGroup], write: Callable[[Path, Sequence[EvaluatedRollout]], Awaitable[None]], folder: Path
 ) -> HeldOutAnswers:
     return HeldOutAnswers(
         config=EvaluationConfig(sampled=SampledEvaluationConfig(rollouts_per_prompt=NUM_ROLLOUTS)),
@@ -224,12 +225,12 @@ def test_an_evaluation_is_graded_and_written_without_its_tokens_in_the_driver(
     groups, expected = two.run(answer_on_both(two)), answer_here(engines, model)
     decode = load_tokenizer(model, vocab=read_model_shape(model).vocab).decode
 
-    async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
-        write_rollouts(path, kept, decode=decode)
+    async def write(path: Path, kept: Sequence[EvaluatedRollout]) -> None:
+        write_generations(path, (answer.line(decode) for answer in kept))
 
     with monkeypatch.context() as patch:
         patch.setattr(stored, "_get", forbidden)
-        evaluated = two.run(evaluator_of(groups, two.workers.write, tmp_path / "there").evaluate(1))
+        evaluated = two.run(evaluator_of(groups, two.workers.write_answers, tmp_path / "there").evaluate(1))
     here = two.run(evaluator_of(expected, write, tmp_path / "here").evaluate(1))
     assert evaluated == here
     files = [generations_file(tmp_path / folder, 1).read_bytes() for folder in ("there", "here")]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
-from megarl.data.rollout_files import FiledRollout, generations_file, read_generations, write_rollouts
+from megarl.data.evaluation_files import EvaluatedRollout, generations_file, read_generations, write_generations
 from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.rollout.groups import GivenGroups
@@ -75,8 +75,8 @@ class Comparer:
         return ScoredGroup(group=group, scores=tuple(scores))
 
 
-async def write(path: Path, kept: Sequence[FiledRollout]) -> None:
-    write_rollouts(path, kept, decode=lambda token_ids: f"what is {token_ids[0]}?")
+async def write(path: Path, kept: Sequence[EvaluatedRollout]) -> None:
+    write_generations(path, (answer.line(lambda token_ids: f"what is {token_ids[0]}?") for answer in kept))
 
 
 def evaluator(

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.data.rollout_files import generations_file, read_generations
+from megarl.data.evaluation_files import generations_file, read_generations
 from megarl.observe.events import Restarted, RunStarted, StepFinished
 from tests.engine.template import EngineTemplate
 from tests.faults.leftovers import Footprint, nothing_left

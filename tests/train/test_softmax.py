@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.train import softmax
+from megarl.train import flash_attention
 from megarl.train.attention import PackedSequences, _attend_by_length
-from megarl.train.softmax import Softmax, Spans, attend_by_flash, attend_on_host
+from megarl.train.flash_attention import Spans, attend_by_flash
+from megarl.train.softmax import Softmax, attend_on_host
 
 LENGTHS = [7, 1, 12, 7]
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
@@ -133,8 +134,8 @@ def test_a_kernel_without_sinks_gets_them_from_its_sums(
     kind: str, value_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flash kernels are replaced by what they compute, so that the arithmetic around them is seen."""
-    monkeypatch.setattr(softmax, "_forward", flash_forward)
-    monkeypatch.setattr(softmax, "_backward", flash_backward)
+    monkeypatch.setattr(flash_attention, "_forward", flash_forward)
+    monkeypatch.setattr(flash_attention, "_backward", flash_backward)
     window, has_sinks = KINDS[kind]
     inputs = random_inputs(value_width, has_sinks=has_sinks)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)

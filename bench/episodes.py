@@ -27,8 +27,8 @@ from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.engine.batches import Line
 from megarl.engine.fleet import Fleet
-from megarl.engine.lines import Line
 from megarl.episodes.play import EpisodeSetup, tools_of
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer

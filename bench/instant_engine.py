@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.engine.lines import Line
+from megarl.engine.batches import Line
 from megarl.system.network import LOOPBACK
 
 _START_TIMEOUT_S = 120.0

@@ -125,7 +125,7 @@ def _try_cluster(recipe: Recipe, address: str | None, chosen: Sequence[str]) -> 
 def _bring_up(path: Path, overrides: Sequence[str], address: str | None, chosen: Sequence[str]) -> list[Check]:
     """Run the stages; the last one, which starts a run, only where the others found no error."""
     from megarl.config.load import read_recipe
-    from megarl.tools.doctor.stages import STAGES, UPDATE
+    from megarl.tools.doctor import STAGES, UPDATE
 
     for name in chosen:
         if name not in STAGES:
@@ -146,7 +146,7 @@ def _first_step(recipe: Recipe, address: str | None, *, has_errors: bool) -> lis
     from megarl.planner.fit import PlanQuestion, answer_for
     from megarl.tools.doctor import Check, CheckStatus
     from megarl.tools.doctor.first_step import FirstStepFiles, first_step_recipe, try_first_step
-    from megarl.weights.executors.random_weights import write_random_folder
+    from megarl.weights.executors.hf import write_random_folder
 
     if has_errors:
         found = "not tried: mend the errors above, or run this stage alone with --stage update"

@@ -1,18 +1,18 @@
 """Requests for tokens to one engine: those of one moment are sent as one, and each is answered when it is done.
 
 An HTTP request costs the engine's server more than the tokens of a small model cost its GPU. A group's rollouts begin
-in one moment, so they travel together. The caller sees single requests: each has its own reply, failure and end.
+in one moment, so they travel together. The caller sees single requests: each has its own reply, failure and end. The
+reply of `/generate` to a list of requests is one `Line` for each, which the server sends when its response is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.engine.http import MAX_REPLY_BYTES, EngineHttp, HttpError, HttpReply
-from megarl.engine.lines import LineReader
 from megarl.errors import EngineError
 from megarl.types import JsonValue
 
@@ -192,3 +192,50 @@ def _one_of_each_first(asked: Sequence[_Asked]) -> list[_Asked]:
         (others if each.prompt in prompts else first).append(each)
         prompts.add(each.prompt)
     return [*first, *others]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    place: int
+    """The request's index in the list."""
+    status_code: int
+    """The status of a reply to this request alone."""
+    content: bytes
+
+    def encode(self) -> bytes:
+        # A line break in JSON is white space, and in a message it can be.
+        return b"%d %d %b\n" % (self.place, self.status_code, self.content.replace(b"\n", b" "))
+
+
+class LineReader:
+    """Puts lines together from pieces that end anywhere."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def lines(self, piece: bytes) -> Iterator[Line]:
+        """Yield the lines that end in this piece. Raises ValueError for one that is none or is too long."""
+        start = 0
+        while (end := piece.find(b"\n", start)) >= 0:
+            self._keep(piece[start:end])
+            yield _decode(b"".join(self._pieces))
+            self._pieces.clear()
+            self._num_bytes = 0
+            start = end + 1
+        self._keep(piece[start:])
+
+    def _keep(self, piece: bytes) -> None:
+        self._num_bytes += len(piece)
+        if self._num_bytes > self._max_bytes:
+            raise ValueError(f"the reply has more than {self._max_bytes} bytes")
+        self._pieces.append(piece)
+
+
+def _decode(line: bytes) -> Line:
+    try:
+        place, status_code, content = line.split(b" ", 2)
+        return Line(place=int(place), status_code=int(status_code), content=content)
+    except ValueError:
+        raise ValueError(f"{len(line)} bytes that are no reply: {line[:40]!r}") from None

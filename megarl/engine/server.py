@@ -32,7 +32,7 @@ import numpy as np
 import orjson
 import yaml
 
-from megarl.engine.lines import Line
+from megarl.engine.batches import Line
 from megarl.env import ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
 

@@ -14,8 +14,7 @@ from typing import ClassVar
 from megarl.families.blocks import dense_and_mixture, input_norm, post_norm, same
 from megarl.families.fields import Fields
 from megarl.families.interface import AttentionCost, Block, Cut, EngineTraits, Family, Feature, Param, Part, Weight
-from megarl.families.public import public_shape
-from megarl.families.shape import LatentWidths, ModelShape, YarnScaling, sigmoid_experts
+from megarl.families.shape import LatentWidths, ModelShape, YarnScaling, public_shape, sigmoid_experts
 
 _RANKED = 2
 """Experts whose scores rank a group, in transformers and SGLang."""

@@ -14,8 +14,7 @@ from typing import ClassVar
 from megarl.families.blocks import attention, dense_and_mixture, input_norm, post_norm
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family, Feature
-from megarl.families.public import public_shape
-from megarl.families.shape import ModelShape, sigmoid_experts
+from megarl.families.shape import ModelShape, public_shape, sigmoid_experts
 
 _ROPE = {"rope_type": "default"}
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from megarl.families.blocks import dense_layer
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family
-from megarl.families.public import public_shape
-from megarl.families.shape import ModelShape, RopeScaling
+from megarl.families.shape import ModelShape, RopeScaling, public_shape
 
 
 class Llama(Family):

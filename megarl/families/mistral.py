@@ -9,8 +9,7 @@ from typing import ClassVar
 from megarl.families.blocks import dense_layer
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family, Feature
-from megarl.families.public import public_shape
-from megarl.families.shape import ModelShape
+from megarl.families.shape import ModelShape, public_shape
 
 
 class Mistral(Family):

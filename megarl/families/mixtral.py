@@ -9,8 +9,7 @@ from typing import ClassVar
 from megarl.families.blocks import attention, input_norm, mixture, post_norm, router
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family, Feature
-from megarl.families.public import public_shape
-from megarl.families.shape import Experts, ModelShape
+from megarl.families.shape import Experts, ModelShape, public_shape
 
 _BLOCK = "block_sparse_moe."
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 from megarl.families.blocks import fused_attention, fused_gated, input_norm, post_norm
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family, Feature
-from megarl.families.public import public_shape
-from megarl.families.shape import ModelShape
+from megarl.families.shape import ModelShape, public_shape
 
 
 class Phi3(Family):

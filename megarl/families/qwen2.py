@@ -8,8 +8,7 @@ from dataclasses import replace
 from megarl.families.blocks import dense_layer
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family
-from megarl.families.public import public_shape
-from megarl.families.shape import ModelShape
+from megarl.families.shape import ModelShape, public_shape
 
 
 class Qwen2(Family):

@@ -10,8 +10,7 @@ from dataclasses import replace
 from megarl.families.blocks import attention, gated, input_norm, mixture, post_norm, router, same
 from megarl.families.fields import Fields
 from megarl.families.interface import Block, EngineTraits, Family
-from megarl.families.public import public_shape
-from megarl.families.shape import Experts, ModelShape
+from megarl.families.shape import Experts, ModelShape, public_shape
 
 
 class Qwen2Moe(Family):

@@ -36,7 +36,8 @@ from megarl.checkpoint.save import (
 )
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
-from megarl.train.optimizer import MOMENTS, ModelOptimizer, Shard
+from megarl.train.optimizer import ModelOptimizer
+from megarl.train.optimizer_states import MOMENTS, Shard
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import Topology
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec

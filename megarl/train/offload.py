@@ -23,7 +23,8 @@ from torch import Tensor
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, OptimizerConfig, TrainedModelConfig
 from megarl.errors import MachineError
 from megarl.train.model import Model
-from megarl.train.optimizer import MOMENTS, ModelOptimizer, Shard, shards_of
+from megarl.train.optimizer import ModelOptimizer
+from megarl.train.optimizer_states import MOMENTS, Shard, shards_of
 from megarl.train.topology import free_cache, synchronize
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.engine import admin
+from megarl.engine.batches import Line
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Fleet
 from megarl.engine.http import HttpReply, Read, Send
-from megarl.engine.lines import Line
 from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
 from megarl.families import family_of

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from megarl.engine.batches import Line, LineReader
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.http import HttpReply
-from megarl.engine.lines import Line, LineReader
 from megarl.errors import EngineError
 from tests.engine.engines import ServedModel, scripted, scripted_client
 

@@ -15,9 +15,9 @@ from aiohttp.test_utils import TestServer
 
 from megarl.config.section import Device
 from megarl.engine import admin
+from megarl.engine.batches import Line
 from megarl.engine.client import EngineClient, EngineKeys, GenerateRequest
 from megarl.engine.http import KEEP_ALIVE_S
-from megarl.engine.lines import Line
 from megarl.env import ENGINE_ENVIRONMENT
 from megarl.errors import EngineError
 from megarl.types import JsonValue, PolicyVersion

@@ -19,10 +19,10 @@ from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM
 
 from megarl.engine import admin
+from megarl.engine.batches import Line
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
-from megarl.engine.lines import Line
 from megarl.errors import DataError, FleetError
 from megarl.rollout.following import RequestCounts
 from megarl.rollout.generator import evaluation_seed, sampling_seed

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from megarl.engine.batches import Line
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.engine.lines import Line
 from megarl.system.network import LOOPBACK
 
 KEYS = EngineKeys(api="0" * 48, admin="1" * 48)

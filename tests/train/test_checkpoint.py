@@ -21,7 +21,8 @@ from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.families.shape import ModelShape
 from megarl.train import checkpoint
 from megarl.train.checkpoint import RankCheckpoints, has_own_master
-from megarl.train.optimizer import ModelOptimizer, Shard
+from megarl.train.optimizer import ModelOptimizer
+from megarl.train.optimizer_states import Shard
 from megarl.train.rank_spec import RankSpec
 from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.hf import load_hf

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+UPDATE = "update"
+STAGES = ("nodes", "machines", "devices", "node links", "node pairs", "all nodes", "network", "storage", UPDATE)
+"""The stages of `megarl doctor --cluster`, in their order."""
+
 
 class CheckStatus(StrEnum):
     OK = "ok"

@@ -1,11 +1,16 @@
 """Hugging Face folders as holders of weights: the contents of their safetensors files, and filling a rank from them.
 
 Only headers and the boxes that a rank needs are read. Knows no transport and no engine.
+
+A folder may be without bytes: its files have a header alone, and the weights are computed where they are read. A
+publish and an update of a 235B shape can be tried with it on any file system. A value depends on the tensor's name and
+on its place, so that ranks with overlapping boxes agree.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -18,14 +23,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import CheckpointError
+from megarl.families import family_of
+from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import Move, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec
-from megarl.weights.executors.codecs import read_box
-from megarl.weights.executors.random_weights import is_random, random_box
-from megarl.weights.executors.tensors import box_of
+from megarl.weights.executors.codecs import as_files, read_box
+from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.stored import StoredTensor, held_in, stored_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
+_KEY, _RANDOM = "weights", "random"
+_STD = 0.02
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_LENGTH_BYTES = 8
 
 
 def read_hf_layout(folder: Path, canonical: Mapping[str, TensorSpec]) -> Layout:
@@ -152,3 +163,43 @@ def _zero_padding(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> None
     for name, spec in holding.tensors.items():
         if covered[name] < prod(spec.shape):
             tensors[name].detach().zero_()
+
+
+def write_random_folder(folder: Path, shape: ModelShape) -> None:
+    """Write config.json and model.safetensors, which is as long as its header says and takes no space on a disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(family_of(shape).config_json(shape), indent=2) + "\n")
+    empty = {
+        name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+        for name, spec in canonical_tensors(shape).items()
+    }
+    header: dict[str, object] = {"__metadata__": {"format": "pt", _KEY: _RANDOM}}
+    end = 0
+    for name, tensor in as_files(empty).items():
+        first, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        file.truncate(_LENGTH_BYTES + len(text) + end)
+
+
+def is_random(metadata: Mapping[str, str] | None) -> bool:
+    """Whether the weights of a file with this metadata are computed, not read."""
+    return metadata is not None and metadata.get(_KEY) == _RANDOM
+
+
+def random_box(name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+    """Return a box of a tensor in float32: about 1 in norms, else spread evenly around 0.
+
+    An element is the fraction of a sum of one random number for each of its indices.
+    """
+    total = torch.zeros([1] * len(ranges))
+    for axis, wanted in enumerate(ranges):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {axis}".encode()))
+        numbers = torch.rand(wanted.stop, generator=generator)[wanted.start :]
+        total = total + numbers.reshape([-1 if each == axis else 1 for each in range(len(ranges))])
+    values = total.remainder_(1.0).sub_(0.5).mul_(_STD * 12**0.5)
+    assert values.numel() == prod(each.stop - each.start for each in ranges)
+    return values.add_(1.0) if "norm" in name else values

@@ -9,10 +9,9 @@ import pytest
 
 from megarl.cluster.local_ray import private_ray
 from megarl.config.load import read_recipe
-from megarl.tools.doctor import Check, CheckStatus
+from megarl.tools.doctor import STAGES, UPDATE, Check, CheckStatus
 from megarl.tools.doctor.bring_up import bring_up
 from megarl.tools.doctor.cluster import NodeAnswer, NodeReport, check_nodes, describe_node
-from megarl.tools.doctor.stages import STAGES, UPDATE
 from tests.cluster.worker_setup import quick_ray
 
 REPORT = NodeReport(versions={"torch": "2.13.0"}, missing_files=(), can_write=True, clock_s=100.5)

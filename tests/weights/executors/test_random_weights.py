@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.executors.hf import load_hf
-from megarl.weights.executors.random_weights import random_box, write_random_folder
+from megarl.weights.executors.hf import load_hf, random_box, write_random_folder
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.weights.reference import make_shape

@@ -27,18 +27,14 @@ from megarl.algo.advantage import (
     without_earlier,
 )
 from megarl.algo.pairs import members_of, pair_credit
-from megarl.algo.token_credit import WHITEN_EPS, credit_per_token, rloo
+from megarl.algo.token_credit import WHITEN_EPS, TokenCreditConfig, credit_per_token, rloo
 from megarl.config.algorithm import (
     DistillConfig,
     EstimatorConfig,
-    GaeConfig,
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
     PairConfig,
-    PrimeConfig,
-    ReinforcePpConfig,
-    RemaxConfig,
     SppoConfig,
 )
 from megarl.errors import DataError
@@ -51,6 +47,8 @@ def choose_estimator(config: EstimatorConfig) -> Estimator:
     """Return the function that assigns credit to the tokens of a step."""
     if config.estimator is not None:
         return partial(_own_credit, config.estimator)
+    if isinstance(config, TokenCreditConfig):
+        return partial(credit_per_token, config)
     match config:
         case GrpoConfig():
             return partial(grpo_credit, normalize_std=config.normalize_std)
@@ -62,8 +60,6 @@ def choose_estimator(config: EstimatorConfig) -> Estimator:
             return partial(_sppo_credit, config)
         case DistillConfig():
             return _no_credit
-        case GaeConfig() | PrimeConfig() | ReinforcePpConfig() | RemaxConfig():
-            return partial(credit_per_token, config)
         case PairConfig():
             return partial(pair_credit, config)
         case _:

@@ -11,6 +11,7 @@ packages=( # program:package
   slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge # two nodes on one host, for the launch templates
   shellcheck:shellcheck # of the job scripts
   patch:patch           # patches/ are tried on the released packages
+  fusermount3:fuse3     # a slow disk for the tests of saves
   ip:iproute2           # launch/ray/start_node.sh asks it for this machine's address
 )
 

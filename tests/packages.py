@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
+from tests.slow_disk import lacks_fuse
 
 INSTALL = "scripts/install_debian_packages.sh"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -49,6 +50,7 @@ def _lacks_sandbox() -> str:
 NEEDS: dict[str, Callable[[], str]] = {
     "bubblewrap": _lacks_sandbox,
     "chromium": _lacks_programs("chromium"),
+    "fuse": lacks_fuse,
     "iproute2": _lacks_programs("ip"),
     "patch": _lacks_programs("patch"),
     "prometheus": _lacks_programs("prometheus", "promtool"),

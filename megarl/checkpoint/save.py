@@ -8,6 +8,7 @@ boxes that the plan takes from it, so that replicas divide the work and nothing 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -83,7 +83,7 @@ def save_hf(
             files[path.name] = _finish(path)
         if group.peer == 0:
             reach("companions_copied", step=step_in(folder), rank=group.peer)
-        group.barrier()
+        group.barrier(math.inf)
     return files
 
 
@@ -118,7 +118,8 @@ def save_tensors(
         if group.peer == 0 and file_name is None:
             files[INDEX_FILE] = _write_index(folder, target, names)
             reach("index_written", step=step_in(folder), rank=group.peer)
-        group.barrier()
+        # A disk may be slow: whether the files still grow is seen by who asked for the save.
+        group.barrier(math.inf)
     return files
 
 
@@ -185,7 +186,7 @@ class GatheringPlan(Plan):
         """The tensors of the first rank, one after the other in one buffer; the next gathering writes to it again."""
         specs = self.target.by_rank[0].tensors
         (dtype,) = {spec.dtype for spec in specs.values()}
-        sizes = [prod(spec.shape) for spec in specs.values()]
+        sizes = [math.prod(spec.shape) for spec in specs.values()]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch_dtype(dtype)), sizes)
         return {name: part.view(spec.shape) for (name, spec), part in zip(specs.items(), parts, strict=True)}
 

@@ -24,6 +24,9 @@ Buffer: TypeAlias = bytes | memoryview
 _WRITE_BYTES = 1 << 20
 """Small enough to be still in a core's cache after hashing."""
 _FLUSH_BYTES = 16 << 20
+_SYNC_BYTES = 256 << 20
+"""After so much the writer waits for the disk: the kernel would take a whole save into its memory, and whoever watches
+the save would see nothing move while it is synced."""
 
 
 class TensorFile:
@@ -34,6 +37,7 @@ class TensorFile:
         self._digests: dict[str, TensorDigest] = {}
         self._file = path.open("xb", buffering=0)
         self._own = _write(self._file.fileno(), 0, [text])
+        self._unsynced_bytes = 0
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -44,6 +48,10 @@ class TensorFile:
         written = _write(self._file.fileno(), entry.start, pieces)
         assert written.num_bytes == entry.num_bytes, f"{entry}: {written.num_bytes} bytes"
         self._digests[entry.name] = TensorDigest(name=entry.name, num_bytes=entry.num_bytes, xxh3_128=written.xxh3_128)
+        self._unsynced_bytes += entry.num_bytes
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            os.fdatasync(self._file.fileno())
+            self._unsynced_bytes = 0
 
     def close(self) -> None:
         self._file.close()

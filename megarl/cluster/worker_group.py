@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
@@ -112,18 +112,25 @@ class WorkerGroup(Generic[Worker]):
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
         waits_for_all: bool = False,
+        is_moving: Callable[[], Awaitable[bool]] | None = None,
     ) -> list[Result]:
-        """Return the results of calls that were started on all ranks, or on `ranks`; `method` names them in errors."""
+        """Return the results of calls that were started on all ranks, or on `ranks`; `method` names them in errors.
+
+        Calls whose work `is_moving` says goes on get as much time again when theirs is over.
+        """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         ranks = range(len(started)) if ranks is None else ranks
         tasks: list[asyncio.Future[Result]] = [
             asyncio.ensure_future(self._await(rank, method, each)) for rank, each in zip(ranks, started, strict=True)
         ]
         try:
-            failures = await _failures(tasks, waits_for_all=waits_for_all, timeout_s=timeout_s)
-            late = [rank for rank, task in zip(ranks, tasks, strict=True) if not task.done()]
-            if not failures and late:
-                raise await self._explain(method, late, timeout_s)
+            while True:
+                failures = await _failures(tasks, waits_for_all=waits_for_all, timeout_s=timeout_s)
+                late = [rank for rank, task in zip(ranks, tasks, strict=True) if not task.done()]
+                if failures or not late:
+                    break
+                if is_moving is None or not await is_moving():
+                    raise await self._explain(method, late, timeout_s)
         finally:
             for task in tasks:
                 task.cancel()

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -264,17 +264,18 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
     async def call_beside(
         self,
+        is_moving: Callable[[], Awaitable[bool]],
         method: Callable[Concatenate[Rank, Parameters], Result],
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> list[Result]:
-        """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile."""
+        """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile. No deadline ends what moves."""
         shared = [ray.put(argument) for argument in arguments]
         started = [
             worker.run.options(concurrency_group=BESIDE_TRAINING).remote(self.token, method.__name__, *shared, **named)
             for worker in self.workers
         ]
-        return await self.gather(method.__name__, started, waits_for_all=True)
+        return await self.gather(method.__name__, started, waits_for_all=True, is_moving=is_moving)
 
     async def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build every rank in its process; comes first. `spec` is that of rank 0, without the rendezvous."""

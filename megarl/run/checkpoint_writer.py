@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,24 @@ class SavedModel:
     source_folder: Path
     """Holds the model's configuration and tokenizer."""
 
-    async def write(self, folder: Path) -> dict[str, FileDigest]:
-        """Write the snapshot of the ranks into a folder while they train on; return every file that a rank wrote."""
-        written = await self.ranks.call_beside(TrainedCalls.write, folder, self.source_folder.absolute())
+    async def write(self, folder: Path, warn: Callable[[str], None]) -> dict[str, FileDigest]:
+        """Write the snapshot of the ranks into a folder while they train on; return every file that a rank wrote.
+
+        A save that takes longer than a call may goes on, with a warning, as long as its files grow.
+        """
+        began, seen = time.monotonic(), 0
+
+        async def grows() -> bool:
+            nonlocal seen
+            before, seen = seen, await asyncio.to_thread(_bytes_in, folder)
+            if seen > before:
+                warn(
+                    f"{folder.name}: {seen / 1e9:.3g} GB are written after {time.monotonic() - began:.0f} s and the "
+                    "save goes on: the disk is slow"
+                )
+            return seen > before
+
+        written = await self.ranks.call_beside(grows, TrainedCalls.write, folder, self.source_folder.absolute())
         return {name: digest for files in written for name, digest in files.items()}
 
 
@@ -228,7 +244,7 @@ class CheckpointWriter:
     async def _finish(self, save: _Save) -> None:
         """Do the rest of a save beside the next steps."""
         try:
-            files = await self._write_models(save.partial)
+            files = await self._write_models(save)
             manifest = await self._complete_whole(save, files)
         except (CheckpointError, OSError) as error:
             self.best = save.best_before
@@ -247,9 +263,9 @@ class CheckpointWriter:
         except OSError as error:
             self._observer.warned(f"old checkpoints in {self._parent} were not removed: {error}")
 
-    async def _write_models(self, partial: Path) -> dict[str, FileDigest]:
+    async def _write_models(self, save: _Save) -> dict[str, FileDigest]:
         written = await asyncio.gather(
-            *(model.write(partial / name) for name, model in self._models.items()),
+            *(model.write(save.partial / name, self._observer.warned) for name, model in self._models.items()),
             return_exceptions=True,
         )
         files: dict[str, FileDigest] = {}
@@ -306,6 +322,15 @@ class CheckpointWriter:
             await asyncio.wait([pending])
             self.pending = None
             pending.result()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size on disk of all files: those of a save have their whole length from the start."""
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            num_bytes += path.stat().st_blocks * 512
+    return num_bytes
 
 
 def _still_best(best: Best | None, config: KeepBestConfig | None, parent: Path) -> Best | None:

@@ -31,7 +31,7 @@ with private_ray():
     import ray
 
     from megarl.cluster.cluster import Cluster, open_cluster
-    from megarl.cluster.worker_group import WorkerGroup, exit_detail
+    from megarl.cluster.worker_group import WorkerGroup, WorkerLateError, exit_detail
     from megarl.config.roles import PoolConfig
 
 
@@ -108,6 +108,24 @@ def test_a_rank_that_is_late_is_named(own_workers: WorkerGroup[Worker]) -> None:
     late: WorkerGroup[Worker] = WorkerGroup("actor", own_workers.workers, timeout_s=1)
     with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
         asyncio.run(late.call(Worker.sleep_on, 1))
+
+
+def test_a_call_has_more_time_as_long_as_it_gets_on(own_workers: WorkerGroup[Worker]) -> None:
+    asyncio.run(own_workers.call(Worker.square, 1))  # both are there
+    answers = iter([True, True, False])
+    asked: list[bool] = []
+
+    async def is_moving() -> bool:
+        asked.append(next(answers))
+        return asked[-1]
+
+    async def main() -> None:
+        started = [worker.sleep_on.remote(1) for worker in own_workers.workers]
+        await own_workers.gather("sleep_on", started, timeout_s=1, is_moving=is_moving)
+
+    with pytest.raises(WorkerLateError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
+        asyncio.run(main())
+    assert asked == [True, True, False]
 
 
 def test_a_pool_that_does_not_fit_is_said(cluster: Cluster) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +44,13 @@ class LocalRanks(RankGroup[Any]):
     ) -> list[Result]:
         return await self._answer(method.__name__, *arguments, **named)
 
-    async def call_beside(self, method: Callable[..., Result], *arguments: object, **named: object) -> list[Result]:
+    async def call_beside(
+        self,
+        is_moving: Callable[[], Awaitable[bool]],
+        method: Callable[..., Result],
+        *arguments: object,
+        **named: object,
+    ) -> list[Result]:
         return await self._answer(method.__name__, *arguments, **named)
 
     async def compute_column(

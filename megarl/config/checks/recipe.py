@@ -241,6 +241,7 @@ def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
     return [
         *_advise_sampling(recipe.sampling, algorithm),
         *_advise_staleness(train.max_staleness, algorithm),
+        *_advise_left_over(algorithm),
         *_advise_evaluation(recipe.evaluation, recipe.data, steps),
         *_replicated_heads(recipe.roles, shape),
         *_idle_ranks(
@@ -272,6 +273,17 @@ def _advise_staleness(staleness: int, algorithm: AlgorithmConfig) -> Iterator[Pr
             key="train.max_staleness",
             message=f"{staleness} trains on what earlier policies chose as if the current one had chosen it; "
             "`algorithm.correction: {kind: tis}` weighs it by how likely it is now",
+        )
+
+
+def _advise_left_over(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    filtering = algorithm.filter
+    if filtering is not None and filtering.oversampling > 1 and algorithm.correction is None:
+        yield Problem(
+            key="algorithm.filter.oversampling",
+            message=f"{filtering.oversampling:g} leaves groups for the next step, which trains on what an earlier "
+            "policy chose as if it had chosen it itself; `algorithm.correction: {kind: tis}` weighs it by how "
+            "likely it is now",
         )
 
 

@@ -153,12 +153,13 @@ class TransferGroup:
         self._num_rounds += 1
         return self._num_rounds
 
-    def barrier(self) -> None:
-        """Return once every peer has called this."""
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return once every peer has called this, or abandons the group; `timeout_s` is the group's if not given."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         number = self.next_round()
         what = f"{self.name}: peer {self.peer} in barrier {number}"
         with _failing_as(what):
-            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what)
+            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, timeout_s, what)
             # Who is here has left the barrier before; its keys are of no use to anyone.
             if self._barrier is not None:
                 _forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)

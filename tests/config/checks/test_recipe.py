@@ -50,6 +50,10 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
             "checkpoint.save_every_steps: 20 is more than run.steps 10: only the last",
         ),
         (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no effect in sft"),
+        (
+            ["algorithm={kind: grpo, filter: {oversampling: 2}}"],
+            "algorithm.filter.oversampling: 2 leaves groups for the next step, which trains on what an earlier policy",
+        ),
         (["train.max_staleness=1"], "train.max_staleness: 1 trains on what earlier policies chose as if the current"),
     ],
 )

@@ -81,7 +81,7 @@ def test_the_script_says_what_it_could_not_install(failing: str | None, complain
     done = subprocess.run(
         ["bash"], input=script, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    names = "bubblewrap prometheus chromium slurmctld slurmd slurm-client munge shellcheck patch iproute2"
+    names = "bubblewrap prometheus chromium slurmctld slurmd slurm-client munge shellcheck patch fuse3 iproute2"
     assert done.stderr == (f"not installed: {names} ({complaint})\n" if complaint else "")
     assert done.returncode == (1 if complaint else 0)
     assert done.stdout == ("" if failing is None else f"installing Debian packages: {names}\n")

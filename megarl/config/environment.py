@@ -147,9 +147,11 @@ class HarborEnvironmentConfig(_WithTools):
     max_processes: PositiveInt = 256
     """Processes and threads of a box."""
     max_turns: PositiveInt = 32
+    """Responses of the model in one episode; after the last one no command is run."""
     call_deadline_s: PositiveFloat = 180
     """Time for one command. A task's `agent.timeout_sec` bounds all commands of an episode together."""
     max_result_tokens: PositiveInt = 2048
+    """Tokens of a command's output; a longer one is cut, with a mark that the model sees."""
 
 
 class ChatEnvironmentConfig(_Episode):

@@ -32,6 +32,7 @@ PUBLIC = [
     "dapo_70b_async",
     "grpo_32b_32k",
     "grpo_32b_128k",
+    "grpo_32b_terminal",
 ]
 
 

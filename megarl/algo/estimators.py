@@ -1,4 +1,4 @@
-"""The choice of an estimator, and those that give all tokens of a rollout one advantage by comparing rewards.
+"""The choice of an estimator, and those with one advantage per rollout: rloo, opo, gpg, grpo_passk, gdpo, sppo.
 
 Pure numpy over a whole step. A new estimator is a function here and a `case` of `choose_estimator`.
 """

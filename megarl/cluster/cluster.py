@@ -1,4 +1,4 @@
-"""The Ray of a run, joined or started, its pools as placement groups, and the faults of nodes. It knows no role."""
+"""The Ray of a run, joined or started, the placement of its pools, and the faults of nodes. It knows no role."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Reads parquet files as typed rows and finds every mistake in them. Knows no tokenizer and no model.
+"""Reads parquet files as typed rows, finds every mistake in them, and warns of prompts that look rendered already.
 
-The name of a row is its file and its number there, from 0: rows of equal content stay distinct, and the name survives
-a move of the folder. (`extra_info.index` does not work: files that are used together often repeat it.)
+Knows no tokenizer and no model. The name of a row is its file and its number there, from 0: rows of equal content stay
+distinct, and the name survives a move of the folder. (`extra_info.index` does not work: files that are used together
+often repeat it.)
 """
 
 from __future__ import annotations

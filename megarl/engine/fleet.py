@@ -1,4 +1,4 @@
-"""All engines of a run: their states and versions, and the choice of the engine for the next request.
+"""All engines of a run: their states and versions, probes of silent ones, the choice of one for the next request.
 
 Knows no tokens, no weights and no processes: the generator leases engines, the publisher reports what each one serves,
 the supervisor reports what happened to each. It outlives the trainer ranks and their publisher.

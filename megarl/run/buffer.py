@@ -1,4 +1,4 @@
-"""Scored groups between the producers and the trainer, and the rule that bounds staleness.
+"""Scored groups between producers and trainer: how many prompts may be open, and the rule that bounds staleness.
 
 Age is counted in steps: the age of a token is the number of versions published since the one that chose it. A prompt
 is admitted only while at most `1 + max_staleness` steps' worth of prompts are open. A step is handed over only if the

@@ -111,6 +111,12 @@ FLIGHT_RECORDER = EnvVar(
     reason="Set for trainer ranks unless it is set: the last collectives of a rank, from which a hang is explained.",
 )
 
+TRANSFORMERS_ADVICE = EnvVar(
+    name="TRANSFORMERS_NO_ADVISORY_WARNINGS",
+    default="1",
+    reason="Set for processes that only tokenise: they do without torch, and transformers would say so in each.",
+)
+
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.
     "RAY_kill_child_processes_on_worker_exit": "false",

@@ -44,7 +44,13 @@ Result = TypeVar("Result")
 _NUMBER = struct.Struct("!i")
 _MOUNTS = "/proc/self/ns/mnt"
 _executed = guard.start_guarded
-_IMPORTED = ("hypothesis", "megarl.run.run", "megarl.tools.check_sync", "tests.train.jobs")
+_IMPORTED = (
+    "hypothesis",
+    "megarl.run.run",
+    "megarl.tools.check_sync",
+    "tests.train.jobs",
+    "tests.checkpoint.local_run",
+)
 
 
 def template() -> ForkServerContext:

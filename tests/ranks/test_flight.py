@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 import pickle
-import socket
 import time
-from multiprocessing.queues import Queue
 from pathlib import Path
 
 import torch
@@ -17,15 +14,16 @@ import torch.distributed as dist
 from megarl.env import FLIGHT_RECORDER
 from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls, ranks_at_fault, read_record
 from megarl.ranks.hang import RankStacks, ThreadStack, explain_hang
+from tests.processes import run_processes
 
 WORLD = 4
 SKIPS = 2
 
 
-def hang(rank: int, port: int, folder: Path, answers: Queue[tuple[int, tuple[GroupCalls, ...]]]) -> None:
+def hang(rank: int, folder: Path) -> tuple[GroupCalls, ...]:
     """Take part in two collectives of two groups; rank SKIPS leaves out the next of the world."""
     FLIGHT_RECORDER.set(FLIGHT_RECORDER.default)
-    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0)
+    store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120))
     pairs = [dist.new_group([0, 1], group_desc="tensor"), dist.new_group([2, 3], group_desc="tensor")]
     values = torch.ones(4, 2)
@@ -33,27 +31,19 @@ def hang(rank: int, port: int, folder: Path, answers: Queue[tuple[int, tuple[Gro
     dist.all_reduce(values, group=pairs[rank // 2])
     waits = dist.all_reduce(values, async_op=True) if rank != SKIPS else None
     time.sleep(1.0)
-    answers.put((rank, capture_collectives(folder / f"rank_{rank}")))
+    called = capture_collectives(folder / f"rank_{rank}")
     store.set(f"done{rank}", "1")
     store.wait([f"done{each}" for each in range(WORLD)])
     if waits is None:
         dist.all_reduce(values)
     else:
         waits.wait()
+    return called
 
 
 def test_the_rank_that_skips_a_collective_is_named_with_its_group(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers: Queue[tuple[int, tuple[GroupCalls, ...]]] = context.Queue()
-    processes = [context.Process(target=hang, args=(rank, port, tmp_path, answers)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    called = dict(answers.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    outcomes = run_processes([(hang, (rank, tmp_path)) for rank in range(WORLD)])
+    called = {rank: outcome.get() for rank, outcome in enumerate(outcomes)}
     (stall,) = find_stalls(called)
     assert stall.missing == (SKIPS,)
     assert ranks_at_fault([stall]) == (SKIPS,)

@@ -52,11 +52,6 @@ def test_mistakes_are_told_as_on_the_command_line() -> None:
         megarl.load(QUICKSTART, set={"train.learning_rate": 1e-4})
 
 
-def test_importing_megarl_loads_nothing_heavy() -> None:
-    code = "import megarl, sys; sys.exit(len({'torch', 'ray', 'pyarrow', 'pydantic'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
-
-
 def test_a_function_of_a_module_is_named_and_a_local_one_travels(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path).run
     assert api._reference(make_arithmetic, "reward", recipe).endswith("quickstart/arithmetic.py:make_arithmetic")
@@ -324,5 +319,9 @@ def test_an_example_runs_as_it_is_printed(project: Path, example: str, printed: 
     assert printed in run_example(project, example)
 
 
-def test_the_planning_example_runs_as_it_is_printed(project: Path) -> None:
-    assert run_example(project, "plan_gpus.py").startswith("h100: fits")
+def test_the_planning_example_runs_as_it_is_printed(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    runpy.run_path(str(EXAMPLES / "plan_gpus.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith("h100: fits")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
+from megarl.weights.executors import kernels
 from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, bits_of_matrix
 from megarl.weights.executors.fp8 import LARGEST, quantise
 from megarl.weights.executors.kernels import quantise_blocks
@@ -66,11 +67,11 @@ def digests_in_one_launch() -> float:
     fp8 = torch.float8_e4m3fn
     mixed = (fp8, torch.float32, torch.bfloat16, fp8)
     for dtypes in ((torch.bfloat16,) * 4, (torch.float32,) * 4, (fp8,) * 4, mixed):
-        a, b, c, d = (torch.randn(70, 1536).to(dtype) for dtype in dtypes)
+        a, b, c, d = (torch.randn(10, 640).to(dtype) for dtype in dtypes)
         boxes = [
-            ("x", a, Slice(name="a", offsets=(3, 16), shape=(70, 1536))),
-            ("y", b[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(70, 64))),
-            ("x", c[5], Slice(name="c", offsets=(7,), shape=(1536,))),
+            ("x", a, Slice(name="a", offsets=(3, 16), shape=(10, 640))),
+            ("y", b[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(10, 64))),
+            ("x", c[5], Slice(name="c", offsets=(7,), shape=(640,))),
             ("y", d[:3, 1:38], Slice(name="d", offsets=(2, 9), shape=(3, 37))),
         ]
         parts = [
@@ -114,4 +115,5 @@ CHECKS = (activation, rotation, scores, digests_in_one_launch, fp8_blocks)
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    kernels._TILE_ROWS = 8  # the interpreter takes milliseconds for two rows of a tile
     print(json.dumps({check.__name__: check() for check in CHECKS}))  # noqa: T201

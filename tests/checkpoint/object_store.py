@@ -63,9 +63,9 @@ class ObjectStore:
 
 
 @contextmanager
-def object_store(port: int | None = None, protocol: Protocol = "s3") -> Iterator[ObjectStore]:
+def object_store(protocol: Protocol = "s3") -> Iterator[ObjectStore]:
     """Serve an empty bucket until the block ends."""
-    store = ObjectStore(port=port or free_port(), protocol=protocol)
+    store = ObjectStore(port=free_port(), protocol=protocol)
     words = {
         "s3": ["moto.server", "-H", "127.0.0.1", "-p", str(store.port)],
         "gs": ["gcp_storage_emulator", "start", "-H", "127.0.0.1", "--port", str(store.port), "--in-memory"],
@@ -102,8 +102,8 @@ def _make_bucket(store: ObjectStore, server: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def slow_network(store: ObjectStore, *, bytes_per_s: float) -> Iterator[ObjectStore]:
-    """Serve the same store over a network that brings so many of its bytes a second."""
+def slow_network(store: ObjectStore, *, bytes_per_s: float, port: int = 0) -> Iterator[ObjectStore]:
+    """Serve the same store over a network that brings so many of its bytes a second, at a free port or this one."""
     turn = threading.Lock()  # one network, however many connections
 
     class Door(socketserver.BaseRequestHandler):
@@ -118,8 +118,9 @@ def slow_network(store: ObjectStore, *, bytes_per_s: float) -> Iterator[ObjectSt
 
     class Network(socketserver.ThreadingTCPServer):
         daemon_threads = True
+        allow_reuse_address = True
 
-    with Network(("127.0.0.1", 0), Door) as server:
+    with Network(("127.0.0.1", port), Door) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield replace(store, port=server.server_address[1])

@@ -6,6 +6,7 @@ A run copies them beside its steps and fetches them before it resumes, whatever 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -41,7 +43,7 @@ from megarl.errors import CheckpointError, MachineError, PreemptedError
 from megarl.observe.events import Noted, Warned
 from megarl.observe.observer import Observer
 from megarl.system.run_lock import run_lock
-from tests.checkpoint.object_store import GS, ObjectStore, object_store
+from tests.checkpoint.object_store import GS, ObjectStore, object_store, slow_network
 from tests.checkpoint.samples import make_recipe, write_checkpoint
 from tests.observe.samples import ListSink
 from tests.small_disk import filled, small_disk
@@ -298,9 +300,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transfers run here, for tests that are about their order: each process takes seconds to start."""
 
     def run(transfer: Transfer) -> None:
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # a process has a client of its own
         output = StringIO()
         with redirect_stdout(output), redirect_stderr(output):
-            transfer.code = main(transfer.words)
+            try:
+                transfer.code = main(transfer.words)
+            except Exception:  # noqa: BLE001 - so ends a process
+                traceback.print_exc()
+                transfer.code = 1
         for line in output.getvalue().splitlines():
             transfer._take(line)
         transfer.problem = transfer._last if transfer.code else ""
@@ -328,13 +335,16 @@ async def _until(sink: ListSink, kind: type[Noted] | type[Warned], text: str) ->
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.checkpoint.mirror._FIRST_PAUSE_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    absent = ObjectStore(port=port)
+    reserved = socket.socket()  # nobody listens there, and nobody else may
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    absent = ObjectStore(port=reserved.getsockname()[1])
     for name, value in absent.environment.items():
         monkeypatch.setenv(name, value)
     recipe, sink = _recipe(tmp_path, absent.url), ListSink()
@@ -346,10 +356,10 @@ def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
             await _until(sink, Warned, "are not copied to s3://bucket/checkpoints/run: ")
             write_checkpoint(_parent(recipe), 2, recipe=recipe)
             mirror.saved()
-            stack.enter_context(object_store(port))
+            stack.enter_context(slow_network(store, bytes_per_s=math.inf, port=absent.port))
             await _until(sink, Noted, "works again, after ")
 
-    with ExitStack() as stack:
+    with reserved, ExitStack() as stack:
         asyncio.run(run())
         assert len(_texts(sink, Warned)) == 1
         copied = [text.split(" to ")[0] for text in _texts(sink, Noted) if text.startswith("copied")]
@@ -360,6 +370,7 @@ def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
         verify(_parent(recipe) / "step_000002")
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.needs("root")
 def test_a_full_disk_of_the_mirror_is_told_once_and_the_upload_finishes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -398,6 +409,7 @@ def test_a_preempted_run_finishes_its_copy_and_one_that_failed_does_not_wait(tmp
     assert copy.exists()
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_run_that_is_done_does_not_wait_for_a_store_that_fails(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("a file, not a folder")
     recipe, sink = _recipe(tmp_path, f"file://{tmp_path}/mirror", finish_s=100_000), ListSink()
@@ -520,6 +532,7 @@ def test_steps_that_the_run_took_again_are_not_fetched(tmp_path: Path) -> None:
     assert _mirrored(recipe).fetch_newest(notify=lambda _text: None).replaced == frozenset()
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_mirror_that_cannot_be_read_stops_only_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("a file, not a folder")
     recipe = _recipe(tmp_path, f"file://{tmp_path}/mirror")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
-from megarl.planner.fit import PlanAnswer, PlanQuestion, answer, answer_for, check_fit
+from megarl.planner.complete import complete
+from megarl.planner.fit import PlanAnswer, PlanQuestion, answer, answer_for, check_fit, size
 from megarl.planner.hardware import GPUS
 from megarl.planner.limits import HOUR_S, with_limits
 from tests.planner.recipes import make_recipe
@@ -18,10 +21,9 @@ SMALL = ("gpu_rehearsal", "gpu_smoke", "gpu_smoke_sft", "gsm8k_smollm")
 """Recipes of models that another run writes."""
 
 
-def plan_of(name: str, *overrides: str, mean_response_tokens: int | None = None) -> PlanAnswer:
+def plan_of(name: str, *overrides: str) -> PlanAnswer:
     shape = "qwen2.5-0.5b" if name in SMALL else None
-    question = PlanQuestion(shape_name=shape, mean_response_tokens=mean_response_tokens)
-    return answer(ROOT / "recipes" / f"{name}.yaml", overrides, question)
+    return answer(ROOT / "recipes" / f"{name}.yaml", overrides, PlanQuestion(shape_name=shape))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in ON_GPUS])
@@ -42,7 +44,9 @@ def test_no_recipe_loses_more_than_an_hour_or_misses_a_deadline(name: str) -> No
     # An update that outlasts the other half is given up.
     assert limited.checkpoint.time_to_save_s >= 2 * (timing.copy_s + timing.save_s)
     longest = int(0.9 * recipe.sampling.max_response_tokens)
-    at_length = plan_of(name, mean_response_tokens=longest).plan.sizes.timing
+    workload = replace(planned.plan.workload, mean_response_tokens=longest)
+    completed, deployment = complete(recipe, planned.plan.shapes, planned.plan.gpu)
+    at_length = size(completed, deployment, workload, publish_s=0.0).timing
     assert at_length is not None
     of_actor = sum(phase.seconds for phase in at_length.phases if phase.name in ("update", "old log-probabilities"))
     for seconds in (of_actor, at_length.save_s, outside.start_s + outside.load_s, outside.start_s + outside.resume_s):

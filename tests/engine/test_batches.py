@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,15 +57,22 @@ class Wire:
         return EngineClient(scripted_client(self.answer).endpoint, request_timeout_s=60, send=send)
 
 
-async def begun(client: EngineClient, num: int) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.create_task(client.generate(each)) for each in requests(num)]
-    await asyncio.sleep(0.02)
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def begun(wire: Wire, client: EngineClient, asked: Sequence[GenerateRequest]) -> list[asyncio.Task[Any]]:
+    """Return the requests when the engine has them all."""
+    tasks = [asyncio.create_task(client.generate(each)) for each in asked]
+    await until(lambda: len(wire.replies) == len(asked))
     return tasks
 
 
 async def test_requests_of_one_moment_travel_together_and_are_answered_one_by_one() -> None:
     wire = Wire()
-    tasks = await begun(wire.client(), 100)
+    tasks = await begun(wire, wire.client(), requests(100))
     assert [len(sent) for sent in wire.sent] == [64, 36]
     assert [rid for sent in wire.sent for rid in sent] == [f"r{place}" for place in range(100)]
     wire.replies["r7"].set_result(httpx.Response(200, content=b'{"of": 7}'))
@@ -80,10 +88,8 @@ async def test_requests_of_one_moment_travel_together_and_are_answered_one_by_on
 async def test_one_request_of_each_prompt_is_sent_before_its_siblings() -> None:
     """They find the prompt in the cache then."""
     wire = Wire()
-    client = wire.client()
     asked = [replace(each, input_ids=(5, place // 3)) for place, each in enumerate(requests(9))]
-    tasks = [asyncio.create_task(client.generate(each)) for each in asked]
-    await asyncio.sleep(0.02)
+    tasks = await begun(wire, wire.client(), asked)
     assert wire.sent == [["r0", "r3", "r6", "r1", "r2", "r4", "r5", "r7", "r8"]]
     for task in tasks:
         task.cancel()
@@ -91,21 +97,21 @@ async def test_one_request_of_each_prompt_is_sent_before_its_siblings() -> None:
 
 async def test_one_cancelled_request_is_aborted_alone_and_the_last_ones_close_the_connection() -> None:
     wire = Wire()
-    tasks = await begun(wire.client(), 4)
+    tasks = await begun(wire, wire.client(), requests(4))
     tasks[1].cancel()
-    await asyncio.sleep(0.02)
+    await until(lambda: bool(wire.aborted))
     assert (wire.aborted, wire.num_closed) == (["r1"], 0)
     wire.replies["r0"].set_result(httpx.Response(200, content=b"{}"))
     assert (await tasks[0]).content == b"{}"
     tasks[2].cancel()
     tasks[3].cancel()
-    await asyncio.sleep(0.02)
+    await until(lambda: wire.num_closed > 0)
     assert (wire.aborted, wire.num_closed) == (["r1"], 1)
 
 
 async def test_a_connection_that_breaks_fails_what_it_did_not_answer() -> None:
     wire = Wire()
-    tasks = await begun(wire.client(), 3)
+    tasks = await begun(wire, wire.client(), requests(3))
     wire.replies["r0"].set_result(httpx.Response(200, content=b"{}"))
     await tasks[0]
     wire.replies["r1"].set_exception(httpx.ReadError("reset"))
@@ -115,8 +121,9 @@ async def test_a_connection_that_breaks_fails_what_it_did_not_answer() -> None:
 
 
 async def test_a_closed_client_leaves_nobody_waiting() -> None:
-    client = Wire().client()
-    (task,) = await begun(client, 1)
+    wire = Wire()
+    client = wire.client()
+    (task,) = await begun(wire, client, requests(1))
     await client.close()
     with pytest.raises(EngineError, match="generate: the client was closed"):
         await task

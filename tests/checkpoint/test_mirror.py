@@ -335,6 +335,12 @@ async def _until(sink: ListSink, kind: type[Noted] | type[Warned], text: str) ->
             await asyncio.sleep(0.05)
 
 
+async def _until_failed_again(mirroring: Mirroring) -> None:
+    async with asyncio.timeout(_WAIT_S):
+        while mirroring._num_failures < 2:
+            await asyncio.sleep(0.05)
+
+
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
@@ -354,6 +360,7 @@ def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(
         observer = Observer([sink])
         async with Mirroring(recipe.checkpoint, recipe.run_folder, observer) as mirror:
             await _until(sink, Warned, "are not copied to s3://bucket/checkpoints/run: ")
+            await _until_failed_again(mirror)
             write_checkpoint(_parent(recipe), 2, recipe=recipe)
             mirror.saved()
             stack.enter_context(slow_network(store, bytes_per_s=math.inf, port=absent.port))
@@ -382,9 +389,10 @@ def test_a_full_disk_of_the_mirror_is_told_once_and_the_upload_finishes_later(
         write_checkpoint(_parent(recipe), 1, recipe=recipe)
 
         async def run() -> None:
-            async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([sink])):
+            async with Mirroring(recipe.checkpoint, recipe.run_folder, Observer([sink])) as mirroring:
                 with filled(disk, leaving=4096):
                     await _until(sink, Warned, "No space left on device")
+                    await _until_failed_again(mirroring)
                 await _until(sink, Noted, "works again, after ")
 
         asyncio.run(run())

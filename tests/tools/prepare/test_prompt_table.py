@@ -136,3 +136,22 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("main", "socratic"):
         write_jsonl(tmp_path / "several" / name / "train.jsonl", GSM8K)
     assert "has several sets; name one of main, socratic in it" in complaint(DataSetName.GSM8K, tmp_path / "several")
+
+
+def test_a_folder_of_tasks_has_a_row_per_task_with_its_name(tmp_path: Path) -> None:
+    for name, instruction in (("a", "Say hello.\n"), ("b/c", "Say hello.\n")):
+        folder = tmp_path / "tasks" / name
+        for path, text in (
+            ("instruction.md", instruction),
+            ("task.toml", ""),
+            ("environment/Dockerfile", "FROM a\n"),
+            ("tests/test.sh", "echo 1 > /logs/verifier/reward.txt\n"),
+        ):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    (rows,) = prepared(DataSetName.HARBOR, tmp_path / "tasks", tmp_path / "out").values()
+    assert [row.extra_info["task"] for row in rows] == ["a", "b/c"]
+    assert [row.data_source for row in rows] == ["tasks", "tasks"]
+    (tmp_path / "tasks" / "a" / "tests" / "test.sh").unlink()
+    with pytest.raises(DataError, match=r"tests/test\.sh does not exist; it grades the task"):
+        prepared(DataSetName.HARBOR, tmp_path / "tasks", tmp_path / "out")

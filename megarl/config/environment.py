@@ -156,7 +156,7 @@ class HarborEnvironmentConfig(_WithTools):
 
 class ChatEnvironmentConfig(_Episode):
     kind: Literal["chat"]
-    """Your own agent, which talks to an OpenAI-style server on this machine; tokens are recorded there."""
+    """Your own agent, which asks the model over HTTP in a dialect of OpenAI or Anthropic; tokens are recorded there."""
     path: Path
     """Your Python file; a change of it during the run is an error."""
     name: str = "run"

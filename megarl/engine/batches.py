@@ -12,6 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from megarl.engine.http import MAX_REPLY_BYTES, EngineHttp, HttpError, HttpReply
 from megarl.errors import EngineError
 from megarl.types import JsonValue
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _CUT_GRACE_S = 30.0
 """Time for an engine to return the tokens of a late request."""
+_IDS_DECODER = msgspec.json.Decoder(list[int])
 _MAX_TOGETHER = 64
 """Requests in one: the server reads a body at once, and hands out no tokens meanwhile."""
 
@@ -39,6 +42,9 @@ class _Asked:
     fields: Mapping[str, JsonValue]
     prompt: Hashable
     answer: asyncio.Future[Generated]
+    heard: Callable[[Sequence[int]], None] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """The response so far, for `heard`."""
     batch: _Batch | None = None
 
 
@@ -83,13 +89,21 @@ class RequestBatches:
         for task in self._tasks:
             task.cancel()
 
-    async def ask(self, rid: str, fields: Mapping[str, JsonValue], *, prompt: Hashable) -> Generated:
+    async def ask(
+        self,
+        rid: str,
+        fields: Mapping[str, JsonValue],
+        *,
+        prompt: Hashable,
+        heard: Callable[[Sequence[int]], None] | None = None,
+    ) -> Generated:
         """Return the reply, or the tokens so far when it is late. Cancelling this ends the request in the engine.
 
-        Requests with the same `prompt` have their tokens in common.
+        Requests with the same `prompt` have their tokens in common. `heard` is called with all tokens so far.
         """
         loop = asyncio.get_running_loop()
-        asked = _Asked(rid, fields, prompt, loop.create_future())
+        fields = fields if heard is None else {**fields, "stream": True}
+        asked = _Asked(rid, fields, prompt, loop.create_future(), heard)
         if not self._unsent:
             loop.call_soon(self._send_unsent)
         self._unsent.append(asked)
@@ -133,16 +147,25 @@ class RequestBatches:
     def _read(self, piece: bytes, batch: _Batch) -> None:
         try:
             for line in batch.lines.lines(piece):
-                answer = batch.asked[line.place].answer
+                asked = batch.asked[line.place]
+                answer = asked.answer
                 if answer.done():
                     continue  # its caller was cancelled
+                if line.status_code == PARTIAL:
+                    self._hear(asked, line.content)
+                    continue
                 refusal = HttpReply(status_code=line.status_code, content=line.content).refusal
                 if refusal is None:
                     answer.set_result(Generated(content=line.content, is_cut=batch.is_cut))
                 else:
                     answer.set_exception(self._failed(refusal))
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, msgspec.MsgspecError) as error:
             raise HttpError(str(error)) from error
+
+    def _hear(self, asked: _Asked, content: bytes) -> None:
+        asked.token_ids += _IDS_DECODER.decode(content)
+        if asked.heard is not None:
+            asked.heard(asked.token_ids)
 
     def _cut(self, batch: _Batch) -> None:
         """Ask for the tokens so far of requests that are late."""
@@ -192,6 +215,10 @@ def _one_of_each_first(asked: Sequence[_Asked]) -> list[_Asked]:
         (others if each.prompt in prompts else first).append(each)
         prompts.add(each.prompt)
     return [*first, *others]
+
+
+PARTIAL = 100
+"""The status of lines before that of the reply to a request with `stream`: the ids of new tokens, as a JSON list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,11 +153,16 @@ class EngineClient:
         self._requests.close()
         await self._http.close()
 
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
+    async def generate(
+        self, request: GenerateRequest, *, heard: Callable[[Sequence[int]], None] | None = None
+    ) -> Generated:
+        """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine.
+
+        `heard` is called with all tokens so far, as they come.
+        """
         # The end of a prompt tells it from others as well as all of it, in less time.
         prompt = len(request.input_ids), request.input_ids[-_TOLD_APART:]
-        return await self._requests.ask(request.rid, request.to_json(), prompt=prompt)
+        return await self._requests.ask(request.rid, request.to_json(), prompt=prompt, heard=heard)
 
     async def post(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
         """Return the reply to a request that is answered at once, without tokens that could be cut."""

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from hmac import compare_digest
 from http import HTTPStatus
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 import orjson
 import yaml
 
-from megarl.engine.batches import Line
+from megarl.engine.batches import PARTIAL, Line
 from megarl.env import ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
 
@@ -94,8 +94,9 @@ def add_flat_logprobs(
     """Write the log-probabilities of the output into `meta_info`, once, when the response is complete."""
     request = state.obj
     is_plain = not top_logprobs_num and token_ids_logprob is None and not return_text_in_logprobs
-    is_asked = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
-    is_flat = is_asked and not request.stream
+    is_flat = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
+    if is_flat and request.stream and meta_info["finish_reason"] is None:
+        return  # the log-probabilities of a stream come with its end, as those of other requests
     if is_flat and state.input_token_logprobs_val and token_ids_logprob is None and not return_text_in_logprobs:
         _add_flat_input(add, manager, meta_info, state, top_logprobs_num)
     elif not is_plain or not is_flat or state.input_token_logprobs_val:
@@ -222,13 +223,16 @@ async def answer_each(requests: Sequence[dict[str, object]], receive: _Receive, 
     """Send the line of each request when it is done. All end when the client is gone: SGLang aborts cancelled ones."""
     lines: list[bytes] = []
     is_new = asyncio.Event()
+    num_left = len(requests)
 
     async def answer(place: int, fields: dict[str, object]) -> None:
-        status_code, content = await _generated(fields)
-        lines.append(Line(place=place, status_code=status_code, content=content).encode())
+        nonlocal num_left
+        async for status_code, content in _generated(fields):
+            lines.append(Line(place=place, status_code=status_code, content=content).encode())
+            is_new.set()
+        num_left -= 1
         is_new.set()
 
-    num_left = len(requests)
     try:
         async with asyncio.TaskGroup() as tasks:
             for place, fields in enumerate(requests):
@@ -238,9 +242,11 @@ async def answer_each(requests: Sequence[dict[str, object]], receive: _Receive, 
             while num_left:
                 await is_new.wait()
                 is_new.clear()
-                done, num_left = b"".join(lines), num_left - len(lines)
-                lines.clear()
-                await send({"type": "http.response.body", "body": done, "more_body": num_left > 0})
+                if num_left and lines:
+                    done = b"".join(lines)
+                    lines.clear()
+                    await send({"type": "http.response.body", "body": done, "more_body": True})
+            await send({"type": "http.response.body", "body": b"".join(lines), "more_body": False})
             watching.cancel()
     except* _GoneError:
         pass
@@ -252,24 +258,29 @@ async def _watch(receive: _Receive) -> None:
     raise _GoneError
 
 
-async def _generated(fields: dict[str, object]) -> tuple[int, bytes]:
-    """Return the status and the content of the reply to one request."""
+async def _generated(fields: dict[str, object]) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield the status and the content of the reply to one request; before it, those of new tokens where it streams."""
     from fastapi import HTTPException  # noqa: PLC0415 - only in the server
     from sglang.srt.entrypoints.http_server import get_global_state  # noqa: PLC0415
     from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
 
     manager = get_global_state().tokenizer_manager
+    num_told = 0
     try:
         # Without its HTTP request, which SGLang would ask time and again whether the client is there.
-        (reply,) = [each async for each in manager.generate_request(GenerateReqInput(**fields))]
+        async for reply in manager.generate_request(GenerateReqInput(**fields)):
+            if reply["meta_info"]["finish_reason"] is None:
+                yield PARTIAL, orjson.dumps(reply["output_ids"][num_told:])
+                num_told = len(reply["output_ids"])
+            else:
+                yield HTTPStatus.OK, orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except HTTPException as error:
-        return error.status_code, str(error.detail).encode()
+        yield error.status_code, str(error.detail).encode()
     except (TypeError, ValueError) as error:
-        return HTTPStatus.BAD_REQUEST, str(error).encode()
+        yield HTTPStatus.BAD_REQUEST, str(error).encode()
     except Exception as error:  # one request fails, as behind uvicorn; those that came with it go on
         logger.exception("request failed")
-        return HTTPStatus.INTERNAL_SERVER_ERROR, repr(error).encode()
-    return HTTPStatus.OK, orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        yield HTTPStatus.INTERNAL_SERVER_ERROR, repr(error).encode()
 
 
 def guard_doors(arguments: Sequence[str]) -> None:

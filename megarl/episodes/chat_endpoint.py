@@ -1,7 +1,8 @@
-"""An OpenAI-style server for agents: each episode has a key, and its session records the tokens.
+"""The model over HTTP for agents, in the dialects of `wire`: an episode has a key, and its session records the tokens.
 
-Sampling is the recipe's; a request only sets messages, tools and a limit of tokens. A request whose messages continue
-those of the last one continues its tokens; another one begins a row.
+Sampling is the recipe's; a request only sets messages, tools and a limit of tokens. `conversation` finds the tokens
+that it continues. A client that hangs up ends its generation; one that missed an answer gets it when it asks again.
+An agent may be anything: what it sends is bounded in size, time and number, and harms no other episode.
 """
 
 from __future__ import annotations
@@ -10,54 +11,48 @@ import asyncio
 import json
 import logging
 import secrets
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from functools import partial
+from typing import cast
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
 from megarl.config.environment import CallFormat
 from megarl.data.tokenizer import Tokenizer, ToolFunction
-from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.protocol import Call, ChatMessage, Malformed, SampledTurn, TokenSession
+from megarl.episodes.agent_reply import AgentReply, LostStreamError
+from megarl.episodes.connections import Connections
+from megarl.episodes.conversation import AgentConversation, Asked
+from megarl.episodes.dialogue import Dialogue, text_before_calls
+from megarl.episodes.protocol import Call, Malformed, TokenSession
+from megarl.episodes.wire.chat import ChatDialect
+from megarl.episodes.wire.completions import CompletionsDialect
+from megarl.episodes.wire.messages import MessagesDialect
+from megarl.episodes.wire.responses import ResponsesDialect
+from megarl.episodes.wire.values import AnsweredCall, Body, Dialect, ModelAnswer, RefusedError
 from megarl.errors import DataError, MegarlError
 from megarl.system.foreign import map_texts, one_line, whole_text
 from megarl.system.network import LOOPBACK
-from megarl.types import JsonValue, TokenArray
+from megarl.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
-_MAX_REQUEST_BYTES = 2 << 20
+_DIALECTS: tuple[Dialect, ...] = (ChatDialect(), CompletionsDialect(), ResponsesDialect(), MessagesDialect())
+_BYTES_PER_TOKEN = 64
+"""A request has at most so many for each token of the longest history: escapes and names take more than text."""
+_LEAST_BODY_BYTES = 2 << 20
+"""A history that is longer than the model takes is answered, not refused for its size."""
+_UNKNOWN_KEY = "this key belongs to no episode that is under way"
+_READ_S = 60.0
+"""Time for an agent to send its request; an idle connection is closed after it."""
 _MAX_DIALOGUES = 16
 """Lists of tools whose dialogues are kept; an agent may send another list with every request."""
 _MAX_IGNORED = 32
 """Names of fields without effect that are told."""
-_KNOWN = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "n", "user"}
-_Body: TypeAlias = Mapping[str, JsonValue]
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """The requests of one episode."""
-
-    session: TokenSession
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a request: the turns of an episode come one after the other."""
-    said: list[ChatMessage] = field(default_factory=list)
-    """The messages of the last request and its answer, as the agent knows them."""
-    rendered: list[ChatMessage] = field(default_factory=list)
-    """The same as the template gets them: answers are the texts that the model wrote."""
-    tools: str = ""
-    last_ids: TokenArray | None = None
-    """The tokens of the last answer."""
-    own: set[str] = field(default_factory=set)
-    """All texts that the model wrote in the episode."""
-    error: MegarlError | None = None
-    """The failure of a request that is not the agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,35 +81,44 @@ class Access:
         }
 
 
-class _RefusedError(Exception):
-    """A request that the endpoint does not serve."""
+class _StatusError(Exception):
+    """A request that is answered with a status other than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
 
 
 class ChatEndpoint:
-    """Serves `/v1/chat/completions` to the agents of one rollout worker."""
+    """Serves the model to the agents of one rollout worker."""
 
     def __init__(self, tokenizer: Tokenizer, *, call_format: CallFormat, host: str = LOOPBACK) -> None:
         """`host` is the address of this machine that it listens on."""
         self._tokenizer = tokenizer
         self._host = host
         self._call_format = call_format
-        self._dialogues: OrderedDict[str, Dialogue] = OrderedDict()
-        self._conversations: dict[str, _Conversation] = {}
+        self._dialogues: OrderedDict[bytes, Dialogue] = OrderedDict()
+        self._conversations: dict[str, AgentConversation] = {}
+        self._connections = Connections()
         self._runner: web.AppRunner | None = None
         self._ignored: set[str] = set()
         self._url = ""
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        app.add_routes([web.post("/v1/chat/completions", self._complete)])
-        self._runner = web.AppRunner(app, access_log=None)
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self._models)])
+        for dialect in _DIALECTS:
+            app.router.add_post(dialect.path, partial(self._answer, dialect=dialect))
+        # A handler whose client is gone is cancelled, and with it the request to the engine.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_READ_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self._url = f"http://{host}:{port}"
+        assert self._runner.server is not None, "it is set up"
+        port = await self._connections.listen(self._runner.server, self._host)
+        self._url = f"http://{self._host}:{port}"
 
     async def close(self) -> None:
+        self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -122,93 +126,101 @@ class ChatEndpoint:
     async def episode(self, session: TokenSession) -> AsyncIterator[Access]:
         """Serve an episode inside of the block; a failure of one of its requests that is not the agent's ends it."""
         key = secrets.token_urlsafe(24)
-        self._conversations[key] = conversation = _Conversation(session)
+        self._conversations[key] = conversation = AgentConversation(session)
         try:
             yield Access(url=self._url, key=key)
         finally:
             del self._conversations[key]
+            for task in conversation.tasks:
+                task.cancel()
+            if conversation.tasks:
+                await asyncio.wait(conversation.tasks)
             if conversation.error is not None:
                 # It is the cause of whatever the agent did afterwards.
                 raise conversation.error
 
-    async def _complete(self, request: web.Request) -> web.Response:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        conversation = self._conversations.get(key)
+    async def _models(self, http: web.Request) -> web.Response:
+        if self._conversation(http) is None:
+            return web.json_response(_DIALECTS[0].error(401, _UNKNOWN_KEY), status=401)
+        model: JsonValue = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _conversation(self, http: web.Request) -> AgentConversation | None:
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._conversations.get(http.headers.get("x-api-key") or bearer)
+
+    async def _answer(self, http: web.Request, *, dialect: Dialect) -> web.StreamResponse:
+        conversation, task = self._conversation(http), asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
         if conversation is None:
-            return _error(401, "this key belongs to no episode that is under way")
+            return web.json_response(dialect.error(401, _UNKNOWN_KEY), status=401)
+        if len(conversation.tasks) >= conversation.session.max_turns:
+            message = "more requests are under way than the episode may have turns"
+            return web.json_response(dialect.error(429, message), status=429)
+        conversation.tasks.add(task)
         try:
-            body = _checked(map_texts(json.loads(await request.read()), whole_text))
-            async with conversation.lock:
-                return web.json_response(await self._turn(conversation, body))
+            with self._connections.busy(http):
+                return await self._reply(http, dialect, conversation)
+        finally:
+            conversation.tasks.discard(task)
+
+    async def _reply(self, http: web.Request, dialect: Dialect, conversation: AgentConversation) -> web.StreamResponse:
+        reply = None
+        try:
+            body = await _read_body(http, conversation.session)
+            self._note_ignored(body, dialect)
+            asked = conversation.asked(dialect.read(body))
+            reply = AgentReply(http, dialect, asked.request)
+            answer = conversation.recorded(asked, is_retry=_is_retry(http))
+            if answer is None:
+                answer = await self._turn(conversation, asked, reply)
+            response = await reply.end(answer)
+            conversation.deliver(asked)
+            return response
+        except _StatusError as error:
+            status, message = error.status, error.message
         except RecursionError:
-            return _error(400, "the request is nested too deeply")
-        except (_RefusedError, ValueError, DataError) as error:
-            return _error(400, one_line(error))
+            status, message = 400, "the request is nested too deeply"
+        except LostStreamError as error:
+            status, message = 503, str(error)
+        except (RefusedError, ValueError, DataError) as error:
+            status, message = 400, one_line(error)
         except MegarlError as error:
             conversation.error = error
-            return _error(503, str(error))
+            status, message = 503, str(error)
+        if reply is not None:
+            return await reply.fail(status, message)
+        return web.json_response(dialect.error(status, message), status=status)
 
-    async def _turn(self, conversation: _Conversation, body: _Body) -> dict[str, JsonValue]:
-        self._note_ignored(body)
-        messages = cast("list[ChatMessage]", body["messages"])
-        tools = cast("list[ToolFunction]", body.get("tools") or [])
+    async def _turn(self, conversation: AgentConversation, asked: Asked, reply: AgentReply) -> ModelAnswer:
+        """Sample and record the answer to a request."""
+        if not conversation.session.has_turn:
+            return ModelAnswer(text="", is_cut=True, num_prompt_tokens=0, num_sampled=0)
+        tools = asked.request.tools
         dialogue = self._dialogue(tools)
-        await self._extend(conversation, dialogue, messages, tools)
-        num_prompt_tokens = len(conversation.session.token_ids)
-        sampled = await conversation.session.sample(max_tokens=_token_limit(body))
-        calls = dialogue.calls(sampled.text) if tools else []
-        answer, reason = _answer(sampled, [] if isinstance(calls, Malformed) else calls)
-        conversation.said = [*messages, answer]
-        conversation.rendered = [*conversation.rendered, {"role": "assistant", "content": sampled.text}]
-        conversation.last_ids = sampled.token_ids
-        conversation.own.add(sampled.text)
-        return _completion(answer, reason, num_prompt_tokens, len(sampled.token_ids), str(body.get("model", "policy")))
 
-    async def _extend(
-        self,
-        conversation: _Conversation,
-        dialogue: Dialogue,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ToolFunction],
-    ) -> None:
-        """Bring the session's history to the end of the request's messages."""
-        known, key = len(conversation.said), json.dumps(tools)
-        new = [_plain(message) for message in messages[known:]]
-        continues = (
-            conversation.last_ids is not None
-            and conversation.tools == key
-            and len(new) > 0
-            and all(message["role"] != "assistant" for message in new)
-            and list(map(_essence, messages[:known])) == list(map(_essence, conversation.said))
-        )
-        conversation.tools = key
-        if not continues:
-            conversation.rendered = [self._shown(_plain(message), conversation.own) for message in messages]
-            conversation.session.begin_row(await dialogue.prompt_ids(conversation.rendered))
-            return
-        shown = [self._shown(message, conversation.own) for message in new]
-        conversation.rendered += shown
-        assert conversation.last_ids is not None
-        suffix = await dialogue.suffix(conversation.last_ids, shown)
-        if suffix is None:
-            conversation.session.begin_row(await dialogue.whole(conversation.rendered))
-        else:
-            conversation.session.append(suffix)
+        def spoken(text: str) -> str:
+            return text_before_calls(text, dialogue.call_format) if tools else text
 
-    def _shown(self, message: ChatMessage, own: Set[str]) -> ChatMessage:
-        """Return a message of an agent as text alone, but for the texts that the model wrote itself.
-
-        Other texts under the model's name keep the marks of thoughts and calls, which are no control tokens.
-        """
-        tokenizer = self._tokenizer
-        if message["role"] != "assistant":
-            return cast("ChatMessage", map_texts(message, tokenizer.plain))
-        if message["content"] in own and "tool_calls" not in message:
-            return message
-        return cast("ChatMessage", map_texts(message, tokenizer.without_control))
+        async with conversation.place(asked, dialogue, self._tokenizer) as place:
+            num_prompt_tokens = place.num_prompt_tokens
+            sampled = await reply.sample(place, decode=self._tokenizer.decode, spoken=spoken)
+            calls = dialogue.calls(sampled.text) if tools else []
+            has_calls = isinstance(calls, list) and len(calls) > 0
+            answer = ModelAnswer(
+                text=spoken(sampled.text) if has_calls else sampled.text,
+                calls=() if isinstance(calls, Malformed) else _made(calls),
+                is_cut=sampled.is_cut,
+                num_prompt_tokens=num_prompt_tokens,
+                num_sampled=len(sampled.token_ids),
+                id=reply.answer_id,
+            )
+            if answer.num_sampled:
+                conversation.note(asked, place, answer, sampled.text)
+            return answer
 
     def _dialogue(self, tools: Sequence[ToolFunction]) -> Dialogue:
-        key = json.dumps(tools)
+        key = msgspec.json.encode(tools)
         if key not in self._dialogues:
             tokenizer = self._tokenizer.with_tools(tools)
             limit = int(np.iinfo(np.int32).max)  # an agent cuts its tools' results itself
@@ -218,8 +230,8 @@ class ChatEndpoint:
             self._dialogues.popitem(last=False)
         return self._dialogues[key]
 
-    def _note_ignored(self, body: _Body) -> None:
-        new = {name for name, value in body.items() if value is not None} - _KNOWN - self._ignored
+    def _note_ignored(self, body: Body, dialect: Dialect) -> None:
+        new = {name for name, value in body.items() if value is not None} - dialect.known - self._ignored
         ignored = sorted(new)[: _MAX_IGNORED - len(self._ignored)]
         if ignored:
             self._ignored.update(ignored)
@@ -227,111 +239,35 @@ class ChatEndpoint:
             logger.warning("agents ask for %s: sampling is the recipe's, these have no effect", names)
 
 
-def _checked(body: object) -> _Body:
-    """Return a request that can be served; a _RefusedError says what cannot."""
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise _RefusedError("messages must be a list of at least one message")
-    for message in body["messages"]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _RefusedError("every message must be an object with a role")
-        if not isinstance(message.get("content", ""), str | list | None):
-            raise _RefusedError("content must be text")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
-        raise _RefusedError("tools must be a list of functions with names")
-    if body.get("stream"):
-        raise _RefusedError("streaming is not served; leave out stream")
-    if body.get("n") not in (None, 1):
-        raise _RefusedError("one choice is served per request; leave out n")
-    return body
+async def _read_body(http: web.Request, session: TokenSession) -> Body:
+    limit = max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * session.max_row_tokens)
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_READ_S):
+            async for chunk in http.content.iter_any():
+                content += chunk
+                if len(content) > limit:
+                    raise _StatusError(413, f"the request has more than {limit} bytes")
+    except TimeoutError:
+        raise _StatusError(408, f"the request was not there within {_READ_S:g} s") from None
+    try:
+        body = msgspec.json.decode(content)
+    except msgspec.MsgspecError:
+        # What is no text, as half of a pair of surrogates, comes from files that agents read.
+        body = map_texts(json.loads(content), whole_text)
+    if not isinstance(body, dict):
+        raise _StatusError(400, "the request must be a JSON object")
+    return cast("Body", body)
 
 
-def _is_function(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _is_retry(http: web.Request) -> bool:
+    """Whether the client says that it sends the request again, as those of OpenAI and Anthropic do."""
+    return http.headers.get("x-stainless-retry-count", "0") != "0"
 
 
-def _token_limit(body: _Body) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        limit = body.get(name)
-        if limit is None:
-            continue
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise _RefusedError(f"{name} must be a whole number above 0")
-        return limit
-    return None
-
-
-def _text(content: JsonValue) -> str:
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]
-        if any(part.get("type") != "text" for part in parts):
-            raise _RefusedError("content must be text; pictures and sounds are not served")
-        return "".join(str(part.get("text", "")) for part in parts)
-    return str(content) if content is not None else ""
-
-
-def _plain(message: ChatMessage) -> ChatMessage:
-    """Return a message as templates take it: content is text, the arguments of calls are objects."""
-    plain: dict[str, JsonValue] = {"role": message["role"], "content": _text(message.get("content"))}
-    for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            plain[name] = message[name]
-    calls = message.get("tool_calls")
-    if isinstance(calls, list) and calls:
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: JsonValue) -> JsonValue:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise _RefusedError("every tool call must have a function")
-    arguments = function.get("arguments")
-    read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"type": "function", "id": call.get("id"), "function": {"name": function.get("name"), "arguments": read}}
-
-
-def _essence(message: ChatMessage) -> tuple[object, ...]:
-    """Return what tells one message from another, without the empty fields that client libraries add."""
-    plain = _plain(message)
-    return plain["role"], plain["content"], plain.get("tool_call_id"), json.dumps(plain.get("tool_calls"))
-
-
-def _answer(sampled: SampledTurn, calls: Sequence[Call]) -> tuple[ChatMessage, str]:
-    """Return the message and the finish reason."""
-    if not calls:
-        return {"role": "assistant", "content": sampled.text}, "length" if sampled.is_cut else "stop"
-    before = sampled.text.partition("<tool_call>")[0].strip() if "<tool_call>" in sampled.text else ""
+def _made(calls: Sequence[Call]) -> tuple[AnsweredCall, ...]:
     unique = secrets.token_hex(6)
-    made: list[JsonValue] = [
-        {
-            "type": "function",
-            "id": f"{call.id}_{unique}",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-        }
+    return tuple(
+        AnsweredCall(id=f"{call.id}_{unique}", name=call.name, arguments=json.dumps(dict(call.arguments)))
         for call in calls
-    ]
-    return {"role": "assistant", "content": before or None, "tool_calls": made}, "tool_calls"
-
-
-def _completion(
-    answer: ChatMessage, reason: str, num_prompt_tokens: int, num_sampled: int, model: str
-) -> dict[str, JsonValue]:
-    usage: dict[str, JsonValue] = {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt_tokens + num_sampled,
-    }
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": dict(answer), "finish_reason": reason, "logprobs": None}],
-        "usage": usage,
-    }
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+    )

@@ -269,6 +269,22 @@ def read_calls(text: str, call_format: WrittenFormat) -> list[Call] | Malformed:
             assert_never(call_format)
 
 
+def text_before_calls(text: str, call_format: WrittenFormat) -> str:
+    """Return the text of a response without its calls; for one that is not complete, what cannot become one."""
+    match call_format:
+        case "hermes":
+            before, begin, _ = text.partition(_BEGIN)
+            if not begin:
+                held = next((size for size in range(len(_BEGIN) - 1, 0, -1) if text.endswith(_BEGIN[:size])), 0)
+                before = text[: len(text) - held]
+            return before.rstrip()
+        case "llama":
+            body = text.lstrip()
+            return "" if body.startswith("{") or _PYTHON_TAG.startswith(body[: len(_PYTHON_TAG)]) else text.rstrip()
+        case _:
+            assert_never(call_format)
+
+
 def written_format(rendered: str) -> WrittenFormat | None:
     """Return the format of a call that a template has rendered; None for one that is not known."""
     if _BEGIN in rendered and _END in rendered:

@@ -7,7 +7,7 @@ an *agent* decides itself and asks the model through a session.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -147,6 +147,26 @@ class SampledTurn:
     """It reached a limit of tokens before it ended."""
 
 
+Heard: TypeAlias = Callable[[TokenArray], None]
+"""Takes the tokens of a response so far, while it is sampled."""
+
+
+class TokenRow(Protocol):
+    """One history of tokens of an episode, which only grows. It has one turn at a time, beside those of other rows."""
+
+    @property
+    def token_ids(self) -> TokenArray: ...
+
+    async def sample(
+        self, *, given: TokenArray | None = None, max_tokens: int | None = None, heard: Heard | None = None
+    ) -> SampledTurn:
+        """Let the model write a turn after the history and `given`, and append both; only the turn is trained on.
+
+        A turn that is cancelled leaves nothing behind.
+        """
+        ...
+
+
 class TokenSession(Protocol):
     """The model's side of one episode: a history of tokens that only grows, or is begun anew as another row."""
 
@@ -165,6 +185,23 @@ class TokenSession(Protocol):
 
     def begin_row(self, token_ids: TokenArray) -> None:
         """Begin a row with another history; the rows before it stay part of the episode."""
+        ...
+
+    def open_row(self, token_ids: TokenArray) -> TokenRow:
+        """Return a row with this history, for callers that have several at a time."""
+        ...
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the model may write another turn."""
+        ...
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest history."""
         ...
 
 

@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from uuid import uuid4
 
 import numpy as np
@@ -26,6 +27,7 @@ from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
+from megarl.episodes.protocol import Heard
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.families.shape import ModelShape
 from megarl.routes import RouteRequest, RouteShape
@@ -118,6 +120,8 @@ class _Context:
     """The engine has to return the tokens that it saw."""
     num_routed: int = 0
     """Tokens whose experts are known already."""
+    heard: Heard | None = None
+    """Is told the tokens as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +193,15 @@ class FleetGenerator:
         return self._finished(await self._continued(context))
 
     async def sampled_turn(
-        self, prompt: Prompt, index: int, history: TokenArray, *, max_tokens: int, row: int, num_routed: int = 0
+        self,
+        prompt: Prompt,
+        index: int,
+        history: TokenArray,
+        *,
+        max_tokens: int,
+        row: int,
+        num_routed: int = 0,
+        heard: Heard | None = None,
     ) -> SampledTokens:
         """Return the next turn of an episode; its engine is that of the turn before, where it is live."""
         # Positions repeat where a row begins anew: another row has other random numbers.
@@ -203,6 +215,7 @@ class FleetGenerator:
             prefixes=(f"{prompt.uid}#{prompt.epoch}.{index}", prompt.uid),
             is_echoed=True,
             num_routed=num_routed,
+            heard=heard,
         )
         return await self._continued(context)
 
@@ -282,7 +295,8 @@ class FleetGenerator:
             routes=routes,
         )
         began = time.monotonic()
-        reply = await engine.client.generate(request)
+        heard = None if context.heard is None else partial(_hear, context.heard, so_far.token_ids.tolist())
+        reply = await engine.client.generate(request, heard=heard)
         seconds = time.monotonic() - began
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
         if is_interrupted and not engine.is_live:
@@ -317,6 +331,11 @@ class FleetGenerator:
         )
 
 
+def _hear(heard: Heard, before: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Tell the tokens of a response so far, without the last one: where it is interrupted, that is drawn again."""
+    heard(np.array([*before, *token_ids][:-1], np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class _EpisodeSampler:
     """The engines, for one episode (a `Sampler`)."""
@@ -325,9 +344,11 @@ class _EpisodeSampler:
     prompt: Prompt
     index: int
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+    async def sample(
+        self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: Heard | None = None
+    ) -> SampledTokens:
         return await self.generator.sampled_turn(
-            self.prompt, self.index, history, max_tokens=max_tokens, row=row, num_routed=num_routed
+            self.prompt, self.index, history, max_tokens=max_tokens, row=row, num_routed=num_routed, heard=heard
         )
 
 

@@ -168,3 +168,28 @@ async def test_a_real_engine_answers_a_list_as_it_answers_each_alone(qwen2_tp1: 
             metrics = f"{client.endpoint.url}/metrics"
             while not _ABORTED.search((await http.get(metrics)).text):
                 await asyncio.sleep(0.1)
+
+
+async def test_a_real_engine_streams_the_tokens_of_the_reply_that_it_gives_without_streaming(
+    qwen2_tp1: ServedModel,
+) -> None:
+    asked = [
+        replace(each, max_new_tokens=12, sampling_seed=place, rid=each.rid * 4)
+        for place, each in enumerate(requests(3))
+    ]
+    told: list[list[int]] = []
+    async with qwen2_tp1.fleet() as fleet:
+        client = fleet.engines[0].client
+        alone = [json.loads((await client.generate(each)).content) for each in asked]
+        streamed, *others = await asyncio.gather(
+            client.generate(asked[0], heard=lambda token_ids: told.append(list(token_ids))),
+            *(client.generate(each) for each in asked[1:]),
+        )
+    for before, after in zip(alone, (json.loads(each.content) for each in (streamed, *others)), strict=True):
+        for name in ("output_token_logprobs", "finish_reason", "weight_version"):
+            assert before["meta_info"][name] == after["meta_info"][name]
+        assert before["output_ids"] == after["output_ids"]
+    assert len(told) > 1
+    lengths = [len(token_ids) for token_ids in told]
+    assert lengths == sorted(lengths)
+    assert all(token_ids == alone[0]["output_ids"][: len(token_ids)] for token_ids in told)

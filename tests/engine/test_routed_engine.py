@@ -109,7 +109,9 @@ async def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel
         def __init__(self, generator: FleetGenerator, prompt: Prompt) -> None:
             self.generator, self.prompt = generator, prompt
 
-        async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+        async def sample(
+            self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: object = None
+        ) -> SampledTokens:
             sampled = await self.generator.sampled_turn(
                 self.prompt, 0, history, max_tokens=6, row=row, num_routed=num_routed
             )

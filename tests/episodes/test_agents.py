@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.config.environment import ChatEnvironmentConfig, FunctionEnvironmentConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.build import check_environment, open_agents
-from megarl.episodes.protocol import SampledTurn
-from megarl.errors import ConfigError, EnvironmentLostError, FleetError, MegarlError, ScoreLostError
-from megarl.types import JsonValue, TokenArray
+from megarl.errors import ConfigError, EnvironmentLostError, FleetError, ScoreLostError
+from megarl.types import JsonValue
+from tests.episodes.scripted import ScriptedSession
 from tests.episodes.templates import family_tokenizer
 
 Run = Callable[[Any], Any]
@@ -25,34 +24,6 @@ _ROW: dict[str, JsonValue] = {"uid": "1", "ground_truth": "5", "prompt": "2+3?",
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return family_tokenizer(tmp_path_factory.mktemp("qwen"), "qwen2.5", tools=())
-
-
-class ScriptedSession:
-    """A `TokenSession` whose model says what a test wrote."""
-
-    def __init__(self, tokenizer: Tokenizer, texts: list[str], *, error: MegarlError | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._texts = texts
-        self._error = error
-        self.token_ids: TokenArray = np.zeros(0, np.int32)
-        self.num_rows = 0
-        self.limits: list[int | None] = []
-
-    async def sample(self, *, max_tokens: int | None = None) -> SampledTurn:
-        if self._error is not None:
-            raise self._error
-        self.limits.append(max_tokens)
-        text = self._texts.pop(0)
-        (token_ids,) = self._tokenizer.encode([text + "<|im_end|>"])
-        self.append(token_ids)
-        return SampledTurn(token_ids=token_ids, text=text, is_cut=False)
-
-    def append(self, token_ids: TokenArray) -> None:
-        self.token_ids = np.concatenate([self.token_ids, token_ids])
-
-    def begin_row(self, token_ids: TokenArray) -> None:
-        self.token_ids = token_ids
-        self.num_rows += 1
 
 
 _AGENT = """
@@ -93,7 +64,7 @@ def test_an_agent_of_the_openai_library_is_recorded_token_by_token_and_not_blame
     session = ScriptedSession(tokenizer, [called, "5"])
     score = run(agents.run(_ROW, session))
     assert (score.value, score.turns) == (1.0, (0.0, 1.0))
-    assert session.limits == [64, 64]
+    assert session.script.limits == [64, 64]
     assert session.num_rows == 1
     history = tokenizer.decode(session.token_ids)
     assert history.count("<|im_start|>system") == 1
@@ -161,7 +132,7 @@ def run(task, base_url, api_key):
         return reply.status_code
     chat = [{"role": "user", "content": "hi"}]
     found = [
-        post("another", messages=chat), post(messages=[]), post(messages=chat, stream=True), post(messages=chat, n=2),
+        post("another", messages=chat), post(messages=[]), post(messages=chat, stream="yes"), post(messages=chat, n=2),
         post(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), post(messages=[{"content": "hi"}]),
     ]
     assert found == [401, 400, 400, 400, 400, 400], found
@@ -215,7 +186,7 @@ def test_a_function_has_the_tokens_in_its_hand(tokenizer: Tokenizer, run: Run, t
     session = ScriptedSession(tokenizer, ["5"])
     score = run(agents.run(_ROW, session))
     assert (score.value, score.components) == (1.0, {"length": 2.0})
-    assert session.limits == [8]
+    assert session.script.limits == [8]
     broken = run(open_agents(_function(tmp_path, "breaks"), tokenizer))
     with pytest.raises(EnvironmentLostError, match="IndexError: none"):
         run(broken.run(_ROW, session))

@@ -24,8 +24,8 @@ from megarl.episodes.openenv_environments import OpenEnvEnvironments, open_opene
 from megarl.episodes.protocol import Call, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, MegarlError
 from tests import hostile
+from tests.episodes.scripted import ScriptedSession
 from tests.episodes.templates import ADD, family_tokenizer
-from tests.episodes.test_agents import ScriptedSession
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _STEP = Call(name="step", arguments={"guess": 1}, id="call_0")

@@ -40,7 +40,9 @@ class ScriptedSampler:
         self.histories: list[TokenArray] = []
         self.rows: list[int] = []
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+    async def sample(
+        self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: object = None
+    ) -> SampledTokens:
         number = len(self.histories)
         self.histories.append(history)
         self.rows.append(row)

@@ -152,7 +152,9 @@ def test_a_publish_between_two_turns_changes_the_version_of_the_later_ones(qwen2
 
 async def test_a_turn_costs_little_time_of_the_processor() -> None:
     class Instant:
-        async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+        async def sample(
+            self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: object = None
+        ) -> SampledTokens:
             ids = np.full(200, 7, np.int32)
             return SampledTokens(
                 token_ids=ids, logprobs=np.zeros(200, np.float32), versions=np.zeros(200, np.int32), is_cut=False

@@ -142,7 +142,9 @@ class HostileModel:
     end: int = 0
     """Tokens up to the end of the last response."""
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+    async def sample(
+        self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: object = None
+    ) -> SampledTokens:
         self._look(history, row)
         talk = self.talk
         await asyncio.sleep(talk.chance.random())

@@ -64,13 +64,12 @@ YARN: dict[str, object] = {
 
 
 @pytest.fixture(scope="session")
-def engine_template() -> Iterator[EngineTemplate]:
+def engine_template() -> EngineTemplate:
     from tests.engine.template import EngineTemplate
+    from tests.processes import template_address
     from tests.schedule import WATCH
 
-    template = EngineTemplate(WATCH.refuse)
-    yield template
-    template.stop()
+    return EngineTemplate(template_address("tests.engine.template"), WATCH.refuse)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 """Processes that are forked from a template, which has imported what they need once for all of them.
 
 A template has done nothing else: what is forked is as clean as a new process, and seconds faster. `run_processes` and
-drivers are forked from that of `multiprocessing`. `Template` is for commands under a guard (`megarl.system.guard`): it
-forks a guard for each request, and the guard forks its command instead of executing it. Sessions, pipes, signals and
-deaths are those of an executed command, and so is the mount namespace, which is that of whoever asked.
+drivers are forked from that of `multiprocessing`. `ForkedCommands` are under a guard (`megarl.system.guard`): their
+template forks a guard for each request, and the guard forks its command instead of executing it. Sessions, pipes,
+signals and deaths are those of an executed command, and so is the mount namespace, which is that of whoever asked. All
+processes of a test session share these templates (`TEMPLATES`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -34,7 +36,7 @@ from typing import IO, Generic, NoReturn, TypeVar
 
 import psutil
 
-from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
+from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT, engine_environment
 from megarl.system import guard
 from megarl.system.guard import GuardLease, die_with_parent
 from tests.repository import ROOT
@@ -47,6 +49,7 @@ _executed = guard.start_guarded
 _IMPORTED = (
     "hypothesis",
     "megarl.run.run",
+    "megarl.observe.report",
     "megarl.tools.check_sync",
     "tests.train.jobs",
     "tests.checkpoint.local_run",
@@ -220,11 +223,15 @@ def end_with(program: Callable[[], int]) -> NoReturn:
 
 
 class ForkedCommands:
-    """Asks a template for commands under a guard; `start_guarded` is in place of that of `megarl.system.guard`."""
+    """Asks the template at `address` for commands under a guard; `start_guarded` is in place of that of `guard`.
 
-    def __init__(self, address: bytes, module: str) -> None:
+    `refuse` raises where a test must not start one.
+    """
+
+    def __init__(self, address: bytes, module: str, refuse: Callable[[str], None] = lambda _: None) -> None:
         self.address = address
         self._module = module
+        self._refuse = refuse
 
     def start_guarded(
         self,
@@ -236,7 +243,7 @@ class ForkedCommands:
     ) -> subprocess.Popen[bytes] | ForkedGuard:
         if list(command[1:3]) != ["-m", self._module]:
             return _executed(command, environment=environment, output=output, lease=lease)
-        self._prepare()
+        self._refuse(self._module)
         words = [] if lease is None else ["--lease", str(lease.folder), str(lease.seconds)]
         guard_stdin, our_stdin = os.pipe()
         our_stdout, guard_stdout = os.pipe() if output == subprocess.PIPE else (None, _descriptor(output))
@@ -249,48 +256,55 @@ class ForkedCommands:
             stdout = os.fdopen(our_stdout, "rb")
         return ForkedGuard(stdin=os.fdopen(our_stdin, "wb", buffering=0), stdout=stdout, status=status)
 
-    def _prepare(self) -> None:
-        pass
-
 
 def _descriptor(output: IO[bytes] | int) -> int:
     return output if isinstance(output, int) else output.fileno()
 
 
-class Template(ForkedCommands):
-    """A template, which begins with its first command or with `start`: `script` calls `serve_guards` for `module`."""
+TEMPLATES: dict[str, str] = {}
+"""Addresses of the templates that this process shares with others, in hexadecimal digits, by their script.
 
-    def __init__(
-        self, module: str, script: str, *, environment: Callable[[], Mapping[str, str]], refuse: Callable[[str], None]
-    ) -> None:
-        super().__init__(b"", module)
-        self._script = script
-        self._environment = environment
-        self._refuse = refuse
-        self._process: subprocess.Popen[bytes] | None = None
+A script calls `serve_guards`. Empty until the first address is asked for, unless another process has started them."""
 
-    def start(self) -> None:
-        if self._process is not None:
-            return
-        with listening_socket() as listener:
-            self.address = listener.getsockname()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._script, "serve", str(listener.fileno())],
-                cwd=ROOT,
-                env=dict(self._environment()),
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
 
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+def template_address(script: str) -> bytes:
+    """Return where the template with a script answers."""
+    if not TEMPLATES:
+        listen_for_templates()
+    return bytes.fromhex(TEMPLATES[script])
 
-    def _prepare(self) -> None:
-        self._refuse(self._module)
-        self.start()
+
+def listen_for_templates() -> None:
+    """Let each template begin with its first request, and end with this process."""
+    environments = {
+        "tests.engine.template": engine_environment(device="cpu", tensor=1, interface=None),
+        "tests.cluster.worker_setup": {**os.environ, "PYTHONPATH": path_of(os.environ)},
+    }
+    listeners = {listening_socket(): script for script in environments}
+    TEMPLATES.update({script: listener.getsockname().hex() for listener, script in listeners.items()})
+
+    def start_when_asked() -> NoReturn:
+        # This thread does not end: a template ends with the thread that started it.
+        begun = []
+        while True:
+            for listener in select.select(list(listeners), [], [])[0]:
+                script = listeners.pop(listener)
+                with listener:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", script, "serve", str(listener.fileno())],
+                        cwd=ROOT,
+                        env=environments[script],
+                        pass_fds=[listener.fileno()],
+                        start_new_session=True,
+                    )
+                begun.append(process)
+
+    threading.Thread(target=start_when_asked, daemon=True).start()
+
+
+def path_of(environment: Mapping[str, str]) -> str:
+    """Return the variable PYTHONPATH of processes that import tests."""
+    return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
 
 
 class ForkedGuard:

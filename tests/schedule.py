@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import processes
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from _pytest.mark import ParameterSet
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 HEAVY = ("whole_run", "real_engines", "real_ray", "real_ranks")
 """The fixtures that make a test heavy, those of the longest tests first."""
@@ -142,10 +145,19 @@ class Watch:
 
 
 class Controller:
-    """In the process that schedules: names tests as pytest knows them, and counts those whose processes were lost."""
+    """In the process that schedules: names tests as pytest knows them, and counts those whose processes were lost.
+
+    It has the templates from which all processes of tests fork engines and Rays.
+    """
 
     def __init__(self) -> None:
         self._once: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        if not processes.TEMPLATES:
+            processes.listen_for_templates()
+        node.workerinput["templates"] = processes.TEMPLATES
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -170,6 +182,8 @@ WATCH = Watch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        processes.TEMPLATES.update(config.workerinput["templates"])
+    else:
         config.pluginmanager.register(Controller())
     config.pluginmanager.register(WATCH)

@@ -3,14 +3,16 @@
 `quick_ray` makes a local Ray begin its workers with this file instead of Ray's own `setup_worker.py`, which sets the
 variables of a worker and executes it. Here that process only stays in the worker's place as a child of Ray. Ray itself
 is forked from a template that has imported Megatron, or executed. Two forks of it, in the session of this Ray, fork its
-workers: one of them ranks, the other one the rest. Neither has imported Ray, which reads variables then. Engines are
-forked from a template of their own (tests/engine/template.py). Nobody asks the dashboard of such a Ray: it is not
-started, and its agents serve nothing.
+workers: one of them ranks, the other one the rest. Neither has imported Ray, which reads variables of the worker then.
+A third one has, and forks the agent that prepares variables. Engines are forked from a template of their own
+(tests/engine/template.py). Nobody asks the dashboard of such a Ray: it is not started, and in the place of its agent is
+`cat`, which ends with the raylet as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import runpy
@@ -21,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -31,51 +33,45 @@ from megarl.system.guard import GuardLease, die_with_parent
 from tests.processes import (
     ForkedCommands,
     ForkedGuard,
-    Template,
     asked,
     end_with,
     fork_for_each,
     listening_socket,
+    path_of,
     receive_number,
     receive_request,
     send_number,
     serve_guards,
+    template_address,
 )
-from tests.repository import ROOT
 
 _ENGINES = "MEGARL_TEST_ENGINES"
 _RANKS = "MEGARL_TEST_RANKS"
 _WORKERS = "MEGARL_TEST_WORKERS"
-"""Variables with the names of sockets, in hexadecimal digits: where engines, ranks and other workers are forked."""
-_SERVE, _START = "serve", "start"
-_RAY, _MODULE = "ray.scripts.scripts", "tests.cluster.worker_setup"
-_AGENT = "--dashboard_agent_command="
+_AGENTS = "MEGARL_TEST_AGENTS"
+"""Variables with the names of sockets, in hexadecimal digits: where engines, ranks, other workers and agents fork."""
+_SERVE, _START, _AGENT = "serve", "start", "agent"
+_RAY = "ray.scripts.scripts"
+RAYS = "tests.cluster.worker_setup"
+"""The script of the template of Rays: this one."""
+_DASHBOARD_AGENT = "--dashboard_agent_command="
+_VARIABLES_AGENT = "--runtime_env_agent_command="
+_PIPES = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
+"""A raylet sets it for its agents: one ends with the raylet at the other end of its input, not with its parent."""
 _WATCH = {"RAY_health_check_period_ms": "500"}
 """A node that is gone refuses to be asked how it is; after five times, it is lost."""
-
-
-@cache
-def ray_template() -> Template:
-    """Return the template of this session's Rays, which ends with this process."""
-
-    def environment() -> Mapping[str, str]:
-        return {**os.environ, "PYTHONPATH": _path(os.environ)}
-
-    template = Template(_RAY, _MODULE, environment=environment, refuse=lambda _: None)
-    template.start()
-    return template
 
 
 @contextmanager
 def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[None]:
     """Let every Ray that this process starts fork its workers, and its engines from the template at `engines`.
 
-    `rays` is the address of `ray_template` in a process that is not that of the session; with an empty one Ray is
-    executed, so that all of it is below this process.
+    `rays` is the address of the template in a process that does not share those of the session; with an empty one Ray
+    is executed, so that all of it is below this process.
     """
     from megarl.cluster import local_ray
 
-    forked = ForkedCommands(ray_template().address if rays is None else rays, _RAY)
+    forked = ForkedCommands(template_address(RAYS) if rays is None else rays, _RAY)
 
     def start(
         command: Sequence[str],
@@ -84,9 +80,9 @@ def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[No
         output: IO[bytes] | int,
         lease: GuardLease | None = None,
     ) -> subprocess.Popen[bytes] | ForkedGuard:
-        variables = {**environment, **_WATCH, _ENGINES: engines.hex(), "PYTHONPATH": _path(environment)}
+        variables = {**environment, **_WATCH, _ENGINES: engines.hex(), "PYTHONPATH": path_of(environment)}
         if rays == b"":
-            words = [_MODULE if word == _RAY else word for word in command]
+            words = [RAYS if word == _RAY else word for word in command]
             return guard.start_guarded(words, environment=variables, output=output, lease=lease)
         return forked.start_guarded(command, environment=variables, output=output, lease=lease)
 
@@ -96,10 +92,6 @@ def quick_ray(engines: bytes = b"", *, rays: bytes | None = None) -> Iterator[No
         yield
     finally:
         vars(local_ray)["start_guarded"] = executed
-
-
-def _path(environment: Mapping[str, str]) -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
 
 
 def _import_all() -> None:
@@ -125,15 +117,16 @@ def _start_ray() -> int:
     """Be `ray start`."""
     _start_forking(_RANKS, _import_megatron, _run_ray_worker)
     _start_forking(_WORKERS, _import_rollouts, _run_worker_with_engines)
+    os.environ.update(_PIPES)
     from ray._private import ray_constants, services
     from ray._private.node import Node
     from ray.scripts.scripts import main
 
+    _start_forking(_AGENTS, lambda: None, _run_ray_worker)
     started = services.start_ray_process
 
     def start(command: list[str], *rest: object, **options: object) -> object:
-        words = [f"{word} --minimal" if word.startswith(_AGENT) else word for word in command]
-        return started(words, *rest, **options)
+        return started([_with_cheap_agents(word) for word in command], *rest, **options)
 
     def name_dashboard(node: Node, **_options: object) -> None:
         node._webui_url = "127.0.0.1:8265"  # a worker has to know one
@@ -143,6 +136,24 @@ def _start_ray() -> int:
     ray_constants.SETUP_WORKER_FILENAME = __file__
     main()
     return 0
+
+
+def _with_cheap_agents(word: str) -> str:
+    """Change what a raylet executes as an agent, if the word says it."""
+    if word.startswith(_DASHBOARD_AGENT):
+        raylet = importlib.import_module("ray._raylet")
+        ports = (
+            raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            raylet.METRICS_AGENT_PORT_NAME,
+            raylet.METRICS_EXPORT_PORT_NAME,
+        )
+        options = dict(option.split("=", 1) for option in word.split(" --")[1:] if "=" in option)
+        for name in ports:
+            raylet.persist_port(options["session-dir"], options["node-id"], name, -1)  # nobody listens there
+        return f"{_DASHBOARD_AGENT}cat"
+    if word.startswith(_VARIABLES_AGENT):
+        return word.replace(" -u ", f" {__file__} {_AGENT} ", 1)
+    return word
 
 
 def _start_forking(variable: str, load: Callable[[], None], program: Callable[[list[str]], int]) -> None:
@@ -164,7 +175,11 @@ def _stand_in_for_worker() -> NoReturn:
     options, words = parser.parse_known_args()
     variables = json.loads(options.serialized_runtime_env_context).get("env_vars", {})
     os.environ.update(variables)
-    place = _RANKS if variables.keys() >= TRAINER_ENVIRONMENT.keys() else _WORKERS
+    _stand_in(_RANKS if variables.keys() >= TRAINER_ENVIRONMENT.keys() else _WORKERS, words)
+
+
+def _stand_in(place: str, words: list[str]) -> NoReturn:
+    """Have a process forked at the address in a variable, and end with it."""
     code = receive_number(asked(bytes.fromhex(os.environ[place]), words, os.environ, descriptors=[0, 1, 2]))
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -174,10 +189,10 @@ def _stand_in_for_worker() -> NoReturn:
 
 def _run_worker_with_engines(words: list[str]) -> int:
     from megarl.engine import process
-    from tests.engine.template import forked_engines
+    from tests.engine.template import EngineTemplate
 
     if os.environ[_ENGINES]:
-        vars(process)["start_guarded"] = forked_engines(bytes.fromhex(os.environ[_ENGINES])).start_guarded
+        vars(process)["start_guarded"] = EngineTemplate(bytes.fromhex(os.environ[_ENGINES])).start_guarded
     return _run_ray_worker(words)
 
 
@@ -217,5 +232,7 @@ if __name__ == "__main__":
         serve_guards(_RAY, load=_import_all, program=_start_ray)
     elif sys.argv[1] == _START:
         _start_ray()
+    elif sys.argv[1] == _AGENT:
+        _stand_in(_AGENTS, sys.argv[2:])
     else:
         _stand_in_for_worker()

@@ -12,25 +12,17 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
-from megarl.env import engine_environment
-from tests.processes import ForkedCommands, Template, serve_guards
+from tests.processes import ForkedCommands, serve_guards
 
 _SERVER = "megarl.engine.cpu"
 
 
-class EngineTemplate(Template):
-    """The template of a test session."""
+class EngineTemplate(ForkedCommands):
+    """Asks the template at `address` for engines."""
 
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        environment = partial(engine_environment, device="cpu", tensor=1, interface=None)
-        super().__init__(_SERVER, __name__, environment=environment, refuse=refuse)
-
-
-def forked_engines(address: bytes) -> ForkedCommands:
-    """Return what asks the template at `address`."""
-    return ForkedCommands(address, _SERVER)
+    def __init__(self, address: bytes, refuse: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(address, _SERVER, refuse)
 
 
 def _import_engine() -> None:

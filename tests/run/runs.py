@@ -23,10 +23,10 @@ from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.results import EvalResult
 from megarl.system.run_lock import LOCKS_FOLDER
-from tests.cluster.worker_setup import quick_ray, ray_template
+from tests.cluster.worker_setup import RAYS, quick_ray
 from tests.engine.template import EngineTemplate
 from tests.faults.leftovers import Footprint
-from tests.processes import template
+from tests.processes import template, template_address
 from tests.schedule import WATCH
 
 RECIPE = """
@@ -179,9 +179,7 @@ def forked(
     WATCH.refuse("megarl train")
     # Forked processes show the variables of their template: only a namespace tells a footprint whose they are.
     is_forked = engines is not None if footprint is None else footprint.is_private
-    if engines is not None and is_forked:
-        engines.start()
-    templates = (engines.address if engines and is_forked else b"", ray_template().address if is_forked else b"")
+    templates = (engines.address if engines and is_forked else b"", template_address(RAYS) if is_forked else b"")
     ready, theirs = template().Pipe(duplex=False)
     variables = dict(environment) if footprint is None else {**environment, **footprint.environment}
     process = template().Process(

@@ -152,7 +152,6 @@ def two_nodes(
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)
-    engine_template.start()
     with (
         quick_ray(engine_template.address),
         private_ray(),

@@ -1,4 +1,7 @@
-"""Tiny random models in Hugging Face format, written by transformers itself. For the tests of several packages."""
+"""Tiny random models in Hugging Face format, written by transformers itself. For the tests of several packages.
+
+peft is imported where it is used: few of the processes that import this write adapters.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -44,6 +46,9 @@ from transformers import (
 
 from megarl.config.model import read_model_shape
 from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _MODELS = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -186,6 +191,9 @@ def write_random_adapter(
     folder: Path, model_folder: Path, modules: Sequence[str], *, rank: int = 4, alpha: int = 6, seed: int = 0
 ) -> None:
     """Write an adapter with peft, of which neither matrix is zero."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     adapted = get_peft_model(base, PeftConfig(r=rank, lora_alpha=alpha, target_modules=list(modules)))
     generator = torch.Generator().manual_seed(seed)
@@ -198,6 +206,8 @@ def write_random_adapter(
 
 def load_adapted(model_folder: Path, adapter_folder: Path, *, is_trainable: bool = False) -> PeftModel:
     """Load a model with an adapter as peft does."""
+    from peft import PeftModel
+
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
     return PeftModel.from_pretrained(base, str(adapter_folder), is_trainable=is_trainable)
 

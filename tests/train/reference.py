@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssForCausalLM, MixtralForCausalLM
 
@@ -127,6 +126,8 @@ class Reference:
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the tensors of the adapter by their names in its file."""
+        from peft import get_peft_model_state_dict
+
         return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
 
     def weights(self) -> dict[str, Tensor]:

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -120,6 +118,8 @@ BLOCKS = {
 
 
 def drop_inputs(adapted: torch.nn.Module, rate: float) -> None:
+    from peft.tuners.lora import LoraLayer
+
     token_ids: list[int] = []
 
     def remember(_: torch.nn.Module, arguments: tuple[Tensor]) -> None:
@@ -267,6 +267,8 @@ def test_a_new_adapter_is_the_same_in_every_split_and_leaves_the_policy_as_the_b
 def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
     cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:
+    from peft import get_peft_model_state_dict
+
     model = models.get("qwen2", tied=True)
     samples = make_samples(8, vocab=model.shape.vocab, seed=3)
     lora = LoraConfig(rank=RANK, alpha=ALPHA)

@@ -66,6 +66,7 @@ def test_an_evaluation_answers_in_both_ways_and_keeps_what_was_said(reference: R
         assert all(item.prompt.count("+") == 1 for item in kept)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_every_bit_whatever_evaluates_generates_or_dies(
     folder: Path, reference: Run, engine_template: EngineTemplate
 ) -> None:
@@ -150,6 +151,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(left_by_ctrl_c: Run) -> Non
     assert (left_by_ctrl_c.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_next_run_goes_on_and_leaves_nothing_behind_when_it_is_killed(
     folder: Path, left_by_ctrl_c: Run, engine_template: EngineTemplate
 ) -> None:

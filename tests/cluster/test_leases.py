@@ -113,10 +113,10 @@ def test_the_lease_actor_obeys_the_latest_driver_alone_and_a_driver_that_renews_
 ) -> None:
     folder = tmp_path / "runs" / "one"
     with run_lock(folder):
-        first = lease_of(folder, address, seconds=5)
+        first = lease_of(folder, address)
         with joined(address, namespace=first.namespace):
             actor = take_lease(first)
-            copy = lease_of(folder, address, seconds=5, program="of a copy of the folder")
+            copy = lease_of(folder, address, program="of a copy of the folder")
             with pytest.raises(MachineError, match="another driver of this run works on the Ray cluster"):
                 take_lease(copy)
             die(first)
@@ -125,7 +125,7 @@ def test_the_lease_actor_obeys_the_latest_driver_alone_and_a_driver_that_renews_
             with pytest.raises(ray.exceptions.RayTaskError, match="has taken over"):
                 ray.get(actor.end.remote(first.token), timeout=60)
             assert running() == ["actor-0#1", "megarl-train"]
-            second = lease_of(folder, address, seconds=5)
+            second = lease_of(folder, address)
             second.adopted = second._leased
             with pytest.raises(MachineError, match="has taken over"):
                 take_lease(second)

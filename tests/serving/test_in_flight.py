@@ -44,7 +44,11 @@ def generate_through_publishes(served: ServedModel, mode: InFlight) -> RolloutGr
 
 
 def num_mixed(group: RolloutGroup) -> int:
-    return sum(rollout.versions[0] != rollout.versions[-1] for rollout in group.rollouts)
+    return sum(map(is_mixed, group.rollouts))
+
+
+def is_mixed(rollout: Rollout) -> bool:
+    return bool(rollout.versions[0] != rollout.versions[-1])
 
 
 async def generate_once(served: ServedModel, mode: InFlight, pause_s: float) -> RolloutGroup:
@@ -98,13 +102,15 @@ def test_in_place_no_token_is_taken_for_younger_than_it_is(qwen2_tp1: ServedMode
     group = generate_through_publishes(qwen2_tp1, "in_place")
     check_whole(group)
     models = models_of(qwen2_tp1)
+    # Some of them: every token takes a pass of transformers.
+    mixed = [rollout for rollout in group.rollouts if is_mixed(rollout)][:4]
     num_older = 0
-    for rollout in group.rollouts:
+    for rollout in mixed:
         truth = versions_of(rollout, models)
         assert (rollout.versions <= truth).all()
         num_older += int((rollout.versions < truth).sum())
     # One token per publish and rollout at most, and the first one of a request that began meanwhile.
-    assert num_older <= 3 * len(group.rollouts)
+    assert num_older <= 3 * len(mixed)
 
 
 def versions_of(rollout: Rollout, models: Sequence[PreTrainedModel]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

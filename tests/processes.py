@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -341,7 +342,10 @@ def serve_guards(module: str, *, load: Callable[[], None], program: Callable[[],
     """Be a template: import everything, then fork a guard for each connection, which forks the program."""
     die_with_parent(os.getppid())
     listener = socket.socket(fileno=int(sys.argv[2]))
+    shown = warnings.showwarning
+    vars(warnings)["showwarning"] = lambda *_, **__: None  # libraries say what they lack
     load()
+    vars(warnings)["showwarning"] = shown
     # It finds at its first call where the command line is, by the place of the variables that are there now.
     name_process(sys.argv)
     fork_for_each(listener, partial(_wait_for_guard, module, program))

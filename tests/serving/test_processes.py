@@ -182,14 +182,14 @@ async def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_w
         assert await _num_ranks_asked(endpoint) == 2
         placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
         assert await _answer(endpoint, adapter="policy@1") == adapted
-        (part,) = _processes_of_node(1)
+        (part,) = _processes_of_node(1, tmp_path)
         os.killpg(os.getpgid(part.pid), signal.SIGKILL)
         async with asyncio.timeout(300):
             assert (await started.wait_end(0)).startswith("node ")
         await started.end(0)
         assert not placed.exists()
         async with asyncio.timeout(60):
-            while any(_processes_of_node(node) for node in range(2)):  # what was killed may still be ending
+            while any(_processes_of_node(node, tmp_path) for node in range(2)):  # what was killed may still be ending
                 await asyncio.sleep(0.05)
         assert await _answer(await started.start(0)) == expected
     finally:
@@ -247,12 +247,12 @@ async def _num_ranks_asked(endpoint: EngineEndpoint) -> int:
         await fleet.close()
 
 
-def _processes_of_node(node: int) -> list[psutil.Process]:
-    """The servers of this test's engines, without their workers."""
+def _processes_of_node(node: int, folder: Path) -> list[psutil.Process]:
+    """The servers of engines with the model in `folder`, without their workers; a template has forked them."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.process_iter():
         words = command_of(process).split()  # a forked engine has its command line as one word
-        if words[1:3] != ["-m", "megarl.engine.cpu"] or "--node-rank" not in words:
+        if words[1:3] != ["-m", "megarl.engine.cpu"] or not {"--node-rank", str(folder / "model")} <= set(words):
             continue
         if words[words.index("--node-rank") + 1] == str(node):
             found.append(process)

@@ -18,9 +18,9 @@ from megarl.config.environment import ChatEnvironmentConfig
 from megarl.episodes.build import open_agents
 from megarl.errors import EnvironmentLostError
 from megarl.types import JsonValue
+from tests.episodes.scripted import ScriptedSession
 from tests.episodes.servers import free_port
 from tests.episodes.templates import family_tokenizer
-from tests.episodes.test_agents import ScriptedSession
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_an_environment_of_verifiers_plays_through_its_bridge(tmp_path: Path) ->
     shutil.copy(BRIDGES / "bridged_agent.py", agent)
     agent.write_text(agent.read_text().replace("127.0.0.1:8765", f"127.0.0.1:{port}"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": f"{UV.parent}:{os.environ['PATH']}"}
-    command = [python, BRIDGES / "verifiers_bridge.py", "adding", "--port", str(port)]
+    command = [str(python), str(BRIDGES / "verifiers_bridge.py"), "adding", "--port", str(port)]
     with (tmp_path / "bridge.log").open("wb") as log:
         bridge = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
     try:

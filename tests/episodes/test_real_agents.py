@@ -33,7 +33,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents") / "venv"
     uv = Path(sys.executable).with_name("uv")
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True)
-    install = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *_PACKAGES]
+    install = [str(uv), "pip", "install", "-q", "--python", str(folder / "bin" / "python"), *_PACKAGES]
     installed = subprocess.run(install, check=False, capture_output=True, text=True)
     if "error sending request" in installed.stderr or "dns error" in installed.stderr:
         pytest.skip("needs a package index")

@@ -298,6 +298,26 @@ def read_chunks(file: FileIO, num_bytes: int, *, chunk_bytes: int = _CHUNK_BYTES
         num_bytes = num_bytes - count if count == wanted else 0
 
 
+class FolderGrowth:
+    """Tells whether the files of a folder have grown since it was asked before, or was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_bytes = self._count()
+
+    def __call__(self) -> bool:
+        before, self.num_bytes = self.num_bytes, self._count()
+        return self.num_bytes > before
+
+    def _count(self) -> int:
+        # On disk: the tensors of a file are written in any order, and it may have its whole length from the start.
+        num_bytes = 0
+        for path in self._folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                num_bytes += path.stat().st_blocks * 512
+        return num_bytes
+
+
 def sync(path: Path) -> None:
     """Return once a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import torch
 
-from megarl.checkpoint.manifest import FileDigest, digest_file, sync
+from megarl.checkpoint.manifest import FileDigest, FolderGrowth, digest_file, sync
 from megarl.checkpoint.tensor_files import TensorFile
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.errors import CheckpointError, WeightSyncError
@@ -83,7 +83,7 @@ def save_hf(
             files[path.name] = _finish(path)
         if group.peer == 0:
             reach("companions_copied", step=step_in(folder), rank=group.peer)
-        group.barrier(math.inf)
+        group.barrier(FolderGrowth(folder))
     return files
 
 
@@ -118,8 +118,8 @@ def save_tensors(
         if group.peer == 0 and file_name is None:
             files[INDEX_FILE] = _write_index(folder, target, names)
             reach("index_written", step=step_in(folder), rank=group.peer)
-        # A disk may be slow: whether the files still grow is seen by who asked for the save.
-        group.barrier(math.inf)
+        # The disk of another peer may be slow.
+        group.barrier(FolderGrowth(folder))
     return files
 
 

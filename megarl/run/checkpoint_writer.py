@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from megarl.checkpoint.folder import (
     mark_best,
     remove_old,
 )
-from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, Manifest, digest_file
+from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, FolderGrowth, Manifest, digest_file
 from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, TrainerState, identity_digest, write_state
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.errors import CheckpointError
@@ -55,17 +54,14 @@ class SavedModel:
 
         A save that takes longer than a call may goes on, with a warning, as long as its files grow.
         """
-        began, seen = time.monotonic(), 0
+        began, growth = time.monotonic(), FolderGrowth(folder)
 
         async def grows() -> bool:
-            nonlocal seen
-            before, seen = seen, await asyncio.to_thread(_bytes_in, folder)
-            if seen > before:
-                warn(
-                    f"{folder.name}: {seen / 1e9:.3g} GB are written after {time.monotonic() - began:.0f} s and the "
-                    "save goes on: the disk is slow"
-                )
-            return seen > before
+            is_growing = await asyncio.to_thread(growth)
+            if is_growing:
+                size, seconds = f"{growth.num_bytes / 1e9:.3g} GB", time.monotonic() - began
+                warn(f"{folder.name}: {size} are written after {seconds:.0f} s, the save goes on: the disk is slow")
+            return is_growing
 
         written = await self.ranks.call_beside(grows, TrainedCalls.write, folder, self.source_folder.absolute())
         return {name: digest for files in written for name, digest in files.items()}
@@ -322,15 +318,6 @@ class CheckpointWriter:
             await asyncio.wait([pending])
             self.pending = None
             pending.result()
-
-
-def _bytes_in(folder: Path) -> int:
-    """Return the size on disk of all files: those of a save have their whole length from the start."""
-    num_bytes = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            num_bytes += path.stat().st_blocks * 512
-    return num_bytes
 
 
 def _still_best(best: Best | None, config: KeepBestConfig | None, parent: Path) -> Best | None:

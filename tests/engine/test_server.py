@@ -67,11 +67,15 @@ def test_given_tokens_have_arrays_and_the_likeliest_are_left_to_sglang(finish_re
         assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == [6, 7, 8]
 
 
+def test_the_end_of_a_stream_has_arrays_as_well() -> None:
+    assert added(finish_reason={"type": "stop"}, stream=True) == added(finish_reason={"type": "stop"})
+
+
 def test_nothing_is_encoded_before_the_end() -> None:
     assert added(finish_reason=None) is None
 
 
-@pytest.mark.parametrize("other", [{"stream": True}, {"top_logprobs_num": 2}, {"is_asked": False}])
+@pytest.mark.parametrize("other", [{"top_logprobs_num": 2}, {"is_asked": False}])
 def test_other_requests_are_left_to_sglang(other: dict[str, Any]) -> None:
     assert added(finish_reason={"type": "stop"}, **other) == "original"
 

@@ -153,13 +153,12 @@ class TransferGroup:
         self._num_rounds += 1
         return self._num_rounds
 
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return once every peer has called this, or abandons the group; `timeout_s` is the group's if not given."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+    def barrier(self, is_moving: Callable[[], bool] | None = None) -> None:
+        """Return once every peer has called this; there is as much time again while `is_moving` says so."""
         number = self.next_round()
         what = f"{self.name}: peer {self.peer} in barrier {number}"
         with _failing_as(what):
-            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, timeout_s, what)
+            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what, is_moving)
             # Who is here has left the barrier before; its keys are of no use to anyone.
             if self._barrier is not None:
                 _forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)
@@ -203,13 +202,21 @@ def _connect(
             assert_never(backend)
 
 
-def _meet(store: Store, prefix: str, peer: int, num_peers: int, timeout_s: float, what: str) -> None:
+def _meet(
+    store: Store,
+    prefix: str,
+    peer: int,
+    num_peers: int,
+    timeout_s: float,
+    what: str,
+    is_moving: Callable[[], bool] | None = None,
+) -> None:
     """Return once all peers have called this. The last one notifies the others, which poll one key each."""
     store.set(f"{prefix} {peer}", "")
     if store.add(f"{prefix}s", 1) == num_peers:
         store.set(f"all {prefix}s", "")
     try:
-        _await_keys(store, [f"all {prefix}s"], timeout_s, what)
+        _await_keys(store, [f"all {prefix}s"], timeout_s, what, is_moving)
     except _MissingError:
         missing = [f"{prefix} {i}" for i in range(num_peers) if not store.check([f"{prefix} {i}"])]
         raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}") from None
@@ -225,13 +232,18 @@ class _MissingError(WeightSyncError):
     """Keys did not appear in time."""
 
 
-def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) -> None:
+def _await_keys(
+    store: Store, keys: Sequence[str], timeout_s: float, what: str, is_moving: Callable[[], bool] | None = None
+) -> None:
     # Polling, not store.wait: a blocked client would block the other threads of its process.
     deadline = time.monotonic() + timeout_s
     pause_s = _POLL_S
     while not store.check(list(keys)):
         _refuse_abandoned(store, what)
         if time.monotonic() > deadline:
+            if is_moving is not None and is_moving():
+                deadline = time.monotonic() + timeout_s
+                continue
             missing = [key for key in keys if not store.check([key])]
             raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
         time.sleep(pause_s)

@@ -59,8 +59,9 @@ def test_an_environment_of_verifiers_plays_through_its_bridge(tmp_path: Path) ->
     installed = subprocess.run(
         [UV, "pip", "install", "--quiet", "--python", python, "verifiers==0.4.0"], capture_output=True, text=True
     )
-    if installed.returncode != 0:
-        pytest.skip(f"verifiers cannot be installed here: {installed.stderr.strip()[-300:]}")
+    if "error sending request" in installed.stderr or "dns error" in installed.stderr:
+        pytest.skip("needs a package index")
+    assert installed.returncode == 0, installed.stderr
     (tmp_path / "adding").mkdir()
     (tmp_path / "adding" / "__init__.py").write_text(_TASKSET)
     agent = tmp_path / "agent.py"

@@ -1,4 +1,4 @@
-"""What is imported only where it is needed: seconds of every command, and half a gigabyte of every small process."""
+"""Heavy packages are imported only where they are needed: they cost seconds of a command and memory of a process."""
 
 from __future__ import annotations
 

@@ -315,11 +315,12 @@ class BubblewrapBox:
         while True:
             left = deadline - time.monotonic()
             done, _ = await asyncio.wait({reading}, timeout=max(min(_WATCH_INTERVAL_S, left), 0.0))
+            # In a thread: a box may have many files, and a rollout worker many boxes.
             if done:
-                return self._excess()
+                return await asyncio.to_thread(self._excess)
             if left <= 0:
                 return f"it ran longer than {timeout_s:g} s"
-            if (excess := self._excess()) is not None:
+            if (excess := await asyncio.to_thread(self._excess)) is not None:
                 return excess
 
     def _excess(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What KubeRay asks of the Ray in the image: its probes, and that a job is taken and run."""
+"""The Ray of the image answers KubeRay: its probes, and that a job is taken and run."""
 
 from __future__ import annotations
 

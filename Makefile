@@ -1,6 +1,8 @@
 # Nothing has to be installed by hand besides Python 3.11 or 3.12 and make: each target runs the set-up that it needs.
 
 PYTHON ?= python3
+# Images of containers set it. Each of hundreds of processes would compile all that it imports, torch and SGLang included.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -10,6 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.section import Section, UserCode
 
 CallFormat: TypeAlias = Literal["auto", "hermes", "llama"]
+BASH_AGENT = "bash"
+"""The agent of `harbor` that is megarl's own."""
 Url: TypeAlias = Annotated[str, Field(pattern=r"^(https?|wss?)://\S+$")]
 
 
@@ -120,10 +122,13 @@ class OpenEnvEnvironmentConfig(_WithTools):
 
 class HarborEnvironmentConfig(_WithTools):
     kind: Literal["harbor"]
-    """Tasks in Harbor's format: the model works with a tool `bash` in a box per episode, the task's tests score. Rows
-    are written by `megarl data prepare harbor`. A task's own limits hold before those below."""
+    """Tasks in Harbor's format: the model works in a box per episode, the task's tests score. Rows are written by
+    `megarl data prepare harbor`. A task's own limits hold before those below."""
     tasks: Path
     """Folder with the tasks, each a folder with a task.toml."""
+    agent: Annotated[str, Field(min_length=1)] = BASH_AGENT
+    """`bash` gives the model a tool `bash`. Anything else is the command line of an agent inside of the box: it reads
+    the prompt from its standard input, and the model's URL and key are in its environment variables."""
     sandbox: Literal["docker", "podman", "bubblewrap"] = "docker"
     """The kind of box: a container, or, where there is no container engine, an unpacked root file system in a kernel
     sandbox without a network."""
@@ -131,7 +136,7 @@ class HarborEnvironmentConfig(_WithTools):
     """For `bubblewrap`: root file systems by the name of an image, as tasks and their Dockerfiles name it, `*` for all
     others. Each is a folder, an archive such as `docker export` writes, or `host`, the node's own /usr."""
     allows_network: bool = False
-    """Let containers reach the network, which the tests of many public tasks need."""
+    """Let containers reach the network, which the tests of many public tasks need, and agents inside of containers."""
     cache: Path = Path("/var/tmp/megarl-boxes")  # noqa: S108 - a folder of its own, which outlives a run
     """Folder of each node for unpacked images and open boxes of `bubblewrap`; not on an overlay file system."""
     cache_gib: PositiveFloat = 64
@@ -173,6 +178,31 @@ class ChatEnvironmentConfig(_Episode):
     """CPU time of one agent, all threads together; null sets no limit."""
 
 
+class CommandEnvironmentConfig(_Episode):
+    kind: Literal["command"]
+    """Your own agent as a program, unmodified: the model's URL and key are in its environment variables, and its end
+    ends the episode."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments, such as `[python3, agent.py]`. Each episode has an empty working folder of its
+    own: a word that names a file is passed as its absolute path."""
+    given: Literal["prompt", "row"] = "prompt"
+    """The text on the program's standard input: that of the prompt, or the row as JSON, with the ground truth, for a
+    program that scores itself."""
+    result: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """File in the working folder with the score that the program wrote, a number or JSON with `score`; null: `reward`
+    scores the last response."""
+    call_format: CallFormat = "auto"
+    """The same key as in `class`."""
+    workers: PositiveInt = 64
+    """Programs that a rollout worker runs at the same time."""
+    memory_gib: PositiveFloat = 4
+    """Memory of all processes of a program together."""
+    max_processes: PositiveInt = 256
+    """Processes of a program."""
+    cpu_s: PositiveInt | None = 600
+    """CPU time of each process, all threads together; null sets no limit."""
+
+
 class FunctionEnvironmentConfig(_Episode):
     kind: Literal["function"]
     """Your own turns, by tokens, in the rollout worker's process."""
@@ -183,8 +213,16 @@ class FunctionEnvironmentConfig(_Episode):
 ToolEnvironmentConfig: TypeAlias = (
     ClassEnvironmentConfig | McpEnvironmentConfig | OpenEnvEnvironmentConfig | HarborEnvironmentConfig
 )
-"""The kinds whose turns megarl decides."""
-AgentEnvironmentConfig: TypeAlias = ChatEnvironmentConfig | FunctionEnvironmentConfig
+"""The kinds whose turns megarl decides, but for `harbor` with an agent of its own."""
+AgentEnvironmentConfig: TypeAlias = ChatEnvironmentConfig | CommandEnvironmentConfig | FunctionEnvironmentConfig
 """The kinds whose turns the user's code decides."""
+
+
+def has_agent(config: ToolEnvironmentConfig | AgentEnvironmentConfig) -> bool:
+    """Whether the user's code decides the turns, and brings the tools."""
+    if isinstance(config, HarborEnvironmentConfig):
+        return config.agent != BASH_AGENT
+    return isinstance(config, ChatEnvironmentConfig | CommandEnvironmentConfig | FunctionEnvironmentConfig)
+
 
 EnvironmentConfig = Annotated[ToolEnvironmentConfig | AgentEnvironmentConfig, Field(discriminator="kind")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never, cast
@@ -16,6 +17,7 @@ from megarl.config.environment import (
     BuiltInToolsConfig,
     ChatEnvironmentConfig,
     ClassEnvironmentConfig,
+    CommandEnvironmentConfig,
     EnvironmentConfig,
     FunctionEnvironmentConfig,
     HarborEnvironmentConfig,
@@ -23,6 +25,7 @@ from megarl.config.environment import (
     OpenEnvEnvironmentConfig,
     SearchToolConfig,
     ToolEnvironmentConfig,
+    has_agent,
 )
 from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
@@ -31,7 +34,7 @@ from megarl.episodes.built_in.python import START_TIMEOUT_S
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
 from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.harbor.build import check_harbor, open_harbor
+from megarl.episodes.harbor.build import check_harbor, open_box_agents, open_harbor
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
@@ -74,22 +77,34 @@ def _key(path: Path, name: str) -> Secret:
 
 
 async def open_agents(
-    config: AgentEnvironmentConfig, tokenizer: Tokenizer, *, host: str = LOOPBACK, log_path: Path | None = None
+    config: AgentEnvironmentConfig | HarborEnvironmentConfig,
+    tokenizer: Tokenizer,
+    *,
+    host: str = LOOPBACK,
+    log_path: Path | None = None,
 ) -> Agents:
     """Return the agents of a run, which reach the model at `host`; a ConfigError if their code cannot be loaded."""
     match config:
-        case ChatEnvironmentConfig():
+        case ChatEnvironmentConfig() | CommandEnvironmentConfig():
             await _check_agent(config)
             agents = ChatAgents(config, tokenizer, host=host, log_path=log_path)
             await agents.start()
             return agents
         case FunctionEnvironmentConfig():
             return FunctionAgents(config, tokenizer)
+        case HarborEnvironmentConfig():
+            return await open_box_agents(config, tokenizer, host=host)
         case _:
             assert_never(config)
 
 
-async def _check_agent(config: ChatEnvironmentConfig) -> None:
+async def _check_agent(config: ChatEnvironmentConfig | CommandEnvironmentConfig) -> None:
+    if isinstance(config, CommandEnvironmentConfig):
+        program = config.command[0]
+        if shutil.which(program) is None:
+            message = f"there is no program {program} here; name one of PATH, or an executable file"
+            raise ConfigError("recipe", (Problem(key="environment.command", message=message),))
+        return
     if not config.path.is_file():
         message = f"{config.path} is not a file; name your Python file"
         raise ConfigError("recipe", (Problem(key="environment.path", message=message),))
@@ -129,7 +144,7 @@ def _has_secrets(config: EnvironmentConfig) -> bool:
 
 async def _try_environment(config: EnvironmentConfig) -> None:
     match config:
-        case ChatEnvironmentConfig():
+        case ChatEnvironmentConfig() | CommandEnvironmentConfig():
             await _check_agent(config)
         case FunctionEnvironmentConfig():
             load_function(config)
@@ -155,8 +170,9 @@ def rehearse(config: EnvironmentConfig, tokenizer: Tokenizer, *, max_response_to
 
     Raise a ConfigError for a template that cannot be used, and for turns that do not fit.
     """
-    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+    if has_agent(config):
         return None
+    assert isinstance(config, ToolEnvironmentConfig)
     dialogue = build_dialogue(config, tokenizer)
     problems = [Problem(key="data.template", message=refusal) for refusal in dialogue.refusals()]
     if not problems and (least := dialogue.least_tokens(config.max_turns)) > max_response_tokens:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -103,7 +104,7 @@ class ChatEndpoint:
         self._connections = Connections()
         self._runner: web.AppRunner | None = None
         self._ignored: set[str] = set()
-        self._url = ""
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
         app = web.Application()
@@ -114,22 +115,32 @@ class ChatEndpoint:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_READ_S)
         await self._runner.setup()
         assert self._runner.server is not None, "it is set up"
-        port = await self._connections.listen(self._runner.server, self._host)
-        self._url = f"http://{self._host}:{port}"
+        self._listener = await self._connections.listen(self._runner.server, self._host)
 
     async def close(self) -> None:
-        self._connections.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @asynccontextmanager
-    async def episode(self, session: TokenSession) -> AsyncIterator[Access]:
-        """Serve an episode inside of the block; a failure of one of its requests that is not the agent's ends it."""
+    async def episode(self, session: TokenSession, *, listener: socket.socket | None = None) -> AsyncIterator[Access]:
+        """Serve an episode inside of the block; a failure of one of its requests that is not the agent's ends it.
+
+        Its agent reaches the model at `listener`, where there is one, instead of the endpoint's own address.
+        """
+        own = None
+        if listener is not None:
+            assert self._runner is not None
+            assert self._runner.server is not None, "it is set up"
+            own = await self._connections.listen(self._runner.server, listener)
         key = secrets.token_urlsafe(24)
         self._conversations[key] = conversation = AgentConversation(session)
         try:
-            yield Access(url=self._url, key=key)
+            yield Access(url=_url_of(own or self._listener), key=key)
         finally:
+            if own is not None:
+                own.close()
             del self._conversations[key]
             for task in conversation.tasks:
                 task.cancel()
@@ -237,6 +248,12 @@ class ChatEndpoint:
             self._ignored.update(ignored)
             names = ", ".join(one_line(name, max_characters=40) for name in ignored)
             logger.warning("agents ask for %s: sampling is the recipe's, these have no effect", names)
+
+
+def _url_of(listener: asyncio.Server | None) -> str:
+    assert listener is not None, "the endpoint is started"
+    host, port = listener.sockets[0].getsockname()
+    return f"http://{host}:{port}"
 
 
 async def _read_body(http: web.Request, session: TokenSession) -> Body:

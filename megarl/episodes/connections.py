@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,9 @@ class Connections:
     def __init__(self) -> None:
         self.limit = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
         self._busy: Counter[asyncio.BaseProtocol] = Counter()
-        self._listener: asyncio.Server | None = None
 
-    async def listen(self, server: web.Server, host: str) -> int:
-        """Accept connections at a free port; return it."""
+    async def listen(self, server: web.Server, at: str | socket.socket) -> asyncio.Server:
+        """Accept connections at a free port of an address, or at a socket that listens already."""
 
         def accept() -> web.RequestHandler:
             connection, others = server(), server.connections
@@ -31,14 +31,10 @@ class Connections:
                 asyncio.get_running_loop().call_soon(idle.force_close)
             return connection
 
-        self._listener = await asyncio.get_running_loop().create_server(accept, host, 0, backlog=_BACKLOG)
-        port: int = self._listener.sockets[0].getsockname()[1]
-        return port
-
-    def close(self) -> None:
-        """Accept no more."""
-        if self._listener is not None:
-            self._listener.close()
+        loop = asyncio.get_running_loop()
+        if isinstance(at, str):
+            return await loop.create_server(accept, at, 0, backlog=_BACKLOG)
+        return await loop.create_server(accept, sock=at, backlog=_BACKLOG)
 
     @contextmanager
     def busy(self, http: web.Request) -> Iterator[None]:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from megarl.config.environment import (
     AgentEnvironmentConfig,
-    ChatEnvironmentConfig,
     EnvironmentConfig,
-    FunctionEnvironmentConfig,
+    HarborEnvironmentConfig,
     ToolEnvironmentConfig,
+    has_agent,
 )
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Template, Tokenizer, ToolFunction
@@ -240,10 +240,12 @@ async def open_player(
     log_path: Path | None = None,
 ) -> Player:
     """Return the player of a rollout worker. The tools of the tokenizer are those of the environment."""
-    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+    if has_agent(config):
+        assert isinstance(config, AgentEnvironmentConfig | HarborEnvironmentConfig)
         agents = await open_agents(config, tokenizer, host=host, log_path=log_path)
-        surroundings: Tools | Agency = Agency(agents, config)
+        surroundings: Tools | Agency = Agency(agents, max_turns=config.max_turns)
     else:
+        assert isinstance(config, ToolEnvironmentConfig)
         environments = await open_environments(config, log_path=log_path)
         if tuple(tool.as_function for tool in environments.tools) != tuple(tokenizer.tools):
             await environments.close()
@@ -254,8 +256,9 @@ async def open_player(
 
 def tools_of(config: EnvironmentConfig) -> tuple[ToolSchema, ...]:
     """Return the tools that the prompts of a run name; a ConfigError if the environment cannot be had."""
-    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+    if has_agent(config):
         return ()  # an agent names its own
+    assert isinstance(config, ToolEnvironmentConfig)
 
     async def look() -> tuple[ToolSchema, ...]:
         environments = await open_environments(config)
@@ -378,15 +381,15 @@ def _rendering() -> Iterator[None]:
 class Agency:
     """Surroundings that decide the turns themselves."""
 
-    def __init__(self, agents: Agents, config: AgentEnvironmentConfig) -> None:
+    def __init__(self, agents: Agents, *, max_turns: int) -> None:
         self._agents = agents
-        self._config = config
+        self._max_turns = max_turns
 
     async def play(self, prompt: Prompt, session: Session) -> Played:
         score = await self._agents.run(row_of(prompt), session)
         if session.num_left == 0:
             return Played(ending=Ending.LENGTH, score=score)
-        is_over = session.num_sampled >= self._config.max_turns
+        is_over = session.num_sampled >= self._max_turns
         return Played(ending=Ending.MAX_TURNS if is_over else Ending.ANSWERED, score=score)
 
     async def close(self) -> None:

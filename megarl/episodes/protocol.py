@@ -192,6 +192,11 @@ class TokenSession(Protocol):
         ...
 
     @property
+    def num_sampled(self) -> int:
+        """Turns that the model has written."""
+        ...
+
+    @property
     def has_turn(self) -> bool:
         """Whether the model may write another turn."""
         ...
@@ -208,8 +213,11 @@ class TokenSession(Protocol):
 class Agents(Protocol):
     """Runs agents that decide themselves what they ask the model; one object per rollout worker."""
 
-    async def run(self, row: Row, session: TokenSession) -> Score:
-        """Return the score; raise EnvironmentLostError when the agent failed, ScoreLostError when it gave no score."""
+    async def run(self, row: Row, session: TokenSession) -> Score | None:
+        """Return the score, None where the recipe's `reward` scores.
+
+        Raise EnvironmentLostError when the agent failed, ScoreLostError when it gave no score.
+        """
         ...
 
     async def close(self) -> None: ...

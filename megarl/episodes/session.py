@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Protocol
 
 import numpy as np
@@ -275,6 +276,8 @@ class Session:
             before = 0 if row.is_first else self._num_prompt_tokens + num_tokens
             routes += ((before + place, each) for place, each in row.routes)
             num_tokens += learnt[-1].turn.end
+        if score is not None and score.tokens is not None:
+            score = replace(score, tokens=self._in_rows(score.tokens, parts))
         episode = Episode(
             rows=tuple(starts),
             turns=tuple(part.turn for part in parts),
@@ -316,6 +319,17 @@ class Session:
             )
         for part, reward in zip(self._sampled, rewards, strict=True):
             part.turn = replace(part.turn, reward=part.turn.reward + reward)
+
+    def _in_rows(self, rewards: tuple[float, ...], parts: Sequence[_Tokens]) -> tuple[float, ...]:
+        """Return rewards of the sampled tokens, which are in the order of sampling, in the order of the rows.
+
+        Those of another number of tokens stay as they are.
+        """
+        if len(rewards) != sum(len(part.tokens.token_ids) for part in self._sampled):
+            return rewards
+        left = iter(rewards)
+        by_turn = {id(part.tokens): tuple(islice(left, len(part.tokens.token_ids))) for part in self._sampled}
+        return tuple(chain.from_iterable(by_turn.get(id(part.tokens), ()) for part in parts))
 
 
 def _moved(turn: Turn, by: int) -> Turn:

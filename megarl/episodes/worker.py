@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
+from megarl.episodes.program import ProgramError, ProgramTask, run_program
 from megarl.episodes.protocol import Observation, PreparedTool, ToolSchema, Transcript
 from megarl.reward.protocol import check_result, finite_list, type_name
 from megarl.system.foreign import finite32
@@ -50,6 +51,8 @@ class EnvironmentTask(TypedDict):
     """The user's class, if there is one, is the last; only that one scores."""
     agent: NotRequired[str]
     """A function of the only file, which is run instead."""
+    program: NotRequired[ProgramTask]
+    """A program that is run instead."""
     has_user_class: bool
     memory_bytes: int | None
     cpu_s: int | None
@@ -145,6 +148,8 @@ def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> di
 def _load(values: Mapping[str, object]) -> LoadedCode:
     task = cast("EnvironmentTask", values)
     files = [Path(each["path"]) for each in task["classes"]]
+    if "program" in task:
+        return LoadedCode(files=[], report={"tools": []}, reply=partial(_program_reply, task["program"]))
     if "agent" in task:
         return LoadedCode(files=files, report={"tools": []}, reply=_agent_replies(task))
     classes = _Classes(task)
@@ -192,6 +197,15 @@ def _agent_replies(task: EnvironmentTask) -> _Replies:
         return scored(partial(run, **arguments), runner, path)
 
     return reply
+
+
+def _program_reply(program: ProgramTask, request: Mapping[str, object], _: asyncio.Runner) -> Reply:
+    arguments = cast("dict[str, Any]", request["arguments"])
+    try:
+        written = run_program(program, Path(arguments["folder"]), arguments["task"], arguments["variables"])
+    except ProgramError as error:
+        return {"error": str(error)}
+    return {} if program["result"] is None else score_answer(written)
 
 
 def _load_class(task: LoadedClass, place: int) -> type:

@@ -19,7 +19,8 @@ from megarl.episodes.protocol import ChatMessage, Heard
 from megarl.episodes.session import Session
 from megarl.episodes.wire.values import ModelAnswer, ModelRequest
 from megarl.tokens import SampledTokens
-from megarl.types import Ending, Rollout, TokenArray
+from megarl.types import Ending, Rollout, Score, TokenArray, TurnKind
+from tests.episodes.scripted import ScriptedSession
 from tests.episodes.templates import family_tokenizer
 
 
@@ -145,3 +146,19 @@ class _Agent:
             if answer.num_sampled:
                 conversation.note(asked, place, answer, sampled.text)
                 self._chats.append([*messages, answer.message])
+
+
+async def test_rewards_of_turns_and_of_tokens_are_in_the_order_of_sampling_where_rows_interleave(
+    tokenizer: Tokenizer,
+) -> None:
+    session = ScriptedSession(tokenizer, ["a", "bb", "ccc"])
+    first, second = (session.open_row(np.array([number], np.int32)) for number in (5, 6))
+    lengths = [len((await row.sample()).token_ids) for row in (first, second, first)]
+    tokens = tuple(float(number) for number, length in enumerate(lengths, 1) for _ in range(length))
+    rollout = session.finish(Ending.ANSWERED, Score(value=0.0, components={}, turns=(1.0, 2.0, 3.0), tokens=tokens))
+    sampled = [turn for turn in rollout.episode.turns if turn.kind is TurnKind.SAMPLED]
+    assert [turn.reward for turn in sampled] == [1.0, 3.0, 2.0]
+    assert rollout.score is not None
+    by_token = np.zeros(rollout.num_tokens)
+    by_token[rollout.loss_mask] = rollout.score.tokens
+    assert all((by_token[turn.start : turn.end] == turn.reward).all() for turn in sampled)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.environment import CommandEnvironmentConfig
 from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.build import open_agents
 from megarl.episodes.chat_endpoint import ChatEndpoint
 from megarl.types import Ending, Rollout
 from tests.episodes.scripted import ScriptedSession
@@ -18,7 +20,7 @@ from tests.episodes.templates import family_tokenizer
 
 pytestmark = pytest.mark.slow
 
-_PACKAGES = ("anthropic==2.10.0", "litellm==1.106.2", "smolagents[openai]==1.26.0", "mcp")
+_PACKAGES = ("anthropic==2.10.0", "litellm==1.106.2", "smolagents[openai]==1.26.0", "mini-swe-agent==2.4.6", "mcp")
 _CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
@@ -150,3 +152,36 @@ async def test_a_code_agent_of_smolagents_calls_its_tool_and_is_recorded(
     assert "answered: 5" in printed
     rollout = session.finish(Ending.ANSWERED, None)
     assert _sampled(tokenizer, rollout) == "".join(f"{text}<|im_end|>" for text in texts)
+
+
+_MINI = """
+export HOME=$PWD MSWEA_GLOBAL_CONFIG_DIR=$PWD MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors
+export LITELLM_LOCAL_MODEL_COST_MAP=true
+"$0" --yolo --exit-immediately --cost-limit 0 --model openai/policy --task "$(cat)"
+test "$(cat answer.txt)" = 5
+echo $((! $?)) > score
+"""
+
+
+async def test_mini_swe_agent_is_a_command_that_runs_what_the_model_says_and_is_recorded(
+    tokenizer: Tokenizer, programs: Path, tmp_path: Path
+) -> None:
+    commands = ("expr 2 + 3 > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    texts = [
+        f'I work.\n<tool_call>\n{{"name": "bash", "arguments": {{"command": "{each}"}}}}\n</tool_call>'
+        for each in commands
+    ]
+    session = ScriptedSession(tokenizer, list(texts))
+    config = CommandEnvironmentConfig(
+        kind="command", command=("sh", "-c", _MINI, str(programs / "mini")), result="score", workers=1
+    )
+    agents = await open_agents(config, tokenizer, log_path=tmp_path / "log")
+    try:
+        score = await agents.run({"uid": "1", "prompt": "Write 2+3 into answer.txt."}, session)
+    finally:
+        await agents.close()
+    assert score is not None
+    assert score.value == 1, (tmp_path / "log").read_text()
+    rollout = session.finish(Ending.ANSWERED, score)
+    assert _sampled(tokenizer, rollout) == "".join(f"{text}<|im_end|>" for text in texts)
+    assert session.num_rows == 1

@@ -67,3 +67,13 @@ def test_the_quickstart_learns_to_add_from_what_earlier_policies_chose(max_stale
     flows = [event.summary.flow for event in events if isinstance(event, StepFinished)]
     # How far ahead engines get is a matter of timing.
     assert 1 <= max(flow.age_max for flow in flows if flow is not None) <= max_staleness
+
+
+def test_an_unmodified_agent_learns_to_call_its_tool(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    megarl(tmp_path, "data", "make", "calculator", "--out", "data/calculator")
+    for name in ("quickstart_tools_sft", "quickstart_agent"):
+        megarl(tmp_path, "train", str(RECIPES / f"{name}.yaml"))
+    accuracies = accuracies_of(tmp_path / "runs" / "quickstart_agent")
+    assert accuracies[0] < 0.5
+    assert accuracies[-1] >= 0.8

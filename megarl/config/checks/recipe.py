@@ -31,6 +31,7 @@ from megarl.config.checks.roles import (
     check_unused_keys,
 )
 from megarl.config.checks.secrets import check_own_key_files, check_secrets
+from megarl.config.environment import EnvironmentConfig, HarborEnvironmentConfig, has_agent
 from megarl.config.kernels import check_engine_precision, check_kernels
 from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import read_model_shape
@@ -63,6 +64,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_own_key_files(recipe.environment, recipe.checkpoint.mirror),
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
+        *_agents_in_containers(recipe.environment, recipe.network.bind),
         *_without_shape(recipe),
     ]
     try:
@@ -106,6 +108,14 @@ def _network(bind: str | None) -> Iterator[Problem]:
         return
     if network.network_address.is_unspecified:
         yield Problem(key="network.bind", message=f"{bind} means every network; name the one the machines share")
+
+
+def _agents_in_containers(environment: EnvironmentConfig | None, bind: str | None) -> Iterator[Problem]:
+    if not isinstance(environment, HarborEnvironmentConfig) or environment.sandbox == "bubblewrap":
+        return
+    if has_agent(environment) and bind is None:
+        message = "agents inside of containers do not reach the loopback device of their node; name a network of it"
+        yield Problem(key="network.bind", message=message)
 
 
 def _other_models(roles: RolesConfig, policy: ModelShape) -> Iterator[Problem]:

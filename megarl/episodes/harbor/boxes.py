@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,13 @@ class Box(Protocol):
 
     async def put(self, folder: Path, target: str) -> None:
         """Copy a folder of this machine into the box, in place of what is there; a BoxBrokenError if that fails."""
+        ...
+
+    async def listener(self) -> socket.socket | None:
+        """Return a socket of this process that listens at a loopback port of the box; None where it has a network.
+
+        Raise EnvironmentLostError when none can be had.
+        """
         ...
 
     async def close(self) -> None:

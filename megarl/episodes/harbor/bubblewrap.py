@@ -16,6 +16,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from uuid import uuid4
 
 from megarl.config.section import MIB
 from megarl.episodes.harbor.boxes import MAX_OUTPUT_BYTES, BoxBrokenError, CommandResult, script_of, shown_output
+from megarl.episodes.harbor.inner_socket import listen_inside
 from megarl.episodes.harbor.tasks import BoxLimits
 from megarl.errors import EnvironmentLostError
 from megarl.reward.sandbox import (
@@ -209,6 +211,13 @@ class BubblewrapBox:
         if result.code != 0:
             why = result.stopped or one_line(result.output)
             raise BoxBrokenError(f"{target} cannot be written in the box: {why}")
+
+    async def listener(self) -> socket.socket:
+        await self._ensure_shell()
+        try:
+            return await asyncio.to_thread(listen_inside, self._shell_pid)
+        except OSError as error:
+            raise EnvironmentLostError(f"the box cannot reach the model: {one_line(error)}") from None
 
     async def close(self) -> None:
         await self.end_processes()

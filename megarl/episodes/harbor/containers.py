@@ -147,6 +147,9 @@ class Container:
         if code != 0:
             raise EnvironmentLostError(f"{self._engine} cp: {one_line(output[-400:].strip())}")
 
+    async def listener(self) -> None:
+        """It has a network of the engine."""
+
     async def close(self) -> None:
         if self._is_open:
             self._is_open = False

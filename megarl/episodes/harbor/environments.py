@@ -1,4 +1,4 @@
-"""Environments of Harbor tasks: the model works with a tool `bash` in a box, and the task's tests grade what it left.
+"""Environments of Harbor tasks: the model works in a box, and the task's tests grade what it left.
 
 A failure of the machine loses the episode and is never a reward. Where tests write no reward or do not end, the same
 tests run once in a box that no model has touched: if they work there, the episode has broken its own box and scores 0;
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from megarl.episodes.harbor.boxes import Box, BoxBrokenError, Boxes, CommandResult
 from megarl.episodes.harbor.tasks import BoxLimits, HarborTask, read_task
-from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
+from megarl.episodes.protocol import Call, Observation, Row, TokenSession, ToolSchema, Transcript
 from megarl.errors import DataError, EnvironmentLostError, ScoreLostError
 from megarl.system.foreign import finite32, one_line, read_json, whole_text
 from megarl.types import Score
@@ -151,6 +152,26 @@ class HarborEnvironment:
             text = f"{_text(result)}\n[the task's time of {self._task.agent_s:g} s is used up]"
             return Observation(text=text, ended=True, is_error=True)
         return Observation(text=_text(result), is_error=result.code != 0)
+
+    async def listener(self) -> socket.socket | None:
+        """Return a socket that listens inside of the box; None where the box reaches this machine over a network."""
+        return await self._box.listener()
+
+    async def run_agent(
+        self, command: str, variables: Mapping[str, str], *, wall_s: float, session: TokenSession
+    ) -> None:
+        """Let an agent work in the box; an EnvironmentLostError if it fails before the model has said a word."""
+        timeout_s = wall_s if self._task.agent_s is None else self._task.agent_s
+        try:
+            result = await self._box.run(command, variables=variables, timeout_s=timeout_s)
+        except BoxBrokenError as error:
+            logger.info("an agent broke its box task=%s why=%s", self._task.name, error)
+            return
+        if result.code != 0:
+            said = one_line(_text(result)[-300:])
+            if session.num_sampled == 0:
+                raise EnvironmentLostError(f"agent did not ask the model: {said}")
+            logger.info("an agent failed task=%s why=%s", self._task.name, said)
 
     async def score(self, transcript: Transcript) -> Score:
         try:

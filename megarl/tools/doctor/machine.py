@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.checks.recipe import check_recipe
+from megarl.config.environment import HarborEnvironmentConfig
 from megarl.config.kernels import check_packages
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
 from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import GIB, MIB
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
+from megarl.episodes.harbor.build import try_box
 from megarl.errors import ConfigError
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_named
@@ -108,6 +111,8 @@ def examine_recipe(recipe: Recipe) -> Iterator[Check]:
         yield check_metrics_port(recipe.observe.metrics_port)
     if _runs_code(recipe.reward):
         yield check_sandbox(is_needed=True)
+    if isinstance(recipe.environment, HarborEnvironmentConfig):
+        yield check_boxes(recipe.environment)
     critic = recipe.roles.critic
     folders = [recipe.model.path, *(() if critic is None else (critic.path or recipe.model.path,))]
     try:
@@ -227,6 +232,16 @@ def check_sandbox(*, is_needed: bool) -> Check:
             remedy=str(error) if is_needed else f"only `reward: {{kind: code_tests}}` needs it: {error}",
         )
     return Check(area="machine", name="sandbox", found="bubblewrap works", status=CheckStatus.OK)
+
+
+def check_boxes(environment: HarborEnvironmentConfig) -> Check:
+    """Return whether this machine, which stands for the nodes of rollout workers, can open a box."""
+    try:
+        asyncio.run(try_box(environment))
+    except ConfigError as error:
+        remedy = "; ".join(problem.message for problem in error.problems)
+        return Check.of("recipe", "boxes", f"{environment.sandbox} does not work", is_ok=False, remedy=remedy)
+    return Check(area="recipe", name="boxes", found=f"{environment.sandbox} works", status=CheckStatus.OK)
 
 
 def check_metrics_port(port: int) -> Check:

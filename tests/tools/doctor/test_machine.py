@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.environment import HarborEnvironmentConfig
 from megarl.config.load import load_recipe
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
@@ -17,6 +18,7 @@ from megarl.tools.doctor import CheckStatus
 from megarl.tools.doctor.machine import (
     Cpus,
     Gpu,
+    check_boxes,
     check_cpus,
     check_disk,
     check_gpus,
@@ -84,6 +86,24 @@ def test_a_sandbox_that_does_not_work_matters_where_code_is_run(monkeypatch: pyt
     monkeypatch.setenv("PATH", "")
     assert check_sandbox(is_needed=True).status is CheckStatus.ERROR
     assert check_sandbox(is_needed=False).status is CheckStatus.NOTE
+
+
+@pytest.mark.parametrize("sandbox", ["docker", "bubblewrap"])
+def test_boxes_that_cannot_be_opened_are_said_with_a_remedy(
+    sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    values = {"kind": "harbor", "tasks": tmp_path, "sandbox": sandbox, "cache": tmp_path}
+    found = check_boxes(HarborEnvironmentConfig.model_validate(values))
+    assert found.status is CheckStatus.ERROR
+    assert found.remedy.startswith(f"{sandbox} cannot be used here: ")
+    assert found.remedy.endswith("set bubblewrap" if sandbox == "docker" else "use docker or podman")
+
+
+@pytest.mark.needs("bubblewrap")
+def test_boxes_that_can_be_opened_are_fine(tmp_path: Path) -> None:
+    values = {"kind": "harbor", "tasks": tmp_path, "sandbox": "bubblewrap", "cache": tmp_path}
+    assert check_boxes(HarborEnvironmentConfig.model_validate(values)).status is CheckStatus.OK
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,10 @@ def run_program(
             os.killpg(process.pid, signal.SIGKILL)
         kill_marked(USER_WORKER.name, USER_WORKER.read())  # what has left the program's session
         process.wait()
+        reading.join(_OUTPUT_GRACE_S)
     if excess is not None:
         raise ProgramError(excess)
     if process.returncode != 0:
-        reading.join(_OUTPUT_GRACE_S)
         said = one_line(tail.decode(errors="replace").strip().rpartition("\n")[2])
         raise ProgramError(f"{_described(process.returncode)}{': ' if said else ''}{said}")
     return None if task["result"] is None else _read_result(folder / task["result"])

@@ -50,10 +50,10 @@ def _config(folder: Path, code: str, **keys: object) -> CommandEnvironmentConfig
 
 
 async def _play(
-    config: CommandEnvironmentConfig, tokenizer: Tokenizer, texts: Sequence[str], log: Path | None = None
+    config: CommandEnvironmentConfig, tokenizer: Tokenizer, texts: Sequence[str]
 ) -> tuple[Score | None, ScriptedSession]:
     session = ScriptedSession(tokenizer, list(texts))
-    agents = await open_agents(config, tokenizer, log_path=log)
+    agents = await open_agents(config, tokenizer)
     try:
         return await agents.run(_ROW, session), session
     finally:
@@ -63,12 +63,12 @@ async def _play(
 async def test_a_program_reads_the_prompt_and_the_reward_scores_its_last_response(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    code = "print('in', os.getcwd(), 'with', os.listdir(), ask(sys.stdin.read()), os.environ['ANTHROPIC_BASE_URL'])"
-    score, session = await _play(_config(tmp_path, code), tokenizer, ["five"], tmp_path / "log")
+    code = "ask(' '.join([sys.stdin.read(), str(os.listdir()), os.getcwd(), os.environ['ANTHROPIC_BASE_URL']]))"
+    score, session = await _play(_config(tmp_path, code), tokenizer, ["five"])
     assert score is None
-    assert "<|im_start|>user\n2+3?<|im_end|>" in tokenizer.decode(session.script.histories[0])
-    _, folder, _, listed, said, url = (tmp_path / "log").read_text().split()
-    assert (listed, said) == ("[]", "five")
+    _, _, asked = tokenizer.decode(session.script.histories[0]).rpartition("<|im_start|>user\n")
+    prompt, listed, folder, url = asked.partition("<|im_end|>")[0].split()
+    assert (prompt, listed) == ("2+3?", "[]")
     assert not Path(folder).exists()
     assert url.startswith("http://127.0.0.1:")
 

@@ -26,6 +26,11 @@ class _Episode(Section):
     max_attempts: PositiveInt = 3
     """Environments that one episode may use up, with `on_error: retry`."""
 
+    @property
+    def most_open(self) -> int | None:
+        """Episodes that a rollout worker can have open; None: the environment sets no limit."""
+        return None
+
 
 class _WithTools(_Episode):
     max_calls: PositiveInt | None = None
@@ -96,6 +101,10 @@ class ClassEnvironmentConfig(_WithTools):
     cpu_s: PositiveInt | None = 120
     """CPU time of one call, all threads together; null sets no limit."""
 
+    @property
+    def most_open(self) -> int | None:
+        return self.workers
+
 
 class McpEnvironmentConfig(_WithTools):
     kind: Literal["mcp"]
@@ -158,6 +167,10 @@ class HarborEnvironmentConfig(_WithTools):
     max_result_tokens: PositiveInt = 2048
     """Tokens of a command's output; a longer one is cut, with a mark that the model sees."""
 
+    @property
+    def most_open(self) -> int | None:
+        return self.boxes
+
 
 class ChatEnvironmentConfig(_Episode):
     kind: Literal["chat"]
@@ -176,6 +189,10 @@ class ChatEnvironmentConfig(_Episode):
     """The same key as in `class`."""
     cpu_s: PositiveInt | None = 600
     """CPU time of one agent, all threads together; null sets no limit."""
+
+    @property
+    def most_open(self) -> int | None:
+        return self.workers
 
 
 class CommandEnvironmentConfig(_Episode):
@@ -201,6 +218,10 @@ class CommandEnvironmentConfig(_Episode):
     """Processes of a program."""
     cpu_s: PositiveInt | None = 600
     """CPU time of each process, all threads together; null sets no limit."""
+
+    @property
+    def most_open(self) -> int | None:
+        return self.workers
 
 
 class FunctionEnvironmentConfig(_Episode):

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from megarl.config.environment import (
     AgentEnvironmentConfig,
     EnvironmentConfig,
@@ -24,6 +26,7 @@ from megarl.config.environment import (
 )
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Template, Tokenizer, ToolFunction
+from megarl.episodes.admission import Admission, most_open
 from megarl.episodes.build import build_dialogue, open_agents, open_environments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import (
@@ -70,25 +73,21 @@ class Played:
 
 
 class Player:
-    """The episodes of one rollout worker; at most `max_open` of them are under way at once."""
+    """The episodes of one rollout worker; `admission` decides how many of them are open."""
 
     def __init__(
         self,
         surroundings: Tools | Agency,
         config: ToolEnvironmentConfig | AgentEnvironmentConfig,
         *,
-        max_open: int,
+        admission: Admission,
         decode: Callable[[TokenArray], str],
         retried: Callable[[str], None],
     ) -> None:
-        """An engine computes `max_open` requests at once: with more episodes their histories would leave its cache.
-
-        `decode` returns a response's text; `retried` is told the ending of each attempt that is played again.
-        """
+        """`decode` returns a response's text; `retried` is told the ending of each attempt that is played again."""
         self._surroundings = surroundings
         self._config = config
-        self.max_open = max_open
-        self._places = asyncio.Semaphore(max_open)
+        self.admission = admission
         self._decode = decode
         self._retried = retried
         self._num_lost = 0
@@ -102,15 +101,17 @@ class Player:
         """
         config, lost = self._config, list[_LostError]()
         while True:
+            place = self.admission.place()
             session = Session(
                 sampler,
                 prompt.token_ids,
                 max_tokens=max_tokens,
                 max_turns=config.max_turns,
                 decode=self._decode,
+                turning=place.turn,
             )
             try:
-                async with self._places:
+                async with place:
                     played = await self._attempt(prompt, session)
                 self._num_lost = 0
                 return session.finish(played.ending, played.score, num_retries=len(lost))
@@ -192,11 +193,11 @@ class EpisodeSetup:
             bind=bind,
         )
 
-    def num_open(self, cached_tokens: int | None) -> int:
-        """Return how many episodes are under way at an engine whose cache holds so many tokens; None is not known.
+    def num_running(self, cached_tokens: int | None) -> int:
+        """Return how many turns an engine computes at once whose cache holds so many tokens; None is not known.
 
-        With more than it computes at once, or than fit into its cache, they would push each other's histories out of
-        it. An episode is taken to have half of the longest context: the mean over the turns of one that reaches it.
+        With more than fit into its cache, it would have to give up some and compute them again. A history is taken to
+        have half of the longest context: the mean over the turns of an episode that reaches it.
         """
         if cached_tokens is None:
             return self.max_running
@@ -209,19 +210,32 @@ class EpisodeSetup:
         cache_sizes: Callable[[], Awaitable[Sequence[int | None]]],
         retried: Callable[[str], None],
         log_path: Path,
+        num_on_node: int = 1,
     ) -> Callable[[], Awaitable[Player]]:
-        """Return a function that opens the player of one worker; `cache_sizes` are those of its engines, in tokens."""
+        """Return a function that opens the player of one worker; `cache_sizes` are those of its engines, in tokens.
+
+        The workers of the node, `num_on_node`, share its memory.
+        """
 
         async def open_one() -> Player:
             sizes = await cache_sizes()
             # An engine that does not answer now is one of the same kind.
             smallest = min((size for size in sizes if size is not None), default=None)
-            max_open = sum(self.num_open(smallest if size is None else size) for size in sizes)
-            logger.info("episodes under way at most=%d cached tokens by engine=%s", max_open, list(sizes))
+            in_memory = most_open(psutil.virtual_memory().available // num_on_node, self.max_context_tokens)
+            admission = Admission(
+                max_running=sum(self.num_running(smallest if size is None else size) for size in sizes),
+                max_open=min(in_memory, self.environment.most_open or in_memory),
+            )
+            logger.info(
+                "turns under way=%d episodes open at most=%d cached tokens by engine=%s",
+                admission.max_running,
+                admission.max_open,
+                list(sizes),
+            )
             return await open_player(
                 self.environment,
                 tokenizer,
-                max_open=max_open,
+                admission=admission,
                 retried=retried,
                 host=LOOPBACK if self.bind is None else address_in(self.bind),
                 log_path=log_path,
@@ -234,7 +248,7 @@ async def open_player(
     config: EnvironmentConfig,
     tokenizer: Tokenizer,
     *,
-    max_open: int,
+    admission: Admission,
     retried: Callable[[str], None],
     host: str = LOOPBACK,
     log_path: Path | None = None,
@@ -251,7 +265,7 @@ async def open_player(
             await environments.close()
             raise DataError("environment: its tools are not those that the prompts name; start the run again")
         surroundings = Tools(environments, build_dialogue(config, tokenizer), config)
-    return Player(surroundings, config, max_open=max_open, decode=tokenizer.decode_response, retried=retried)
+    return Player(surroundings, config, admission=admission, decode=tokenizer.decode_response, retried=retried)
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[ToolSchema, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Protocol
@@ -40,8 +40,7 @@ class Sampler(Protocol):
     ) -> SampledTokens:
         """Return the model's continuation of these tokens; `row` counts the histories of the episode.
 
-        The experts of the first `num_routed` tokens are known from turns before. `heard` is called with the tokens of
-        the continuation so far, as they come.
+        The experts of the first `num_routed` tokens are known from turns before. `heard` is called as tokens come.
         """
         ...
 
@@ -156,8 +155,11 @@ class Session:
         max_tokens: int,
         max_turns: int,
         decode: Callable[[TokenArray], str],
+        turning: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`turning` encloses each turn while the engines have it."""
         self.sampler = sampler
+        self._turning = turning
         self.max_row_tokens = len(prompt_ids) + max_tokens
         self._num_prompt_tokens = len(prompt_ids)
         self._max_turns = max_turns
@@ -234,7 +236,8 @@ class Session:
         self._began = time.time() if self._began is None else self._began
         self._num_open += 1
         try:
-            yield
+            with self._turning():
+                yield
         except BaseException:
             self._num_given_up += 1
             raise

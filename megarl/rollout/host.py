@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,6 +186,14 @@ class WorkerSetup:
     frozen: FrozenAccess | None = None
     """The models on engines that the reward may ask."""
 
+    @property
+    def num_open(self) -> int:
+        """Rollouts that it can have under way at once: requests at its engines, and episodes that wait for tools."""
+        num_requests = self.max_outstanding * len(self.own)
+        if self.episodes is None:
+            return num_requests
+        return max(num_requests, self.episodes.environment.most_open or sys.maxsize)
+
 
 class RolloutHost:
     """The process of one rollout worker."""
@@ -235,6 +244,7 @@ class RolloutHost:
                 cache_sizes=partial(cache_sizes, own),
                 retried=lambda cause: self._following.fleet.requests.request_retried(cause),
                 log_path=setup.log_path.with_name(f"environment_{setup.index}.log"),
+                num_on_node=setup.num_on_node,
             ),
         )
         gc.freeze()  # objects from the start stay for good: they are no garbage to look for

@@ -51,7 +51,7 @@ _MAX_LOST = 3
 """Workers that may be lost with one prompt: it may be the cause."""
 _MAX_CALLS = 1000
 _OVERFULL = 2
-"""Groups that a worker holds, as a multiple of those that its engines compute at once: long ones end late."""
+"""Groups that a worker holds, as a multiple of those that it can have under way at once: long ones end late."""
 
 
 class WorkerLostError(Exception):
@@ -69,7 +69,7 @@ class RolloutWorkers:
         self._silence_timeout_s = setups[0].silence_timeout_s
         self._workers = [self._link(setup) for setup in setups]
         self._supervisors: list[asyncio.Task[None]] = []
-        num_slots = max(setup.max_outstanding * len(setup.own) for setup in setups)
+        num_slots = max(setup.num_open for setup in setups)
         self._dispatcher = Dispatcher(
             self._workers, max_outstanding=-(-_OVERFULL * num_slots // rollouts_per_prompt) + 1
         )

@@ -22,6 +22,7 @@ from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
+from megarl.episodes.admission import Admission
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.play import EpisodeSetup, Player, Tools, tools_of
 from megarl.episodes.protocol import Call, Malformed, Observation, Row, ToolSchema, Transcript
@@ -341,7 +342,9 @@ async def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
             dialogue = kind(tokenizer, max_result_tokens=16, call_format="hermes", text_field=text_field)
             decode = tokenizer.decode_response
             tools = Tools(_Numbers(), dialogue, config)
-            player = Player(tools, config, max_open=24, decode=decode, retried=lambda _: None)
+            player = Player(
+                tools, config, admission=Admission(max_running=24, max_open=24), decode=decode, retried=lambda _: None
+            )
             vocabulary = Vocabulary.of(model.shape, tokenizer)
             generator = FleetGenerator(
                 fleet, sampling=sampling, vocabulary=vocabulary, seed=5, max_attempts=3, player=player

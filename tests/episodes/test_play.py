@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from megarl.config.environment import ClassEnvironmentConfig, EnvironmentConfig
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.admission import Admission
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.play import MAX_LOST_IN_A_ROW, EpisodeSetup, Player, Tools, open_player, tools_of
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
@@ -113,7 +114,7 @@ class Table:
         return Player(
             Tools(self.sums, dialogue, config),
             config,
-            max_open=2,
+            admission=Admission(max_running=2, max_open=2),
             decode=self.tokenizer.decode_response,
             retried=self.retried.append,
         )
@@ -343,28 +344,28 @@ async def test_an_episode_that_is_played_forgets_the_losses_before_it(tmp_path: 
     assert sum(rollout.score is not None and rollout.score.is_masked for rollout in rollouts) == 2 * MAX_LOST_IN_A_ROW
 
 
-def test_episodes_are_admitted_by_what_the_caches_of_engines_hold(tmp_path: Path) -> None:
+def test_turns_are_admitted_by_what_the_caches_of_engines_hold_and_episodes_by_their_processes(tmp_path: Path) -> None:
     path = tmp_path / "environment.py"
     path.write_text(CALCULATOR)
-    config = ClassEnvironmentConfig(kind="class", path=path)
+    config = ClassEnvironmentConfig(kind="class", path=path, workers=40)
     tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=tools_of(config))
     rollout = RolloutRoleConfig(pool="rollout", max_running_requests=64)
     setup = EpisodeSetup.of(config, tokenizer, rollout, max_context_tokens=1000)
 
-    async def num_open(*sizes: int | None) -> int:
+    async def admitted(*sizes: int | None) -> tuple[int, int]:
         async def cache_sizes() -> list[int | None]:
             return list(sizes)
 
         opener = setup.opener(tokenizer, cache_sizes=cache_sizes, retried=lambda _: None, log_path=tmp_path / "log")
         player = await opener()
         await player.close()
-        return player.max_open
+        return player.admission.max_running, player.admission.max_open
 
-    async def all_open() -> list[int]:
+    async def all_admitted() -> list[tuple[int, int]]:
         held = [(None,), (100_000,), (4_000,), (100,), (4_000, None), (4_000, 100_000)]
-        return [await num_open(*sizes) for sizes in held]
+        return [await admitted(*sizes) for sizes in held]
 
-    assert asyncio.run(all_open()) == [64, 64, 8, 1, 16, 72]
+    assert asyncio.run(all_admitted()) == [(running, 40) for running in (64, 64, 8, 1, 16, 72)]
 
 
 def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:
@@ -408,7 +409,9 @@ async def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) ->
     prompt = sum_prompt(tokenizer)
     sampler = ScriptedSampler(tokenizer, "8", "7")
 
-    player = await open_player(config, tokenizer, max_open=2, retried=lambda _: None)
+    player = await open_player(
+        config, tokenizer, admission=Admission(max_running=2, max_open=2), retried=lambda _: None
+    )
     try:
         rollout = await player.rollout(prompt, sampler, max_tokens=400)
     finally:
@@ -427,4 +430,6 @@ def test_tools_that_prompts_do_not_name_are_refused(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5")
     config = ClassEnvironmentConfig(kind="class", path=path)
     with pytest.raises(DataError, match="not those that the prompts name"):
-        asyncio.run(open_player(config, tokenizer, max_open=2, retried=lambda _: None))
+        asyncio.run(
+            open_player(config, tokenizer, admission=Admission(max_running=2, max_open=2), retried=lambda _: None)
+        )

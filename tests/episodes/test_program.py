@@ -13,6 +13,7 @@ import pytest
 from megarl.config.environment import CommandEnvironmentConfig, EnvironmentConfig
 from megarl.config.load import read_recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.episodes.admission import Admission
 from megarl.episodes.build import check_environment, open_agents
 from megarl.episodes.play import open_player, tools_of
 from megarl.errors import EnvironmentLostError
@@ -162,7 +163,9 @@ async def _rollout(config: EnvironmentConfig, folder: Path, *texts: str) -> tupl
     plain = load_tokenizer(folder, vocab=SHAPE.vocab)
     tokenizer = plain.with_tools([tool.as_function for tool in await asyncio.to_thread(tools_of, config)])
     sampler = ScriptedSampler(tokenizer, *texts)
-    player = await open_player(config, tokenizer, max_open=1, retried=lambda _: None)
+    player = await open_player(
+        config, tokenizer, admission=Admission(max_running=1, max_open=1), retried=lambda _: None
+    )
     try:
         return await player.rollout(sum_prompt(tokenizer), sampler, max_tokens=240), sampler
     finally:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.environment import ClassEnvironmentConfig
 from megarl.engine import admin
 from megarl.engine.fleet import Fleet
+from megarl.episodes.admission import Admission
 from megarl.episodes.play import Player, Tools
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import Session
@@ -82,7 +83,9 @@ def play(served: ServedModel, act: Callable[[Fleet, int], Awaitable[None]], *, f
         async with served.fleet() as fleet:
             environments = Between(lambda number: act(fleet, number))
             tools = Tools(environments, NumberDialogue(forgets=forgets), config)  # type: ignore[arg-type]
-            player = Player(tools, config, max_open=8, decode=spell, retried=lambda cause: None)
+            player = Player(
+                tools, config, admission=Admission(max_running=8, max_open=8), decode=spell, retried=lambda cause: None
+            )
             generator = FleetGenerator(
                 fleet,
                 sampling=Sampling(

@@ -29,6 +29,7 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from megarl.config.environment import ClassEnvironmentConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes import mcp_environments
+from megarl.episodes.admission import Admission
 from megarl.episodes.class_environments import ClassEnvironments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import OpenEnvEnvironments
@@ -344,7 +345,7 @@ async def _play(talk: Talk) -> None:
     player = Player(
         Tools(_Timed(_environments(talk), talk), _dialogue(tool), config),
         config,
-        max_open=2,
+        admission=Admission(max_running=2, max_open=2),
         decode=tokenizer.decode_response,
         retried=retried.append,
     )

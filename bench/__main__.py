@@ -180,6 +180,27 @@ def bench_episodes(
         raise typer.Exit(1)
 
 
+@bench_app.command("agents")
+def bench_agents(
+    requests: Annotated[int, typer.Option(min=16, help="Requests in each dialect.")] = 512,
+    idle: Annotated[int, typer.Option(min=8, help="Episodes that wait for their tools at once.")] = 10_000,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Measure the endpoint of agents: CPU of a request and a token, the first streamed token, and idle episodes.
+
+    Engines and agents are replaced by processes that compute nothing. Exit code 1 if a goal is missed.
+    """
+    from bench.agents import measure_agents
+    from bench.dataplane import as_json, print_figures
+
+    figures = measure_agents(num_requests=requests, num_idle=idle)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.is_missed for figure in figures):
+        raise typer.Exit(1)
+
+
 @bench_app.command("async")
 def bench_async(
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of each run; the median counts.")] = 12,

@@ -39,7 +39,7 @@ from megarl.tools.quickstart.calculator import SHAPE, call_text
 from megarl.tools.quickstart.tiny_model import TOOL, write_config
 from megarl.types import Prompt
 
-_CALCULATOR = Path(__file__).resolve().parent.parent / "examples" / "calculator.py"
+CALCULATOR = Path(__file__).resolve().parent.parent / "examples" / "calculator.py"
 _GROUP = 8
 _NUM_OPEN = 8
 """Groups under way at once."""
@@ -50,7 +50,7 @@ def measure_episodes(*, num_episodes: int = 512, num_turns: int = 4) -> list[Pla
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         folder = Path(name)
         write_config(folder, SHAPE)
-        config = ClassEnvironmentConfig(kind="class", path=_CALCULATOR, call_format="llama", workers=16, max_turns=16)
+        config = ClassEnvironmentConfig(kind="class", path=CALCULATOR, call_format="llama", workers=16, max_turns=16)
         tools = [tool.as_function for tool in tools_of(config)]
         tokenizer = load_tokenizer(folder, vocab=SHAPE.vocab, tools=tools)
         said = [tokenizer.encode([text])[0].tolist() for text in (call_text((123, 456)), "579")]
@@ -146,7 +146,7 @@ def _engine(said: Sequence[list[int]], tokenizer: Tokenizer, num_calls: int) -> 
 
 
 def _serve(call: list[int], answer: list[int], end_id: int, tool_id: int, num_calls: int, started: Connection) -> None:
-    contents = [_output([*token_ids, end_id]) for token_ids in (call, answer)]
+    contents = [output_of([*token_ids, end_id]) for token_ids in (call, answer)]
 
     async def generate(request: web.Request) -> web.Response:
         lines = []
@@ -173,7 +173,8 @@ def _serve(call: list[int], answer: list[int], end_id: int, tool_id: int, num_ca
     asyncio.run(serve())
 
 
-def _output(token_ids: list[int]) -> tuple[list[int], dict[str, object]]:
+def output_of(token_ids: list[int]) -> tuple[list[int], dict[str, object]]:
+    """Return the ids and the `meta_info` of a reply of version 0 that ended by itself."""
     arrays = {"logprobs": np.full(len(token_ids), -0.5, "<f4"), "token_ids": np.array(token_ids, "<i4")}
     entries = {name: b64encode(array.tobytes()).decode() for name, array in arrays.items()}
     spans = [{"version": "0", "start": 0, "end": len(token_ids)}]

@@ -226,12 +226,14 @@ class Throughput:
 
 
 class RequestListener(Protocol):
-    """Counts the requests that are sent again."""
+    """Counts the requests that are sent again, and the tokens that requests bring."""
 
     def request_retried(self, cause: str) -> None: ...
+    def prompt_read(self, num_tokens: int, *, num_cached: int) -> None: ...
 
 
 class Uncounted:
     """A `RequestListener` that counts nothing."""
 
     def request_retried(self, cause: str) -> None: ...
+    def prompt_read(self, num_tokens: int, *, num_cached: int) -> None: ...

@@ -61,6 +61,8 @@ class Response(SampledTokens):
     """The tokens of a checked reply, end token included. With finish reason abort the response is not complete."""
 
     finish_reason: FinishReason
+    num_cached: int = 0
+    """Tokens of the request that the engine had in its cache."""
 
     @classmethod
     def nothing(cls) -> Response:
@@ -119,6 +121,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: _FlatLogprobs | list[_TokenLogprob] | None = None
     routed_experts: bytes | None = None
+    cached_tokens: _Int32 | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -153,6 +156,7 @@ def read_response(content: bytes, expected: Expectation) -> Response:
         versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
         is_cut=finish_reason is FinishReason.LENGTH,
+        num_cached=meta.cached_tokens or 0,
         routes=None if expected.routes is None else _routes(meta, expected.routes, len(token_ids), num_kept),
     )
 

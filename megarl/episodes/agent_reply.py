@@ -18,6 +18,8 @@ WRITE_S = 60.0
 """Time for a client to take what is sent."""
 _WAKE_S = 10.0
 """A stream without news has a comment so often: proxies close silent ones, and a client that is gone is noticed."""
+_GATHER_S = 0.05
+"""Tokens that come within this time of others are sent together: an event for each would cost more than all else."""
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _UNFINISHED = "\ufffd"
 """The text of bytes that are not a whole character yet."""
@@ -45,11 +47,12 @@ class AgentReply:
         if not self._request.is_streamed:
             return await place.row.sample(given=given, max_tokens=max_tokens)
         await self._begin(self.answer_id, place.num_prompt_tokens)
-        is_new, text, token_ids = asyncio.Event(), GrowingText(decode), np.empty(0, np.int32)
+        is_new, text = asyncio.Event(), GrowingText(decode)
+        so_far: Callable[[], TokenArray] | None = None
 
-        def hear(heard: TokenArray) -> None:
-            nonlocal token_ids
-            token_ids = heard
+        def hear(heard: Callable[[], TokenArray]) -> None:
+            nonlocal so_far
+            so_far = heard
             is_new.set()
 
         turn = asyncio.create_task(place.row.sample(given=given, max_tokens=max_tokens, heard=hear))
@@ -63,7 +66,8 @@ class AgentReply:
                     await self._write(b": waiting\n\n")
                     continue
                 is_new.clear()
-                await self._say(spoken(text.grow(token_ids)))
+                if so_far is not None and await self._say(spoken(text.grow(so_far()))):
+                    await asyncio.wait([turn], timeout=_GATHER_S)
             return await turn
         finally:
             turn.cancel()
@@ -96,13 +100,15 @@ class AgentReply:
         self._stream = self._dialect.stream(self._request, answer_id=answer_id, num_prompt_tokens=num_prompt_tokens)
         await self._write(self._stream.begin())
 
-    async def _say(self, text: str) -> None:
-        """Send what the text has more than was sent."""
+    async def _say(self, text: str) -> bool:
+        """Send what the text has more than was sent; return whether it has."""
         assert self._stream is not None, "it was begun"
         piece = text[len(self._said) :]
-        if piece and text.startswith(self._said):
-            self._said = text
-            await self._write(self._stream.text(piece))
+        if not piece or not text.startswith(self._said):
+            return False
+        self._said = text
+        await self._write(self._stream.text(piece))
+        return True
 
     async def _finish(self, events: bytes) -> web.StreamResponse:
         await self._write(events)

@@ -147,8 +147,8 @@ class SampledTurn:
     """It reached a limit of tokens before it ended."""
 
 
-Heard: TypeAlias = Callable[[TokenArray], None]
-"""Takes the tokens of a response so far, while it is sampled."""
+Heard: TypeAlias = Callable[[Callable[[], TokenArray]], None]
+"""Is called while a response is sampled, whenever there are more tokens, with a function that returns all so far."""
 
 
 class TokenRow(Protocol):

@@ -253,6 +253,12 @@ EPISODE_ROWS = _rollouts("rollout", "episode_rows_mean", "Trained sequences per 
 EPISODE_TOOLS = _rollouts(
     "rollout", "episode_tool_seconds", "Mean time of an episode's calls", field="episodes.tool_seconds_mean"
 )
+CACHED_PROMPTS = _gauge(
+    "rollout",
+    "cached_prompt_ratio",
+    "Share of the tokens of requests, prompts and histories of episodes, that engines found in their caches",
+    source="step.cached_prompt_ratio",
+)
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups waiting to be trained on")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "Limit on groups that wait or are in progress")
 UNDER_WAY = _gauge("rollout", "under_way_groups", "Groups being generated or scored")

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median, median_low
 from types import TracebackType
@@ -53,6 +54,8 @@ class Observer:
         self._has_finished = False
         self._step_warnings = StepWarnings()
         self._group_seconds: list[float] = []
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        """Tokens that requests brought since the last step, and those of them that engines had in their caches."""
         self._failing: set[str] = set()
         """Names of the sinks that cannot write now."""
         self.judges: list[tuple[str, str, str]] = []
@@ -105,6 +108,7 @@ class Observer:
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
         self._measure_tail()
+        summary = replace(summary, cached_prompt_ratio=self._take_cached_ratio())
         self.emit(StepFinished(summary=summary, phase_seconds=phase_seconds))
 
     def publish_failed(self, version: PolicyVersion, reason: str) -> None:
@@ -177,6 +181,11 @@ class Observer:
         """Count a request that is sent again; `cause` is one of a few words, such as an error's class."""
         self._meter.add(names.RETRIES, 1, cause)
 
+    def prompt_read(self, num_tokens: int, *, num_cached: int) -> None:
+        """Count the tokens that requests brought, and those of them that engines had in their caches."""
+        self._num_prompt_tokens += num_tokens
+        self._num_cached_tokens += num_cached
+
     def measured(self, role: str, seconds: Mapping[int, float]) -> None:
         """Export the slowest member of a role over the median: `seconds` has the time of each in one window."""
         if seconds:
@@ -214,6 +223,11 @@ class Observer:
     ) -> None:
         if not self._has_finished:
             self.run_finished(_status(error), reason="" if error is None else _reason(error))
+
+    def _take_cached_ratio(self) -> float | None:
+        num_tokens, num_cached = self._num_prompt_tokens, self._num_cached_tokens
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        return num_cached / num_tokens if num_tokens else None
 
     def _measure_tail(self) -> None:
         seconds, self._group_seconds = self._group_seconds, []

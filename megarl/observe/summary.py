@@ -163,6 +163,9 @@ class StepSummary:
     seconds: float
     """Time from asking for the step's groups to the end of the publish, without evaluations between steps."""
     tokens_per_second: float
+    cached_prompt_ratio: float | None = field(default=None, compare=False)
+    """Share of the tokens that requests brought which engines had in their caches, since the step before; None without
+    a request, and in events of earlier versions."""
 
 
 def summarize_step(

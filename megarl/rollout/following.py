@@ -88,6 +88,10 @@ class WorkerReport:
     """By engine the number of the newest view, and the adapters of requests under way."""
     retries: dict[str, int]
     """Requests that were sent again, by cause."""
+    num_prompt_tokens: int
+    """Tokens that requests brought."""
+    num_cached_tokens: int
+    """Tokens among them that the engines had in their caches."""
     score_seconds: tuple[float, ...]
     failed_scores: dict[str, int]
     num_addressed: int
@@ -100,9 +104,15 @@ class RequestCounts:
     """A `RequestListener` that counts until a report is made."""
 
     causes: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def request_retried(self, cause: str) -> None:
         self.causes[cause] += 1
+
+    def prompt_read(self, num_tokens: int, *, num_cached: int) -> None:
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
 
 
 class ScoreCounts(Observer):
@@ -207,6 +217,8 @@ class FollowingFleet:
                 if engine.adapter is not None
             },
             retries=dict(self._requests.causes),
+            num_prompt_tokens=self._requests.num_prompt_tokens,
+            num_cached_tokens=self._requests.num_cached_tokens,
             score_seconds=tuple(self.scores.seconds),
             failed_scores=dict(self.scores.failures),
             num_addressed=self.scores.num_addressed,
@@ -214,7 +226,7 @@ class FollowingFleet:
         )
         self._complaints.clear()
         self._probes.clear()
-        self._requests.causes.clear()
+        self.fleet.requests = self._requests = RequestCounts()
         self.scores.seconds.clear()
         self.scores.failures.clear()
         self.scores.num_addressed = 0
@@ -276,6 +288,7 @@ async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -
         fleet.answered(engines[index], throughput)
     for cause in Counter(report.retries).elements():
         fleet.requests.request_retried(cause)
+    fleet.requests.prompt_read(report.num_prompt_tokens, num_cached=report.num_cached_tokens)
     for seconds in report.score_seconds:
         observer.scored(seconds)
     for cause in Counter(report.failed_scores).elements():

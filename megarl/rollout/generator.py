@@ -295,7 +295,9 @@ class FleetGenerator:
             routes=routes,
         )
         began = time.monotonic()
-        heard = None if context.heard is None else partial(_hear, context.heard, so_far.token_ids.tolist())
+        heard = None
+        if context.heard is not None:
+            heard = partial(_hear, context.heard, so_far.token_ids, num_untold=0 if in_flight is None else 1)
         reply = await engine.client.generate(request, heard=heard)
         seconds = time.monotonic() - began
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
@@ -320,6 +322,7 @@ class FleetGenerator:
             raise type(error)(f"{engine}: {error}") from error
         throughput = Throughput(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
         self.fleet.answered(engine, throughput)
+        self.fleet.requests.prompt_read(num_sent, num_cached=response.num_cached)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:
@@ -331,9 +334,14 @@ class FleetGenerator:
         )
 
 
-def _hear(heard: Heard, before: Sequence[int], token_ids: Sequence[int]) -> None:
-    """Tell the tokens of a response so far, without the last one: where it is interrupted, that is drawn again."""
-    heard(np.array([*before, *token_ids][:-1], np.int32))
+def _hear(heard: Heard, before: TokenArray, token_ids: Sequence[int], *, num_untold: int) -> None:
+    """Tell the tokens of a response so far; the last one is untold where a publish may interrupt it and redraw that."""
+
+    def so_far() -> TokenArray:
+        told = np.array(token_ids[: len(token_ids) - num_untold], np.int32)
+        return np.concatenate([before, told]) if len(before) else told
+
+    heard(so_far)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,9 @@ print({machine!r}, flush=True)
     assert len((tmp_path / "lines").read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize("command", ["plan", "checkpoint", "algo", "page", "exporter", "async", "reshard", "gpu"])
+@pytest.mark.parametrize(
+    "command", ["plan", "checkpoint", "algo", "page", "exporter", "agents", "async", "reshard", "gpu"]
+)
 def test_every_benchmark_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
     assert f"Usage: python -m bench {command}" in capsys.readouterr().out

@@ -47,6 +47,8 @@ def test_a_good_reply_is_read_token_by_token() -> None:
     assert response.versions.tolist() == [4, 4, 4]
     assert response.finish_reason is FinishReason.STOP
     assert response.token_ids.dtype == np.int32
+    assert response.num_cached == 0
+    assert read(with_meta(cached_tokens=7), EXPECTED).num_cached == 7
 
 
 def with_tokens(*token_ids: int, **fields: object) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class ScriptedSampler:
         try:
             for num_said in range(1, len(token_ids)):
                 if heard is not None:
-                    heard(token_ids[:num_said])
+                    heard(partial(token_ids.__getitem__, slice(num_said)))
                     await asyncio.sleep(0)
             await self.going_on.wait()
         except asyncio.CancelledError:

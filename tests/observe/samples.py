@@ -180,6 +180,7 @@ def step_summary(
         flow=Flow(trainer_wait_s=1.5, producer_wait_s=0.5, num_ready=4, num_under_way=4, age_mean=0.5, age_max=1),
         seconds=2.0,
         tokens_per_second=1200.0,
+        cached_prompt_ratio=0.75,
     )
 
 

@@ -62,6 +62,7 @@ class ScriptedRun:
         step, observer = self._step, self.observer
         for _ in range(4):
             observer.group_generated(seconds=0.5, num_rollouts=4, num_tokens=32)
+            observer.prompt_read(64, num_cached=48)
             observer.scored(0.01)
         with observer.phase("update"):
             pass

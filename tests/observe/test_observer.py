@@ -35,6 +35,19 @@ def test_phases_are_timed_and_their_seconds_go_to_the_next_step() -> None:
     assert second.phase_seconds == {}
 
 
+def test_a_step_has_the_share_of_prompts_that_engines_had_in_their_caches() -> None:
+    sink = ListSink()
+    observer = Observer([sink])
+    for num_tokens, num_cached in ((100, 0), (300, 100)):
+        observer.prompt_read(num_tokens, num_cached=num_cached)
+    observer.step_summarized(step_summary(1))
+    observer.step_summarized(step_summary(2))
+    assert [event.summary.cached_prompt_ratio for event in sink.events if isinstance(event, StepFinished)] == [
+        0.25,
+        None,
+    ]
+
+
 def test_the_warnings_of_a_step_come_before_it() -> None:
     sink = ListSink()
     with Observer([sink]) as observer:

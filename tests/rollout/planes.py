@@ -51,8 +51,14 @@ class Counts:
     def __init__(self) -> None:
         self.causes: Counter[str] = Counter()
 
+        self.num_cached = 0
+
     def request_retried(self, cause: str) -> None:
         self.causes[cause] += 1
+
+    def prompt_read(self, num_tokens: int, *, num_cached: int) -> None:
+        assert num_cached <= num_tokens
+        self.num_cached += num_cached
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import httpx
@@ -95,6 +96,7 @@ async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None
     throughput = Throughput(num_requests=2, num_tokens=10, seconds=3.0)
     worker.fleet.answered(mine[2], throughput)
     worker.fleet.requests.request_retried("EngineError")
+    worker.fleet.requests.prompt_read(100, num_cached=75)
     worker.scores.scored(0.5)
     worker.scores.judge_answered("fair at http://judge", "judge-1", "")
     # At once: an engine failed.
@@ -103,6 +105,7 @@ async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None
     assert report.judges == (("fair at http://judge", "judge-1", ""),)
     again = await worker.report(within_s=0.01)
     assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
+    assert (again.num_prompt_tokens, again.num_cached_tokens) == (0, 0)
 
     healthy = [scripted_client(lambda _: httpx.Response(200), index=index) for index in range(3)]
     fleet = Fleet(healthy, max_outstanding=2, publish_timeout_s=60)
@@ -113,7 +116,7 @@ async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None
     await apply_report(report, fleet, Observer(()))
     # Nobody supervises this fleet: the engine in doubt is asked, and answers.
     assert states == [(0, EngineState.SUSPECT), (0, EngineState.HEALTHY), (1, EngineState.STALE)]
-    assert counts.causes == {"EngineError": 1}
+    assert counts == RequestCounts(causes=Counter({"EngineError": 1}), num_prompt_tokens=100, num_cached_tokens=75)
 
 
 async def test_a_complaint_about_an_engine_that_was_restarted_or_filled_since_is_ignored() -> None:

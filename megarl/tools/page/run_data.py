@@ -303,6 +303,7 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
             },
         ),
         ("Rollouts", "Age of the trained tokens", _age(history)),
+        ("Rollouts", "Prompt tokens found in engines' caches", {"share": _cached(history)}),
         (
             "Engine against trainer",
             "|p_train - p_rollout|",
@@ -368,6 +369,11 @@ def _age(history: History) -> dict[str, Series]:
     """Return the mean age in versions behind the newest token of the step; nothing where all ages are 0."""
     points = [(s.step, _mean_age(s.rollouts.tokens_by_version)) for s in history.summaries if s.rollouts is not None]
     return {"mean": Series.of(points)} if any(age for _, age in points) else {}
+
+
+def _cached(history: History) -> Series:
+    points = ((s.step, s.cached_prompt_ratio) for s in history.summaries)
+    return Series.of((step, ratio) for step, ratio in points if ratio is not None)
 
 
 def _mean_age(tokens_by_version: Mapping[int, int]) -> float:

@@ -1,0 +1,515 @@
+"""The plane of agents: CPU of the endpoint, time of the first streamed token, and what an idle episode costs.
+
+Engine and agents are processes of their own, which compute nothing and are not counted. Between them everything is as
+in a rollout worker of a run: endpoint, sessions, player, generator and fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import psutil
+from aiohttp import web
+
+from bench.dataplane import PlaneFigure, fleet_of, resident_bytes
+from bench.episodes import CALCULATOR, output_of
+from bench.instant_engine import serving
+from megarl.config.environment import ChatEnvironmentConfig, ClassEnvironmentConfig
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.engine.batches import PARTIAL, Line
+from megarl.episodes.admission import Admission
+from megarl.episodes.build import build_dialogue, open_environments
+from megarl.episodes.chat_endpoint import Access, ChatEndpoint
+from megarl.episodes.play import Agency, Player, Tools, tools_of
+from megarl.episodes.protocol import Call, Observation, Row, TokenSession, ToolSchema, Transcript
+from megarl.episodes.session import Session
+from megarl.observe.observer import Observer
+from megarl.reward.scorer import ExactScorer
+from megarl.rollout.generator import Sampling, Vocabulary
+from megarl.rollout.worker import RolloutTask, RolloutWorker
+from megarl.system.network import LOOPBACK
+from megarl.tools.quickstart.calculator import SHAPE, call_text
+from megarl.tools.quickstart.tiny_model import write_config
+from megarl.types import JsonValue, Prompt, Score
+
+_CONTEXT_TOKENS = 1 << 16
+_LETTER = "z"
+"""The engine writes nothing else: the first one in a stream is the first token."""
+_FIRST = b'"z'
+_GROUP = 8
+_PACE_S = 0.01
+"""Time between two tokens of a stream."""
+_LONG, _SHORT = 4096, 8
+"""Tokens of answers; their difference gives the cost of one."""
+_FAR = 4096
+"""Open files of a process beside those of its episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """Requests of the agents' process: one conversation each, or several turns of one."""
+
+    path: str
+    is_streamed: bool
+    num_tokens: int
+    count: int
+    """Requests of each episode, one after the other."""
+
+    def body(self) -> bytes:
+        chat: list[JsonValue] = [{"role": "user", "content": "Say it."}]
+        limit = {"/v1/responses": "max_output_tokens"}.get(self.path, "max_tokens")
+        asked: dict[str, JsonValue] = {"model": "policy", limit: self.num_tokens, "stream": self.is_streamed}
+        match self.path:
+            case "/v1/completions":
+                asked["prompt"] = "Say it."
+            case "/v1/responses":
+                asked["input"] = chat
+            case _:
+                asked["messages"] = chat
+        return json.dumps(asked).encode()
+
+
+DIALECTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+def measure_agents(*, num_requests: int = 512, num_idle: int = 10_000) -> list[PlaneFigure]:
+    """`num_idle` episodes wait for their tools at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name, _agents_process() as pool:
+            folder = Path(name)
+            write_config(folder, SHAPE)
+            return asyncio.run(_measure(folder, pool, num_requests=num_requests, num_idle=min(num_idle, hard - _FAR)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def _measure(folder: Path, pool: ProcessPoolExecutor, *, num_requests: int, num_idle: int) -> list[PlaneFigure]:
+    config = ClassEnvironmentConfig(kind="class", path=CALCULATOR, call_format="llama", max_turns=1 << 20)
+    tools = await asyncio.to_thread(tools_of, config)
+    tokenizer = load_tokenizer(folder, vocab=SHAPE.vocab, tools=[tool.as_function for tool in tools])
+    letter, (end_id, *_) = int(tokenizer.encode([_LETTER])[0][0]), tokenizer.eos_ids
+    call_ids = [*tokenizer.encode([call_text((123, 456))])[0].tolist(), end_id]
+    figures: list[PlaneFigure] = []
+    with _engine(letter, pace_s=_PACE_S) as port:
+        figures += await _overheads(tokenizer, port, pool, num_requests=num_requests)
+        figures += await _first_tokens(tokenizer, port, pool)
+        figures += await _idle_agents(tokenizer, port, pool, num_idle=num_idle)
+    with _engine(letter, pace_s=0.0, said=call_ids) as port:
+        figures += await _idle_environments(tokenizer, port, config, tools, num_idle=num_idle)
+    return [*figures, await _environment_process(config)]
+
+
+# The endpoint's own cost.
+
+
+async def _overheads(
+    tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, num_requests: int
+) -> list[PlaneFigure]:
+    figures = []
+    for path in DIALECTS:
+        for is_streamed in (False, True):
+            asked = [
+                Asking(path=path, is_streamed=is_streamed, num_tokens=num_tokens, count=count)
+                # A stream has its pace: few long ones.
+                for num_tokens, count in ((_SHORT, num_requests // _GROUP), (512 if is_streamed else _LONG, 4))
+            ]
+            short_s, long_s = [await _cpu_of_request(tokenizer, port, pool, each) for each in asked]
+            name = f"{path}{', streamed' if is_streamed else ''}"
+            token_s = (long_s - short_s) / (asked[1].num_tokens - asked[0].num_tokens)
+            figures += [
+                PlaneFigure(name=f"{name}: a request", value=1e3 * short_s, unit="ms CPU", goal=1.0),
+                PlaneFigure(
+                    name=f"{name}: a token", value=1e6 * token_s, unit="us CPU", goal=None if is_streamed else 0.25
+                ),
+            ]
+    return figures
+
+
+async def _cpu_of_request(tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, asking: Asking) -> float:
+    async with _remote_agents(tokenizer, port, num_groups=1) as remote:
+        accesses = await remote.all_open(_GROUP)
+        # The first requests open connections and compile templates.
+        first = Asking(path=asking.path, is_streamed=asking.is_streamed, num_tokens=_SHORT, count=2)
+        await _asked(pool, accesses, first)
+        gc.collect()
+        began = time.process_time()
+        await _asked(pool, accesses, asking)
+        return (time.process_time() - began) / (_GROUP * asking.count)
+
+
+async def _first_tokens(
+    tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, count: int = 40
+) -> list[PlaneFigure]:
+    """Compare the time at which the engine sent the first token of a stream with that at which the agent got it."""
+    figures = []
+    for path in DIALECTS:
+        async with _remote_agents(tokenizer, port, num_groups=1) as remote:
+            accesses = (await remote.all_open(_GROUP))[:1]
+            asking = Asking(path=path, is_streamed=True, num_tokens=_SHORT, count=count)
+            await _asked(pool, accesses, asking)
+            before = len(await _told(port))
+            heard = await _asked(pool, accesses, asking)
+            told = (await _told(port))[before:]
+        assert len(heard) == len(told) == count, f"{len(heard)} of {len(told)} first tokens"
+        late_s = [got - sent for got, sent in zip(heard, told, strict=True)]
+        name = f"{path}: first streamed token after the engine's"
+        figures.append(PlaneFigure(name=name, value=1e3 * statistics.median(late_s), unit="ms", goal=10.0))
+    return figures
+
+
+# Episodes that wait for their tools.
+
+
+async def _idle_agents(
+    tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, num_idle: int
+) -> list[PlaneFigure]:
+    """Agents have had a turn and keep their connections; what they do meanwhile costs the worker nothing."""
+    gc.collect()
+    before = resident_bytes()
+    async with _remote_agents(tokenizer, port, num_groups=num_idle // _GROUP) as remote:
+        accesses = await remote.all_open(num_idle)
+        asking = Asking(path=DIALECTS[0], is_streamed=False, num_tokens=64, count=1)
+        loop = asyncio.get_running_loop()
+        with multiprocessing.get_context("spawn").Manager() as manager:
+            is_over = manager.Event()
+            asked = loop.run_in_executor(pool, _idle_client, accesses, asking, is_over)
+            while remote.num_turns < num_idle:
+                await asyncio.sleep(0.1)
+            held = await _held(before)
+            is_over.set()
+            await asked
+    return _idle_figures("agent that talks to the endpoint", held, num_idle)
+
+
+async def _idle_environments(
+    tokenizer: Tokenizer,
+    port: int,
+    config: ClassEnvironmentConfig,
+    tools: Sequence[ToolSchema],
+    *,
+    num_idle: int,
+) -> list[PlaneFigure]:
+    """Each episode has called a tool that does not answer; the processes of tools are measured alone."""
+    gc.collect()
+    before = resident_bytes()
+    waiting = _WaitingEnvironments(tools)
+    player = _player(Tools(waiting, build_dialogue(config, tokenizer), config), config, tokenizer)
+    async with _playing(tokenizer, port, player, num_groups=num_idle // _GROUP):
+        while waiting.num_waiting < num_idle // _GROUP * _GROUP:
+            await asyncio.sleep(0.1)
+        held = await _held(before)
+    return _idle_figures("episode that waits for a tool", held, num_idle)
+
+
+async def _environment_process(config: ClassEnvironmentConfig, *, count: int = 8) -> PlaneFigure:
+    """Return the memory of one process of a class, shared pages divided by those that share them."""
+    environments = await open_environments(config)
+    try:
+        row: Row = {"ground_truth": "7"}
+        opened = [await environments.open(row) for _ in range(count)]
+        children = [
+            each for each in psutil.Process().children() if "megarl.episodes.worker" in " ".join(each.cmdline())
+        ]
+        num_bytes = sum(each.memory_full_info().pss for each in children) / len(children)
+        for each in opened:
+            await each.close()
+    finally:
+        await environments.close()
+    return PlaneFigure(name="process of a class", value=num_bytes / 1e6, unit="MB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    num_bytes: int
+    cpu_share: float
+    """Of one core, while nothing happens."""
+
+
+async def _held(before: int, *, window_s: float = 10.0) -> _Held:
+    gc.collect()
+    num_bytes = resident_bytes() - before
+    began_cpu, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(window_s)
+    return _Held(num_bytes=num_bytes, cpu_share=(time.process_time() - began_cpu) / (time.monotonic() - began))
+
+
+def _idle_figures(name: str, held: _Held, num_idle: int) -> list[PlaneFigure]:
+    return [
+        PlaneFigure(name=f"{name}: memory of {num_idle} idle", value=held.num_bytes / 1e9, unit="GB", goal=2.0),
+        PlaneFigure(name=f"{name}: memory of one", value=held.num_bytes / num_idle / 1e3, unit="KB"),
+        PlaneFigure(name=f"{name}: CPU of {num_idle} idle", value=100 * held.cpu_share, unit="% of a core"),
+    ]
+
+
+class _WaitingEnvironments:
+    """`Environments` whose tools take for ever."""
+
+    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+        self.tools = tools
+        self.num_waiting = 0
+        self.opening = None
+
+    async def open(self, row: Row) -> _WaitingEnvironments:
+        return self
+
+    async def call(self, call: Call) -> Observation:
+        self.num_waiting += 1
+        await asyncio.Event().wait()
+        raise AssertionError("nothing ends the wait")
+
+    async def score(self, transcript: Transcript) -> Score | None:
+        raise AssertionError("no episode is over")
+
+    async def close(self) -> None: ...
+
+
+# The worker.
+
+
+class _RemoteAgents:
+    """`Agents` of another process: each episode is open until `is_over`."""
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self._endpoint = endpoint
+        self._sessions: list[Session] = []
+        self._accesses: list[Access] = []
+        self.is_over = asyncio.Event()
+
+    async def run(self, row: Row, session: TokenSession) -> Score:
+        assert isinstance(session, Session)
+        async with self._endpoint.episode(session) as access:
+            self._sessions.append(session)
+            self._accesses.append(access)
+            await self.is_over.wait()
+        return Score(value=0.0, components={})
+
+    async def all_open(self, count: int) -> list[Access]:
+        while len(self._accesses) < count // _GROUP * _GROUP:
+            await asyncio.sleep(0.01)
+        return list(self._accesses)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(session.num_sampled for session in self._sessions)
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+
+@asynccontextmanager
+async def _remote_agents(tokenizer: Tokenizer, port: int, *, num_groups: int) -> AsyncIterator[_RemoteAgents]:
+    """Open so many groups of episodes, whose agents are elsewhere."""
+    config = ChatEnvironmentConfig(kind="chat", path=CALCULATOR, max_turns=1 << 20)
+    endpoint = ChatEndpoint(tokenizer.with_tools(()), call_format="llama")
+    await endpoint.start()
+    remote = _RemoteAgents(endpoint)
+    player = _player(Agency(remote, max_turns=config.max_turns), config, tokenizer)
+    async with _playing(tokenizer, port, player, num_groups=num_groups) as answering:
+        yield remote
+        remote.is_over.set()
+        await answering
+
+
+def _player(
+    surroundings: Tools | Agency, config: ChatEnvironmentConfig | ClassEnvironmentConfig, tokenizer: Tokenizer
+) -> Player:
+    return Player(
+        surroundings,
+        config,
+        admission=Admission(max_running=1 << 20, max_open=1 << 20),
+        decode=tokenizer.decode_response,
+        retried=lambda _cause: None,
+    )
+
+
+@asynccontextmanager
+async def _playing(
+    tokenizer: Tokenizer, port: int, player: Player, *, num_groups: int
+) -> AsyncIterator[Awaitable[object]]:
+    """Let a rollout worker answer prompts inside of the block; what is left then is given up."""
+
+    async def open_player() -> Player:
+        return player
+
+    async with AsyncExitStack() as stack:
+        fleet = fleet_of([port], max_outstanding=256)
+        stack.push_async_callback(fleet.close)
+        worker = RolloutWorker(
+            fleet,
+            vocabulary=Vocabulary(
+                size=SHAPE.vocab,
+                eos_ids=tokenizer.eos_ids,
+                max_context_tokens=2 * _CONTEXT_TOKENS,
+                decode=tokenizer.decode_response,
+            ),
+            scorer=ExactScorer(Observer(())),
+            max_attempts=3,
+            open_player=open_player,
+        )
+        stack.push_async_callback(worker.close)
+        answering = asyncio.gather(*(_answer(worker, tokenizer, number) for number in range(num_groups)))
+        try:
+            yield answering
+        finally:
+            answering.cancel()
+            with suppress(asyncio.CancelledError):
+                await answering
+
+
+async def _answer(worker: RolloutWorker, tokenizer: Tokenizer, number: int) -> None:
+    messages = ({"role": "user", "content": "123+456="},)
+    (token_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
+    prompt = Prompt(
+        uid=str(number),
+        position=number,
+        epoch=0,
+        token_ids=token_ids,
+        data_source="",
+        ground_truth="579",
+        extra_info={},
+        messages=messages,
+    )
+    sampling = Sampling(
+        num_rollouts=_GROUP, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=_CONTEXT_TOKENS
+    )
+    await worker.answer(prompt, RolloutTask(sampling=sampling, seed=1))
+
+
+# The agents' process.
+
+
+@contextmanager
+def _agents_process() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+async def _asked(pool: ProcessPoolExecutor, accesses: Sequence[Access], asking: Asking) -> list[float]:
+    """Let every episode's agent ask; return when the first token of each answer came."""
+    return await asyncio.get_running_loop().run_in_executor(pool, _client, list(accesses), asking)
+
+
+def _client(accesses: Sequence[Access], asking: Asking) -> list[float]:
+    async def ask_all() -> list[float]:
+        async with _session() as http:
+            heard = await asyncio.gather(*(_ask(http, access, asking) for access in accesses))
+        return [each for of_agent in heard for each in of_agent]
+
+    return asyncio.run(ask_all())
+
+
+def _idle_client(accesses: Sequence[Access], asking: Asking, is_over: threading.Event) -> None:
+    async def ask_and_wait() -> None:
+        async with _session() as http:
+            places = asyncio.Semaphore(256)
+
+            async def ask(access: Access) -> None:
+                async with places:
+                    await _ask(http, access, asking)
+
+            await asyncio.gather(*map(ask, accesses))
+            await asyncio.to_thread(is_over.wait)
+
+    asyncio.run(ask_and_wait())
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def _ask(http: aiohttp.ClientSession, access: Access, asking: Asking) -> list[float]:
+    headers = {"Authorization": f"Bearer {access.key}", "Content-Type": "application/json"}
+    body, heard = asking.body(), []
+    for _ in range(asking.count):
+        first = None
+        async with http.post(access.url + asking.path, data=body, headers=headers) as reply:
+            async for piece in reply.content.iter_any():
+                if first is None and _FIRST in piece:
+                    first = time.monotonic()
+            assert reply.status == 200, f"status {reply.status}"
+        assert first is not None, "an answer without a token"
+        heard.append(first)
+    return heard
+
+
+# The engine's process.
+
+
+@contextmanager
+def _engine(letter: int, *, pace_s: float, said: Sequence[int] | None = None) -> Iterator[int]:
+    """Run a server that writes letters up to the limit, or always says the same; yields its port."""
+    with serving(_serve, letter, pace_s, said) as port:
+        yield port
+
+
+async def _told(port: int) -> list[float]:
+    """Return when the engine sent the first token of each stream."""
+    async with aiohttp.ClientSession() as http, http.get(f"http://{LOOPBACK}:{port}/told") as reply:
+        told: list[float] = await reply.json()
+        return told
+
+
+def _serve(letter: int, pace_s: float, said: Sequence[int] | None, started: Connection) -> None:
+    told: list[float] = []
+
+    def line(place: int, fields: Mapping[str, object]) -> bytes:
+        sampling = fields["sampling_params"]
+        assert isinstance(sampling, dict)
+        output, meta = output_of([letter] * sampling["max_new_tokens"] if said is None else list(said))
+        if said is None:
+            meta["finish_reason"] = {"type": "length", "length": len(output)}
+        reply = {"output_ids": output, "meta_info": meta, "prompt_token_ids": fields["input_ids"]}
+        return Line(place=place, status_code=200, content=msgspec.json.encode(reply)).encode()
+
+    async def generate(http: web.Request) -> web.StreamResponse:
+        asked = msgspec.json.decode(await http.read())
+        response = web.StreamResponse()
+        await response.prepare(http)
+
+        async def stream(place: int, fields: Mapping[str, object]) -> None:
+            sampling = fields["sampling_params"]
+            assert isinstance(sampling, dict)
+            told.append(time.monotonic())
+            for _ in range(1, sampling["max_new_tokens"]):
+                await response.write(Line(place=place, status_code=PARTIAL, content=b"[%d]" % letter).encode())
+                await asyncio.sleep(pace_s)
+
+        streams = [stream(place, fields) for place, fields in enumerate(asked) if fields.get("stream")]
+        await asyncio.gather(*streams)
+        await response.write(b"".join(line(place, fields) for place, fields in enumerate(asked)))
+        await response.write_eof()
+        return response
+
+    async def tell(_request: web.Request) -> web.Response:
+        return web.json_response(told)
+
+    async def serve() -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.add_routes([web.post("/generate", generate), web.get("/told", tell)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, LOOPBACK, 0).start()
+        started.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.agents import DIALECTS, measure_agents
+
+
+@pytest.mark.slow
+def test_requests_streams_and_idle_episodes_are_measured() -> None:
+    figures = {figure.name: figure for figure in measure_agents(num_requests=16, num_idle=64)}
+    for path in DIALECTS:
+        assert figures[f"{path}: a request"].goal == 1.0
+        assert figures[f"{path}, streamed: a request"].value > 0
+        assert figures[f"{path}: first streamed token after the engine's"].value > 0
+    assert figures["process of a class"].value > 1
+    assert {figure.unit for figure in figures.values()} == {"ms CPU", "us CPU", "ms", "GB", "KB", "% of a core", "MB"}

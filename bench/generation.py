@@ -33,8 +33,8 @@ from megarl.planner.hardware import gpu_of
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
 from megarl.types import Prompt
 
-_SHORT_S = 6.0
-"""A step that takes less is measured twice, and the better one counts."""
+_NUM_RUNS = 2
+"""Runs of each workload, here and there, of which the better one counts: the first one compiles kernels for its sizes."""
 _NUM_STEPS = 2
 """Steps whose prompts follow one another without a pause, as with `max_staleness: 1`."""
 _NUM_FIRST = 8
@@ -148,13 +148,12 @@ async def measure_generation(
 
 
 async def _best(server: Server, call: Callable[[], Awaitable[int]]) -> float:
-    rates, seconds = list[float](), 0.0
-    while not rates or (len(rates) < 2 and seconds < _SHORT_S):
+    rates = list[float]()
+    for _ in range(_NUM_RUNS):
         await server.client.flush_cache()
         start = time.perf_counter()
         num_tokens = await call()
-        seconds = time.perf_counter() - start
-        rates.append(num_tokens / seconds)
+        rates.append(num_tokens / (time.perf_counter() - start))
     return max(rates)
 
 
@@ -218,8 +217,7 @@ def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[_Workload]) 
         **({"cuda_graph_bs_decode": graph_sizes(role.running_requests)} | dict(role.sglang)),
     )
 
-    def rate_of(work: _Workload) -> tuple[float, float]:
-        """Return tokens/s and the seconds."""
+    def rate_of(work: _Workload) -> float:
         requests = work.requests()
         engine.flush_cache()
         start = time.perf_counter()
@@ -228,15 +226,10 @@ def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[_Workload]) 
             sampling_params=[request.to_json()["sampling_params"] for request in requests],
             return_logprob=True,
         )
-        seconds = time.perf_counter() - start
-        return sum(len(reply["output_ids"]) for reply in replies) / seconds, seconds
+        return sum(len(reply["output_ids"]) for reply in replies) / (time.perf_counter() - start)
 
     try:
         rate_of(works[0].first(_NUM_FIRST))
-        rates = list[float]()
-        for work in works:
-            rate, seconds = rate_of(work)
-            rates.append(max(rate, rate_of(work)[0]) if seconds < _SHORT_S else rate)
-        return rates
+        return [max(rate_of(work) for _ in range(_NUM_RUNS)) for work in works]
     finally:
         engine.shutdown()

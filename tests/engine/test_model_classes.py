@@ -19,7 +19,8 @@ install()
 from megarl.engine.model_classes import heads
 sizes = {}
 for backend in ("triton", "fa3"):
-    heads.attention_backends = lambda: ("fa3", backend)
+    kernels = {"attention_backend": "fa3", "prefill_attention_backend": None, "decode_attention_backend": backend}
+    heads.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(**kernels))
     model = SimpleNamespace(get_attention_sliding_window_size=lambda: 127)
     heads._widen_window(model)
     sizes[backend] = model.get_attention_sliding_window_size()
@@ -44,3 +45,30 @@ def test_a_token_sees_its_whole_window_where_triton_decodes() -> None:
     )
     said = json.loads(done.stdout.splitlines()[-1])
     assert said == {"sizes": {"triton": 128, "fa3": 127}, "others": []}
+
+
+BROKEN = """
+import sys
+from megarl.engine.cpu import install
+install()
+import sglang.srt.lora.utils as utils
+del utils.get_default_hidden_dim
+import sglang.srt.models.registry
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_engines")
+def test_a_release_without_what_the_classes_need_ends_the_engine() -> None:
+    """SGLang would only warn of it, and serve its own classes."""
+    environment = engine_environment(device="cpu", tensor=1, interface=None)
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "get_default_hidden_dim" in done.stderr.splitlines()[-1]

@@ -20,9 +20,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from sglang.srt.lora.utils import get_default_hidden_dim
-from sglang.srt.runtime_context import attention_backends
+from sglang.srt.runtime_context import get_exec
 
 from megarl.config.lora import SERVED_AS, SHARED_EXPERT, served_name
 from megarl.families import FAMILIES
@@ -48,7 +49,7 @@ def _widen_window(model: Any) -> None:
     https://github.com/sgl-project/sglang/pull/32087 is not in 0.5.21. The attention of prompts, and other backends,
     take the window of each layer, which stays.
     """
-    if hasattr(model, "get_attention_sliding_window_size") and attention_backends()[1] == "triton":
+    if hasattr(model, "get_attention_sliding_window_size") and attention_backends_of(get_exec().kernel)[1] == "triton":
         size: int = model.get_attention_sliding_window_size()
         model.get_attention_sliding_window_size = lambda: size + 1
 

@@ -146,8 +146,8 @@ MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
     # Model classes that replace those of SGLang: see `engine.model_classes.heads`.
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.engine.model_classes",
 }
-"""Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, or records
-experts."""
+"""Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, records experts,
+or has windows on a GPU."""
 
 SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # SGLang would refuse GPUs of which one has less free memory, because a trainer has not left it yet.

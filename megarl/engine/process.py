@@ -92,6 +92,7 @@ class EngineSpec:
     quantization: str | None = None  # fields of config.json for FP8 weights, as JSON
     temperature: float = 1.0  # that of its log-probabilities of given tokens
     returns_routes: bool = False  # replies can have the experts of tokens
+    has_windows: bool = False  # in some layers a token sees the last few ones alone
     bind: str | None = None  # `network.bind` of the recipe, from which the starting process derives `host`
     host: str = LOOPBACK
     port: int | None = None  # None: any free port
@@ -114,7 +115,8 @@ class EngineSpec:
     def has_own_classes(self) -> bool:
         """Whether SGLang takes our model classes."""
         has_shared_expert = self.adapters is not None and self.adapters.has_shared_expert
-        return self.is_classifier or self.temperature != 1 or self.returns_routes or has_shared_expert
+        has_kernels = self.has_windows and self.device == "cuda"
+        return self.is_classifier or self.temperature != 1 or self.returns_routes or has_shared_expert or has_kernels
 
     def __str__(self) -> str:
         part = f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else ""

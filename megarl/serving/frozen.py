@@ -148,6 +148,7 @@ class _Start:
             has_grammars=self.longest_reply is not None,
             shares_devices=shares_devices,
             temperature=self.temperature,
+            has_windows=shape.window is not None,
             options=family_options(shape, run.device),
         )
 

@@ -49,6 +49,7 @@ def rollout_engine(
         has_float32_head=recipe.model.has_float32_head,
         quantization=quantization_config(shape, config.fp8_keep),
         returns_routes=recipe.replays_routing(shape),
+        has_windows=shape.window is not None,
         shares_devices=shares_devices,
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,

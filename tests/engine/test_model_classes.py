@@ -34,7 +34,7 @@ print(json.dumps({"sizes": sizes, "others": list(vars(without))}))
 @pytest.mark.usefixtures("real_engines")
 def test_a_token_sees_its_whole_window_where_triton_decodes() -> None:
     """SGLang passes what a model says to the backend; layers of a prompt have their own number."""
-    environment = engine_environment(device="cpu", tensor=1, interface=None)
+    environment = engine_environment(device="cpu", tensor=1, interface=None, has_own_classes=True)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, **environment},
@@ -49,10 +49,9 @@ def test_a_token_sees_its_whole_window_where_triton_decodes() -> None:
 
 BROKEN = """
 import sys
+sys.modules["megarl.engine.model_classes.heads"] = None  # as if a name that it imports were missing
 from megarl.engine.cpu import install
 install()
-import sglang.srt.lora.utils as utils
-del utils.get_default_hidden_dim
 import sglang.srt.models.registry
 """
 
@@ -61,7 +60,7 @@ import sglang.srt.models.registry
 @pytest.mark.usefixtures("real_engines")
 def test_a_release_without_what_the_classes_need_ends_the_engine() -> None:
     """SGLang would only warn of it, and serve its own classes."""
-    environment = engine_environment(device="cpu", tensor=1, interface=None)
+    environment = engine_environment(device="cpu", tensor=1, interface=None, has_own_classes=True)
     done = subprocess.run(
         [sys.executable, "-c", BROKEN],
         env={**os.environ, **environment},
@@ -71,4 +70,4 @@ def test_a_release_without_what_the_classes_need_ends_the_engine() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "get_default_hidden_dim" in done.stderr.splitlines()[-1]
+    assert "megarl.engine.model_classes.heads" in done.stderr.splitlines()[-1]

@@ -54,6 +54,14 @@ def words_of(spec: EngineSpec) -> list[str]:
     return command_line(spec, port=1234, keys_path=spec.run_folder / "keys.yaml")
 
 
+def test_engines_with_windows_take_our_classes_where_triton_may_decode(tmp_path: Path) -> None:
+    plain = engine_spec(tmp_path / "model", tmp_path / "run")
+    on_gpu = replace(plain, device="cuda")
+    assert [spec.has_own_classes for spec in (plain, on_gpu)] == [False, False]
+    windows = [replace(spec, has_windows=True) for spec in (plain, on_gpu)]
+    assert [spec.has_own_classes for spec in windows] == [False, True]
+
+
 def test_keys_are_in_neither_command_line_nor_log_nor_left_in_a_file(served: ServedModel) -> None:
     process = served.process
     secrets = (process.spec.keys.api, process.spec.keys.admin)

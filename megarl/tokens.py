@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 _Number = TypeVar("_Number", bound=np.generic)
+_Floats = TypeVar("_Floats")
+_Integers = TypeVar("_Integers")
+_Booleans = TypeVar("_Booleans")
 
 RouteArray: TypeAlias = npt.NDArray[np.unsignedinteger]
 """[tokens, layers, experts of a token], uint8 or uint16."""
@@ -157,29 +160,29 @@ def join_tokens(parts: Sequence[SampledTokens]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedColumns:
+class PackedColumns(Generic[_Floats, _Integers, _Booleans]):
     """The numbers per token of a micro-batch of N tokens, each of the token that its position predicts.
 
-    Empty or None where the pass does not need them.
+    In arrays, or in tensors of a rank's own tokens. Empty or None where the pass does not need them.
     """
 
-    loss_mask: npt.NDArray[np.bool_]
+    loss_mask: _Booleans
     """[N], True where the policy chose the token."""
-    rollout_logprobs: npt.NDArray[np.float32]
+    rollout_logprobs: _Floats
     """[N], of the engine."""
-    advantages: npt.NDArray[np.float32]
+    advantages: _Floats
     """[N]"""
-    old_logprobs: npt.NDArray[np.float32] | None = None
+    old_logprobs: _Floats | None = None
     """[N], of the policy before the step."""
-    reference_logprobs: npt.NDArray[np.float32] | None = None
+    reference_logprobs: _Floats | None = None
     """[N]"""
-    values: npt.NDArray[np.float32] | None = None
+    values: _Floats | None = None
     """[N], of the critic before the step."""
-    returns: npt.NDArray[np.float32] | None = None
+    returns: _Floats | None = None
     """[N], what the critic learns."""
-    versions: npt.NDArray[np.int32] | None = None
+    versions: _Integers | None = None
     """[N], which policy chose the token; None where one policy chose all."""
-    teacher: npt.NDArray[np.float32] | None = None
+    teacher: _Floats | None = None
     """[N, 1 + 2K], see `train.likeliest.top_scores`."""
 
 

@@ -235,7 +235,7 @@ class TrainSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch(PackedColumns):
+class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.bool_]]):
     """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
 
     Padding, where the micro-batch has some, is one more sequence at the end with an empty loss mask. For context

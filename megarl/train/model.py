@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from torch import Tensor
 from megarl.algo.loss import Segments
 from megarl.data.packing import zigzag
 from megarl.families.shape import ModelShape
+from megarl.tokens import PackedColumns
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
@@ -31,9 +33,11 @@ from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
 from megarl.weights.layouts.megatron import layout_name, padded_vocab
 
+_COLUMNS = tuple(each.name for each in fields(PackedColumns))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMicroBatch:
+class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
     """This rank's N tokens of a micro-batch: all of them, or two chunks of each sequence (`data.packing.zigzag`)."""
 
     token_ids: Tensor  # [1, N], int64
@@ -43,15 +47,6 @@ class DeviceMicroBatch:
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
     loss_places: Tensor | None  # [K], int64, where `loss_mask` is True; None in a forward pass
-    loss_mask: Tensor  # [N], bool
-    rollout_logprobs: Tensor  # [N]
-    advantages: Tensor  # [N]
-    old_logprobs: Tensor | None  # [N]
-    reference_logprobs: Tensor | None  # [N]
-    values: Tensor | None  # [N]
-    returns: Tensor | None  # [N]
-    versions: Tensor | None  # [N], int32
-    teacher: Tensor | None  # [N, 1 + 2K], see `likeliest.top_scores`
     temperature: float
     num_pack_tokens: int
     """Tokens of the whole micro-batch, over all ranks that share it."""
@@ -72,15 +67,14 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     device, context = topology.device, topology.context
     mine = zigzag(micro_batch.sequence_starts, context)[topology.context_rank] if context > 1 else slice(None)
 
-    def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+    def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(array[mine]).to(device=device, dtype=dtype, non_blocking=True)
 
-    def column(array: FloatArray | None) -> Tensor | None:
-        return None if array is None else tensor(array, torch.float32)
-
-    def padded(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        """Return zeros for a column that a forward pass does not have."""
-        return tensor(array, dtype) if array.size else torch.zeros(num_tokens // context, device=device, dtype=dtype)
+    def column(array: npt.NDArray[np.generic] | None) -> Tensor | None:
+        """Return zeros for a column that every pass has and this one does not need."""
+        if array is None or array.size:
+            return None if array is None else tensor(array)
+        return torch.zeros(num_tokens // context, device=device, dtype=torch.from_numpy(array).dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
     has_loss = micro_batch.loss_mask.size > 0
@@ -88,6 +82,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     if micro_batch.routes is not None:
         sequences.routes = rank_routes(micro_batch.routes, mine, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
+    columns: dict[str, Any] = {name: column(getattr(micro_batch, name)) for name in _COLUMNS}
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
         positions=tensor(micro_batch.positions, torch.int64)[None],
@@ -97,17 +92,9 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         targets=tensor(micro_batch.targets, torch.int64),
         # Found on the host: on a GPU it would have to be waited for.
         loss_places=torch.from_numpy(np.flatnonzero(micro_batch.loss_mask[mine])).to(device) if has_loss else None,
-        loss_mask=padded(micro_batch.loss_mask, torch.bool),
-        rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),
-        advantages=padded(micro_batch.advantages, torch.float32),
-        old_logprobs=column(micro_batch.old_logprobs),
-        reference_logprobs=column(micro_batch.reference_logprobs),
-        values=column(micro_batch.values),
-        returns=column(micro_batch.returns),
-        versions=None if micro_batch.versions is None else tensor(micro_batch.versions, torch.int32),
-        teacher=column(micro_batch.teacher),
         temperature=temperature,
         num_pack_tokens=num_tokens,
+        **columns,
     )
 
 

@@ -34,7 +34,7 @@ from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampl
 from megarl.types import Prompt
 
 _NUM_RUNS = 2
-"""Runs of each workload, here and there, of which the better one counts: the first one compiles kernels for its sizes."""
+"""Runs of each workload, here and there, of which the better one counts: the first one compiles kernels."""
 _NUM_STEPS = 2
 """Steps whose prompts follow one another without a pause, as with `max_staleness: 1`."""
 _NUM_FIRST = 8

@@ -18,6 +18,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _MODELS = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
@@ -91,6 +94,7 @@ _TRUNCATED_YARN = {
 }
 _UNWRITTEN: dict[str, dict[str, object]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
+    "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
 }
 """Fields that SGLang reads and transformers does not write."""
@@ -174,6 +178,9 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
         case "moonlight":
             unlike = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
             return _own_sizes("deepseek_v3", layers=layers, heads=heads, ffn=ffn) | unlike
+        case "deepseek_v2":
+            unlike = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "norm_topk_prob": False}
+            return _own_sizes("moonlight", layers=layers, heads=heads, ffn=ffn) | unlike
         case "glm4_moe":
             experts = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2}
             layers_too = {"first_k_dense_replace": 1, "moe_intermediate_size": ffn // 2, "routed_scaling_factor": 2.5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from megarl.families.deepseek_v2 import DeepseekV2
 from megarl.families.deepseek_v3 import DeepseekV3
 from megarl.families.gemma3 import Gemma3
 from megarl.families.glm4_moe import Glm4Moe
@@ -21,6 +22,7 @@ from megarl.families.qwen3_moe import Qwen3Moe
 from megarl.families.shape import ModelShape
 
 FAMILIES: tuple[Family, ...] = (
+    DeepseekV2(),
     DeepseekV3(),
     Gemma3(),
     Glm4Moe(),

@@ -1,5 +1,5 @@
 """DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, dense layers in front, sigmoid routers with groups. Files
-in FP8 blocks are read. Refused: softmax routers, critics, `context_exchange` other than `gather`.
+in FP8 blocks are read. Refused: critics, `context_exchange` other than `gather`.
 
 The layer that predicts a further token (`num_nextn_predict_layers`) is neither trained nor served nor saved.
 """
@@ -14,7 +14,7 @@ from typing import ClassVar
 from megarl.families.blocks import dense_and_mixture, input_norm, post_norm, same
 from megarl.families.fields import Fields
 from megarl.families.interface import AttentionCost, Block, Cut, EngineTraits, Family, Feature, Param, Part, Weight
-from megarl.families.shape import LatentWidths, ModelShape, YarnScaling, public_shape, sigmoid_experts
+from megarl.families.shape import Experts, LatentWidths, ModelShape, YarnScaling, public_shape, sigmoid_experts
 
 _RANKED = 2
 """Experts whose scores rank a group, in transformers and SGLang."""
@@ -29,6 +29,8 @@ class DeepseekV3(Family):
         "fp8": "FP8 rollouts of latent projections are not supported",
         "critic": "SGLang and transformers have no class with one output",
     }
+    router: ClassVar[Mapping[str, str]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    """Fields of config.json."""
 
     def read(self, fields: Fields) -> ModelShape:
         self._refuse(fields)
@@ -39,21 +41,19 @@ class DeepseekV3(Family):
             rotary=fields.integer("qk_rope_head_dim"),
             value=fields.integer("v_head_dim"),
         )
+        shape = fields.shape(self.name, experts=self._experts(fields), ffn="moe_intermediate_size")
+        return with_latent(shape, widths, dense=fields.integer("intermediate_size"))
+
+    def _experts(self, fields: Fields) -> Experts:
         experts = fields.sigmoid_experts(num_dense=0)
         if experts.num_groups > 1 and experts.per_token // experts.groups_per_token != _RANKED:
             ranked = experts.per_token // experts.groups_per_token
             fields.refuse(f"Megatron would rank a group by {ranked} experts, SGLang by {_RANKED}; not supported")
-        shape = fields.shape(self.name, experts=experts, ffn="moe_intermediate_size")
-        return _with_latent(shape, widths, dense=fields.integer("intermediate_size"))
+        return experts
 
     def _refuse(self, fields: Fields) -> None:
         fields.refuse_biases(self.name)
-        for key, wanted in (
-            ("topk_method", "noaux_tc"),
-            ("scoring_func", "sigmoid"),
-            ("moe_layer_freq", 1),
-            ("rope_interleave", True),
-        ):
+        for key, wanted in (*self.router.items(), ("moe_layer_freq", 1), ("rope_interleave", True)):
             if fields.get(key) not in (None, wanted):
                 fields.refuse(f"{key} {fields.get(key)} is not supported; supported is {wanted}")
         quantization = fields.get("quantization_config")
@@ -87,7 +87,7 @@ class DeepseekV3(Family):
             widths = replace(widths, query_rank=None)
         num_dense, shared = min(shape.experts.num_dense_layers, 1), shape.ffn_hidden if shape.experts.shared else 0
         experts = replace(shape.experts, num_dense_layers=num_dense, shared=shared)
-        return _with_latent(replace(shape, experts=experts), widths, dense=shape.ffn_hidden)
+        return with_latent(replace(shape, experts=experts), widths, dense=shape.ffn_hidden)
 
     def config_json(self, shape: ModelShape) -> dict[str, object]:
         experts, widths = shape.experts, shape.latent
@@ -108,9 +108,8 @@ class DeepseekV3(Family):
             "n_group": experts.num_groups,
             "topk_group": experts.groups_per_token,
             "first_k_dense_replace": experts.num_dense_layers,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "norm_topk_prob": True,
+            **self.router,
+            "norm_topk_prob": experts.is_normalized,
             "moe_layer_freq": 1,
         }
 
@@ -130,14 +129,15 @@ class DeepseekV3(Family):
         moonlight = replace(kimi, num_layers=27, hidden=2048, ffn_hidden=1408, num_heads=16, experts=few)
         moonlight = replace(moonlight, max_context_tokens=8192, norm_eps=1e-5, rope_scaling=None)
         return {
-            "deepseek-v3": _with_latent(v3, widths, dense=18432),
-            "deepseek-r1": _with_latent(v3, widths, dense=18432),
-            "kimi-k2": _with_latent(kimi, widths, dense=18432),
-            "moonlight-16b-a3b": _with_latent(moonlight, replace(widths, query_rank=None), dense=11264),
+            "deepseek-v3": with_latent(v3, widths, dense=18432),
+            "deepseek-r1": with_latent(v3, widths, dense=18432),
+            "kimi-k2": with_latent(kimi, widths, dense=18432),
+            "moonlight-16b-a3b": with_latent(moonlight, replace(widths, query_rank=None), dense=11264),
         }
 
 
-def _with_latent(shape: ModelShape, widths: LatentWidths, *, dense: int) -> ModelShape:
+def with_latent(shape: ModelShape, widths: LatentWidths, *, dense: int) -> ModelShape:
+    """Return the shape with latent attention, and `dense` as the inner size of the layers in front."""
     scaling, scale = shape.rope_scaling, widths.query**-0.5
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

@@ -29,12 +29,14 @@ from tests.train.splits import (
 
 ALL_SPLITS = {**SPLITS, **CONTEXT_SPLITS, **MIXTURE_SPLITS}
 CASES = {
+    "deepseek_v2": ("TP2-EP2",),
     "deepseek_v3": ("CP2-TP2-EP4-ETP1", "EP2-PP2"),
     "glm4_moe": ("TP2-EP2", "PP2-VPP2"),
     "gpt_oss": ("TP2-EP2-ETP1", "CP2-EP2"),
     "gemma3_text": ("PP2-VPP2", "CP2"),
 }
 SLOW_CASES = {
+    "deepseek_v2": ("TP2-EP2",),
     "deepseek_v3": ("TP1", "TP2-EP2"),
     "moonlight": ("TP2-EP2",),
     "glm4_moe": ("TP1", "CP2-EP2"),

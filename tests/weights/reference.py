@@ -25,7 +25,7 @@ Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]
 
 PADDING = -1
-UNLIKE_LLAMA = ("deepseek_v3", "gemma3_text", "gpt_oss")
+UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss")
 """Families that this reference does not know; `test_families.py` and engines compare them."""
 _BIAS = "e_score_correction_bias"
 
@@ -41,6 +41,9 @@ _SIGMOID = Experts(
     num_dense_layers=1,
 )
 _EXPERTS = {
+    "deepseek_v2": Experts(
+        num=4, per_token=2, is_normalized=False, shared=64, is_shared_gated=False, num_dense_layers=1
+    ),
     "deepseek_v3": _SIGMOID,
     "glm4_moe": _SIGMOID,
     "gpt_oss": Experts(num=4, per_token=2, is_normalized=True),

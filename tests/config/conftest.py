@@ -85,6 +85,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "one_expert_each", **{**MIXTURE, "num_experts_per_tok": 1})
     latent = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"}
     write_model(folder / "softmax_router", **{**MIXTURE, **latent})
+    grouped = {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"}
+    write_model(folder / "grouped_router", **{**MIXTURE, **grouped})
     write_model(folder / "no_experts", **{**MIXTURE, "num_experts": None})
     for folder_name, missing in (
         ("no_weights", "model.safetensors"),

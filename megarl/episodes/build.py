@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never, cast
 
@@ -45,6 +45,7 @@ from megarl.system.secret import Secret
 from megarl.system.user_process import UserLoadError, try_loading
 
 _BUILT_IN = Path(__file__).parent / "built_in"
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 _SANDBOX_SHARE = 0.8
 """The sandbox ends code earlier than the call's deadline, so that the model is told and the episode goes on."""
 
@@ -100,15 +101,23 @@ async def open_agents(
 
 async def _check_agent(config: ChatEnvironmentConfig | CommandEnvironmentConfig) -> None:
     if isinstance(config, CommandEnvironmentConfig):
-        program = config.command[0]
-        if shutil.which(program) is None:
-            message = f"there is no program {program} here; name one of PATH, or an executable file"
+        if (message := _missing_program(config.command)) is not None:
             raise ConfigError("recipe", (Problem(key="environment.command", message=message),))
         return
     if not config.path.is_file():
         message = f"{config.path} is not a file; name your Python file"
         raise ConfigError("recipe", (Problem(key="environment.path", message=message),))
     await _reported(agent_task(config), None)
+
+
+def _missing_program(command: Sequence[str]) -> str | None:
+    """Return what is not there of a command: its program, or the script that an interpreter is to run."""
+    if shutil.which(command[0]) is None:
+        return f"there is no program {command[0]} here; name one of PATH, or an executable file"
+    first = next((word for word in command[1:] if not word.startswith("-")), "")
+    if Path(first).suffix in _SCRIPTS and not Path(first).is_file():
+        return f"{first} is not a file; paths are from the folder where megarl is started"
+    return None
 
 
 async def _reported(task: EnvironmentTask, log_path: Path | None) -> tuple[ToolSchema, ...]:

@@ -48,6 +48,7 @@ from tests.episodes.harbor.small_tasks import write_tasks
 from tests.episodes.servers import free_port, running
 from tests.episodes.templates import ADD
 from tests.processes import command_of
+from tests.repository import ROOT
 from tests.serving.pauses import pausing
 
 pytestmark = pytest.mark.slow
@@ -195,6 +196,8 @@ def config_of(kind: str, folder: Path, stack: ExitStack) -> EnvironmentConfig:
             keys |= {"url": f"ws://127.0.0.1:{port}/ws", "call_deadline_s": 60}
         case "chat":
             keys |= {"path": folder / "agents.py", "workers": 4}
+        case "command":
+            keys |= {"command": ["python3", str(ROOT / "examples" / "tool_agent.py")], "workers": 4}
         case "function":
             keys |= {"code": f"{folder / 'agents.py'}:turns"}
     config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(keys)
@@ -212,7 +215,9 @@ def check_turns(model: ChainModel, prompt: Prompt, rollout: Rollout) -> None:
     assert model.largest_error(prompt.token_ids, rollout) < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["mcp", "openenv", "chat", "function"])
+@pytest.mark.parametrize(
+    "kind", ["mcp", "openenv", "chat", "function", pytest.param("command", marks=pytest.mark.slow)]
+)
 def test_a_kind_plays_on_a_real_engine(kind: str, engines: Engines, tmp_path: Path) -> None:
     said = {WRONG_STEP: 0.5, RIGHT_STEP: 0.3, "7": 0.2} if kind == "openenv" else ANSWERS
     model = write_chain(tmp_path / "model", "qwen2.5", said)
@@ -250,12 +255,36 @@ def test_a_kind_plays_on_a_real_engine(kind: str, engines: Engines, tmp_path: Pa
     assert 0 < num_right < 32
 
 
+_BOX_AGENT = """
+import json, os, subprocess, sys, urllib.request
+tool = {"name": "bash", "description": "Run.", "parameters": {"type": "object", "properties": {"command": {}}}}
+messages = [{"role": "user", "content": sys.stdin.read()}]
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+for turn in range(4):
+    body = json.dumps({"messages": messages, "tools": [{"type": "function", "function": tool}]}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as reply:
+        messages.append(json.load(reply)["choices"][0]["message"])
+    calls = messages[-1].get("tool_calls", [])
+    if not calls or turn == 3:
+        break
+    for call in calls:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout})
+"""
+
+
 @pytest.mark.needs("bubblewrap")
-def test_tasks_in_boxes_are_played_on_a_real_engine_and_graded_by_their_tests(engines: Engines, tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", ["bash", pytest.param("python3 /opt/agent.py", marks=pytest.mark.slow)])
+def test_tasks_in_boxes_are_played_on_a_real_engine_and_graded_by_their_tests(
+    agent: str, engines: Engines, tmp_path: Path
+) -> None:
     model = write_chain(tmp_path / "model", "qwen2.5", {RIGHT_COMMAND: 0.3, WRONG_COMMAND: 0.4, "7": 0.3})
     keys = {
         "kind": "harbor",
         "tasks": write_tasks(tmp_path / "tasks"),
+        "agent": agent,
         "sandbox": "bubblewrap",
         "images": {"*": "host"},
         "cache": tmp_path / "cache",
@@ -264,6 +293,11 @@ def test_tasks_in_boxes_are_played_on_a_real_engine_and_graded_by_their_tests(en
     }
     config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(keys)
     names = ("hello", "sum", "json", "delete")
+    for name in names if agent != "bash" else ():
+        environment = tmp_path / "tasks" / name / "environment"
+        (environment / "agent.py").write_text(_BOX_AGENT)
+        with (environment / "Dockerfile").open("a") as dockerfile:
+            dockerfile.write("COPY agent.py /opt/agent.py\n")
     prompts = [
         replace(prompt, extra_info={"task": name})
         for prompt, name in zip(prompts_of(model, config, len(names)), names, strict=True)

@@ -148,6 +148,8 @@ def test_a_program_that_is_not_there_is_refused_before_the_run_and_no_score_duri
     config = CommandEnvironmentConfig(kind="command", command=("no-such-agent",))
     (problem,) = check_environment(config)
     assert str(problem).startswith("environment.command: there is no program no-such-agent here")
+    (problem,) = check_environment(CommandEnvironmentConfig(kind="command", command=("sh", "-x", "agent.py", "a")))
+    assert str(problem).startswith("environment.command: agent.py is not a file")
     script = tmp_path / "agent"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)

@@ -1,7 +1,7 @@
 """What has to be settled before any test module is imported, and what several packages' tests share.
 
-One real engine per tensor-parallel size and one set of rank processes for the whole session: each takes half a minute
-to start. Imports are inside the fixtures: a test that needs none of them does not wait for torch.
+One real engine per tensor-parallel size for the whole session, which takes half a minute to start, and one set of rank
+processes for each file. Imports are inside the fixtures: a test that needs none of them does not wait for torch.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def served(request: pytest.FixtureRequest, qwen2_tp1: ServedModel, qwen3_tp2: Se
     return {"qwen2_tp1": qwen2_tp1, "qwen3_tp2": qwen3_tp2}[request.param]
 
 
-@pytest.fixture(scope="session")
+# Not for the whole session: each process group that was ever made has threads, which wake up a hundred times a second.
+@pytest.fixture(scope="module")
 def cluster(real_ranks: None) -> Iterator[Cluster]:
     from tests.train.cluster import Cluster
 

@@ -1,4 +1,4 @@
-"""Four processes that stay for the whole test session and act as trainer ranks: Megatron is imported once for all.
+"""Four processes that act as trainer ranks, forked from one that has imported Megatron.
 
 A job is a module-level function `job(rank, world, port, *arguments)`; the first `world` processes run it together.
 """

@@ -108,12 +108,14 @@ async def _measure(folder: Path, pool: ProcessPoolExecutor, *, num_requests: int
     letter, (end_id, *_) = int(tokenizer.encode([_LETTER])[0][0]), tokenizer.eos_ids
     call_ids = [*tokenizer.encode([call_text((123, 456))])[0].tolist(), end_id]
     figures: list[PlaneFigure] = []
+    gc.collect()
+    before = resident_bytes()  # what a part frees is not given back: each is compared with the beginning
     with _engine(letter, pace_s=_PACE_S) as port:
         figures += await _overheads(tokenizer, port, pool, num_requests=num_requests)
         figures += await _first_tokens(tokenizer, port, pool)
-        figures += await _idle_agents(tokenizer, port, pool, num_idle=num_idle)
+        figures += await _idle_agents(tokenizer, port, pool, before, num_idle=num_idle)
     with _engine(letter, pace_s=0.0, said=call_ids) as port:
-        figures += await _idle_environments(tokenizer, port, config, tools, num_idle=num_idle)
+        figures += await _idle_environments(tokenizer, port, config, tools, before, num_idle=num_idle)
     return [*figures, await _environment_process(config)]
 
 
@@ -179,11 +181,9 @@ async def _first_tokens(
 
 
 async def _idle_agents(
-    tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, num_idle: int
+    tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, before: int, *, num_idle: int
 ) -> list[PlaneFigure]:
     """Agents have had a turn and keep their connections; what they do meanwhile costs the worker nothing."""
-    gc.collect()
-    before = resident_bytes()
     async with _remote_agents(tokenizer, port, num_groups=num_idle // _GROUP) as remote:
         accesses = await remote.all_open(num_idle)
         asking = Asking(path=DIALECTS[0], is_streamed=False, num_tokens=64, count=1)
@@ -204,12 +204,11 @@ async def _idle_environments(
     port: int,
     config: ClassEnvironmentConfig,
     tools: Sequence[ToolSchema],
+    before: int,
     *,
     num_idle: int,
 ) -> list[PlaneFigure]:
     """Each episode has called a tool that does not answer; the processes of tools are measured alone."""
-    gc.collect()
-    before = resident_bytes()
     waiting = _WaitingEnvironments(tools)
     player = _player(Tools(waiting, build_dialogue(config, tokenizer), config), config, tokenizer)
     async with _playing(tokenizer, port, player, num_groups=num_idle // _GROUP):

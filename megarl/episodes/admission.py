@@ -19,9 +19,10 @@ _DEVIATIONS = 2
 """The number of turns varies by the root of its mean: so many deviations more are open, for engines not to run dry."""
 _REMEMBERED = 4
 """The measured share is that of about so many times the episodes that engines compute at once."""
-_FIXED_BYTES = 128 << 10
+_FIXED_BYTES = 32 << 10
+"""An open episode in the worker's process, with its connection; `python -m bench agents` measures about half of it."""
 _TOKEN_BYTES = 32
-"""An open episode in the worker's process, and each token of its history: `python -m bench agents` measures both."""
+"""A token is an id in the history and in its turn, a log-probability, a version, and its text."""
 _MEMORY_DIVISOR = 4
 """A quarter of the memory that is free at the start is for open episodes; replies, groups and tools have the rest."""
 

@@ -135,6 +135,8 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
 
 CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
+    # The inputs of short convolutions, which SGLang keeps in bfloat16 whatever the model's dtype.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
     # One thread per rank: results do not depend on the number of cores.
     "OMP_NUM_THREADS": "1",
     # Compiling two helper functions delays the first request by half a minute, and needs a C++ compiler.

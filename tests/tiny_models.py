@@ -44,6 +44,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from megarl.config.model import read_model_shape
@@ -66,11 +68,14 @@ _MODELS = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 
 FAMILIES = tuple(_MODELS)
 VARIANTS = {"moonlight": "deepseek_v3"}
 """Models of a family that have other tensors, by name: Moonlight's queries come from the hidden state."""
+HYBRIDS = ("qwen3_next",)
+"""Families with gated delta nets."""
 QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
 _LATENT_ROPE = {
@@ -92,10 +97,15 @@ _TRUNCATED_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+_WIDTHS: dict[str, dict[str, object]] = {
+    "mixtral": {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
+    "mistral": {"head_dim": 32, "sliding_window": None},  # as in Nemo
+}
 _UNWRITTEN: dict[str, dict[str, object]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "qwen3_next": {"full_attention_interval": 2},
 }
 """Fields that SGLang reads and transformers does not write."""
 
@@ -131,10 +141,6 @@ def write_tiny_model(
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
         sizes["norm_topk_prob"] = family == "qwen3_moe"  # as in the released ones
-    if family == "mixtral":
-        sizes |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
-    if family == "mistral":
-        sizes |= {"head_dim": 32, "sliding_window": None}  # as in Nemo
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 2 * ffn
     sizes |= _own_sizes(family, layers=layers, heads=heads, ffn=ffn)
@@ -153,8 +159,11 @@ def write_tiny_model(
     with torch.no_grad():
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
         for name, parameter in [*model.named_parameters(), *buffers]:
-            mean = 1.0 if "norm" in name and family != "gemma3_text" else 0.0
-            parameter.normal_(mean=mean, std=0.05, generator=generator)
+            is_centred = family == "gemma3_text" or (family in HYBRIDS and "linear_attn" not in name)
+            mean = 1.0 if "norm" in name and not is_centred else 0.0
+            # Queries and keys are divided by their lengths: tiny ones would make the most of rounding.
+            std = 0.5 if name.endswith("conv1d.weight") else 0.05
+            parameter.normal_(mean=mean, std=std, generator=generator)
             if name.endswith("sinks"):
                 parameter.copy_(parameter.bfloat16())  # as engines have them, whatever their dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -176,7 +185,7 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
             heads_too = {"v_head_dim": 16, "num_key_value_heads": heads, "rope_parameters": _LATENT_ROPE}
             return {**latent, **experts, **groups, **heads_too}
         case "moonlight":
-            unlike = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+            unlike: dict[str, object] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
             return _own_sizes("deepseek_v3", layers=layers, heads=heads, ffn=ffn) | unlike
         case "deepseek_v2":
             unlike = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "norm_topk_prob": False}
@@ -190,8 +199,28 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
             return {**windows, **experts, "rope_parameters": _TRUNCATED_YARN}
         case "gemma3_text":
             return {**windows, "query_pre_attn_scalar": 24}
+        case "qwen3_next":
+            return _hybrid_sizes(layers=layers, ffn=ffn)
         case _:
-            return {}
+            return _WIDTHS.get(family, {})
+
+
+def _hybrid_sizes(*, layers: int, ffn: int) -> dict[str, object]:
+    """Return the fields of a mixture with gated delta nets in every other layer."""
+    kinds = ["linear_attention", "full_attention"] * layers
+    return {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": ffn // 2,
+        "shared_expert_intermediate_size": ffn // 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "layer_types": kinds[:layers],
+        "full_attention_interval": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    }
 
 
 def write_random_adapter(

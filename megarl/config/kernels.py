@@ -306,6 +306,8 @@ def check_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) 
         yield Problem(key=f"{prefix}context_exchange", message=message)
     if split.precision != "fp8":
         return
+    if shape.delta is not None:
+        yield Problem(key=f"{prefix}precision", message="fp8 was not tried with gated delta nets; use bf16")
     for each, _ in uniform_shapes(shape):
         yield from _fp8_widths(each, split, prefix=prefix)
 

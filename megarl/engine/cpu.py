@@ -47,6 +47,7 @@ def install() -> None:
     _absorb_latent_keys()
     _turn_latent_keys()
     _add_sinks()
+    _add_delta_nets(kernels)
     _unpin_memory()
     _fork_workers()
 
@@ -140,6 +141,24 @@ def _add_sinks() -> None:
     from megarl.engine.cpu_attention import SinkAttention  # noqa: PLC0415 - needs the stand-ins
 
     torch_native_backend.TorchNativeAttnBackend = SinkAttention
+
+
+def _add_delta_nets(kernels: StandIn) -> None:
+    """Give gated delta nets in torch, before the modules that import their kernels."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated  # noqa: PLC0415 - needs the stand-ins
+
+    from megarl.engine import cpu_delta  # noqa: PLC0415 - no other model needs it
+
+    module = StandIn("sgl_kernel.mamba", version=kernels.__version__)
+    module.__dict__["causal_conv1d_fn_cpu"] = cpu_delta.convolve
+    module.__dict__["causal_conv1d_update_cpu"] = cpu_delta.convolve_next
+    module.__dict__["chunk_gated_delta_rule_cpu"] = cpu_delta.read_prompts
+    sys.modules["sgl_kernel.mamba"] = module
+    for name, schema, function in cpu_delta.OPERATORS:
+        torch.library.define(f"sgl_kernel::{name}", schema)
+        torch.library.impl(f"sgl_kernel::{name}", "CPU", function)
+    fused_norm_gate.rms_norm_gated = cpu_delta.gated_norm
+    layernorm_gated.layernorm_fn = cpu_delta.gated_norm_of
 
 
 def _unpin_memory() -> None:

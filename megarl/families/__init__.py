@@ -19,6 +19,7 @@ from megarl.families.qwen2 import Qwen2
 from megarl.families.qwen2_moe import Qwen2Moe
 from megarl.families.qwen3 import Qwen3
 from megarl.families.qwen3_moe import Qwen3Moe
+from megarl.families.qwen3_next import Qwen3Next
 from megarl.families.shape import ModelShape
 
 FAMILIES: tuple[Family, ...] = (
@@ -35,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen2Moe(),
     Qwen3(),
     Qwen3Moe(),
+    Qwen3Next(),
 )
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 PUBLIC_MODELS: Mapping[str, ModelShape] = {name: shape for family in FAMILIES for name, shape in family.models.items()}

@@ -142,6 +142,18 @@ class EngineTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """Cost of a layer that reads a state in place of the tokens before, over all ranks."""
+
+    operations: int
+    """Operations of a token in a forward pass, beside the products with weights."""
+    state_bytes: int
+    """State of a request in an engine."""
+    working_bytes: int
+    """Memory per token while a trainer computes one layer's backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCost:
     """Elements per token of one layer's attention, over all ranks."""
 
@@ -150,10 +162,14 @@ class AttentionCost:
     values: int
     outputs: int
     """Elements that the output's projection reads."""
+    gates: int = 0
+    """Elements that are projected beside queries, keys and values."""
     cached_heads: int
     """Heads of the cache, which ranks divide; 1 for a cache that every rank has."""
     cached: int
     """Elements of the cache per head."""
+    recurrence: Recurrence | None = None
+    """None where tokens attend to tokens."""
 
     def cached_on(self, num_ranks: int) -> int:
         """Return the elements of the cache on each of so many ranks."""
@@ -166,6 +182,8 @@ class Family(ABC):
     name: ClassVar[str]
     architecture: ClassVar[str]
     engine: ClassVar[EngineTraits]
+    root: ClassVar[str] = "model."
+    """Beginning of the names of tensors in files, but for heads; engines have `model.`."""
     refuses: ClassVar[Mapping[Feature, str]] = {}
 
     @abstractmethod

@@ -120,6 +120,39 @@ class LatentWidths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWidths:
+    """A gated delta net in place of attention: each head has a state, which every token decays and corrects."""
+
+    key_heads: int
+    value_heads: int
+    """Each key head belongs to as many of them."""
+    key: int
+    """Channels of a head's query and key."""
+    value: int
+    kernel: int
+    """Tokens, its own included, that a short convolution reads before queries, keys and values."""
+
+    @property
+    def keys(self) -> int:
+        """Channels of all heads."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value
+
+    @property
+    def convolved(self) -> int:
+        """Channels of queries, keys and values together."""
+        return 2 * self.keys + self.values
+
+    @property
+    def projected(self) -> int:
+        """Rows of the projection of the hidden state: with gates of the output, and two numbers for each value head."""
+        return self.convolved + self.values + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
@@ -169,6 +202,11 @@ class ModelShape:
     has_post_norms: bool = False
     """Whether outputs of attention and feed-forward block are normed before they are added."""
     embedding_scale: float = 1.0
+    delta: DeltaWidths | None = None
+    """Gated delta nets in the layers of `delta_layers`, in place of attention; None: every layer has attention."""
+    delta_layers: tuple[int, ...] = ()
+    has_output_gate: bool = False
+    """Whether a gate weighs each channel of attention's output; rows of a head's gate follow those of its query."""
 
     @property
     def routes(self) -> RouteShape | None:

@@ -144,7 +144,7 @@ def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
 def _matrix_elements(work: ModelWork) -> int:
     """Return the elements of a layer's matrices on a rank."""
     shape, split, attention = work.shape, work.split, family_of(work.shape).attention(work.shape)
-    widths = attention.queries + attention.keys + attention.values + attention.outputs
+    widths = attention.queries + attention.keys + attention.values + attention.gates + attention.outputs
     projections = widths * shape.hidden // split.tensor
     matrices = 3 * shape.ffn_hidden * shape.hidden
     if shape.experts is None:
@@ -156,7 +156,13 @@ def _matrix_elements(work: ModelWork) -> int:
 def forward_bytes(work: ModelWork) -> int:
     """Return the activations of a pass without gradients: one layer at a time, nothing is kept."""
     kinds = (replace(work, shape=each, lora=None) for each, _ in uniform_shapes(work.shape))
-    return work.tokens * max(layer_bytes(kind).total for kind in kinds)
+    return work.tokens * max(layer_bytes(kind).total + _recurrence_bytes(kind) for kind in kinds)
+
+
+def _recurrence_bytes(work: ModelWork) -> int:
+    """Return what a layer with states needs per token while it computes; 0 for other layers."""
+    recurrence = family_of(work.shape).attention(work.shape).recurrence
+    return 0 if recurrence is None else recurrence.working_bytes // work.split.tensor
 
 
 def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
@@ -205,7 +211,7 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     shape, tensor, item = work.shape, work.split.tensor, work.item_bytes
     split, cost = tensor if work.split.is_sequence_parallel else 1, family_of(shape).attention(shape)
     query = cost.queries
-    projected = (query + cost.keys + cost.values) // tensor
+    projected = (query + cost.keys + cost.values + cost.gates) // tensor
     rotated = (query + cost.keys) // tensor * (2 if shape.has_qk_norm else 1)
     if work.split.context > 1 and not shape.has_qk_norm:
         # Keys and values are kept as they were gathered or exchanged.
@@ -214,6 +220,13 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     attended = cost.outputs // tensor
     if work.split.context > 1 and work.split.context_exchange == "all_to_all":
         attended *= 2  # before and after its heads are exchanged for tokens
+    if shape.has_output_gate and cost.recurrence is None:
+        attended *= 2  # before and after its gate
+    statistics, of_others = 4 * (shape.num_heads // tensor + 2), _kept_of_others(shape, work.split)
+    if cost.recurrence is not None:
+        # All but the projected hidden state and the output is computed again.
+        projected, rotated, angles = (query + cost.keys + cost.values + cost.gates) // tensor, 0, 0
+        statistics, of_others = 0, 0
     # Gate and up for the activation, and their product for the second matrix.
     feed_forward = (2 * item + work.product_bytes) * shape.ffn_hidden // tensor
     always = 0
@@ -230,9 +243,9 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
         inputs=item * 2 * shape.hidden // split,
         # The norm in front of experts is a layer of its own.
         normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
-        attention=item * (projected + rotated + angles + attended + _kept_of_others(shape, work.split))
+        attention=item * (projected + rotated + angles + attended + of_others)
         + _dropped_bytes(work, "qkv_proj", "o_proj"),
-        statistics=4 * (shape.num_heads // tensor + 2),
+        statistics=statistics,
         feed_forward=feed_forward + always + _dropped_bytes(work, "gate_up_proj", "down_proj"),
         is_mixture=shape.experts is not None,
     )
@@ -300,7 +313,8 @@ def recomputed_share(work: ModelWork) -> float:
         attention, feed_forward = family_of(shape).attention(shape), 3 * shape.ffn_hidden
         if shape.experts is not None:
             feed_forward = feed_forward * shape.experts.per_token + 3 * shape.experts.shared
-        total += layers * (feed_forward + attention.queries + attention.keys + attention.values + attention.outputs)
+        projected = attention.queries + attention.keys + attention.values + attention.gates + attention.outputs
+        total += layers * (feed_forward + projected)
         module = "mlp" if shape.experts is None else "moe"
         repeated += layers * feed_forward if module in recomputation.modules else 0
     return repeated / total
@@ -357,6 +371,6 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
         in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
         in_feed_forward = item * max(in_experts, 4 * shape.experts.shared) // split.tensor
     # The gathered keys and values, and their gradients before and after the sum of both chunks.
-    in_attention = 3 * item * _gathered(shape, split)
+    in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split)
     gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))

@@ -268,9 +268,11 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
     device, rollout = recipe.run.device, recipe.roles.rollout
     placement = place(recipe.roles, recipe.pools, is_cluster=recipe.run.ray_address is not None)
     capacity_bytes = None if device == "cpu" else gpu.memory_bytes
-    engines = _engines(recipe, shapes, capacity_bytes)
+    roles = _with_requests(recipe, _engines(recipe, shapes, capacity_bytes))
+    # The states of requests take memory from the cache.
+    engines = _engines(recipe.model_copy(update={"roles": roles}), shapes, capacity_bytes)
     return Deployment(
-        roles=_with_requests(recipe, engines),
+        roles=roles,
         device=device,
         gpu=gpu,
         models={
@@ -348,7 +350,9 @@ def engine_requests(recipe: Recipe, config: EngineRoleConfig, engine: EngineMemo
     if engine is not None:
         tokens = StepWorkload.half(recipe.data, recipe.sampling).mean_context_tokens
         why = f"its cache holds {engine.cached_tokens:,} tokens, {tokens:,} for each"
-        limits.append(EngineRequests(count=engine.cached_tokens // tokens, limit=why))
+        if engine.state_bytes_per_request and not engine.is_cache_given:
+            why += f" beside a state of {engine.state_bytes_per_request / 1e6:.0f} MB"
+        limits.append(EngineRequests(count=engine.most_requests(tokens), limit=why))
     least = min(limits, key=lambda each: each.count)
     return replace(least, count=max(1, least.count))
 

@@ -25,7 +25,7 @@ class ForwardWork:
 
 
 def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> ForwardWork:
-    """Return two operations per weight and token, and those of the causal half of the attention matrix.
+    """Return two operations per weight and token, and those of the causal half of the attention matrix, or of states.
 
     `num_squared_tokens` is the sum over all sequences of their length squared.
     """
@@ -34,11 +34,17 @@ def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: fl
         for each, layers in uniform_shapes(shape)
         if each.experts is not None
     )
-    attention = family_of(shape).attention(shape)
+    attention = 0.0
+    for each, layers in uniform_shapes(shape):
+        cost = family_of(each).attention(each)
+        if cost.recurrence is None:
+            attention += layers * (cost.queries + cost.outputs) * num_squared_tokens
+        else:
+            attention += layers * cost.recurrence.operations * num_tokens
     return ForwardWork(
         dense=2.0 * (num_multiplied(shape) - in_experts) * num_tokens,
         expert=2.0 * in_experts * num_tokens,
-        attention=float(shape.num_layers * (attention.queries + attention.outputs)) * num_squared_tokens,
+        attention=attention,
     )
 
 

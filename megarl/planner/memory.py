@@ -62,6 +62,16 @@ class EngineMemory:
     cache_bytes_per_token: int
     cached_tokens: int
     """Tokens that one engine caches; its TP ranks share each token's cache."""
+    state_bytes_per_request: int
+    """State of layers that no token attends in; part of `cache_bytes` for each request that runs."""
+    is_cache_given: bool
+    """Whether the size of the cache does not depend on the memory that is left."""
+
+    def most_requests(self, tokens: int) -> int:
+        """Return the requests of so many tokens that the cache holds, where none has a state reserved yet."""
+        if self.is_cache_given:
+            return self.cached_tokens // tokens
+        return self.cache_bytes // (tokens * self.cache_bytes_per_token + self.state_bytes_per_request)
 
 
 @cache
@@ -254,7 +264,12 @@ def engine_memory(
     adapter_bytes = 0
     if lora is not None:
         adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
-    per_token = shape.num_layers * family_of(shape).attention(shape).cached_on(rollout.tensor) * item_bytes
+    costs = [(family_of(each).attention(each), layers) for each, layers in uniform_shapes(shape)]
+    per_token = sum(layers * cost.cached_on(rollout.tensor) for cost, layers in costs) * item_bytes
+    per_request = sum(layers * cost.recurrence.state_bytes for cost, layers in costs if cost.recurrence)
+    per_request //= rollout.tensor
+    # SGLang has one more, for the padding of batches.
+    states_bytes = per_request * (rollout.max_running_requests + 1) if rollout.max_running_requests else 0
     if rollout.max_cached_tokens is not None:
         cached_tokens = rollout.max_cached_tokens
     elif capacity_bytes is None:
@@ -262,14 +277,16 @@ def engine_memory(
     else:
         # SGLang takes its fraction of the memory that is free when its context exists.
         static_bytes = int((capacity_bytes - ENGINE_CONTEXT_BYTES) * rollout.memory_fraction)
-        cached_tokens = max(0, static_bytes - weights.held_bytes - adapter_bytes) // per_token
+        cached_tokens = max(0, static_bytes - weights.held_bytes - adapter_bytes - states_bytes) // per_token
     return EngineMemory(
         weight_bytes=weights.held_bytes,
         adapter_bytes=adapter_bytes,
         expert_bytes=weights.expert_bytes,
-        cache_bytes=cached_tokens * per_token,
+        cache_bytes=cached_tokens * per_token + states_bytes,
         cache_bytes_per_token=per_token,
         cached_tokens=cached_tokens,
+        state_bytes_per_request=per_request,
+        is_cache_given=rollout.max_cached_tokens is not None or capacity_bytes is None,
     )
 
 

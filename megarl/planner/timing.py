@@ -18,7 +18,7 @@ from typing import TypeAlias
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
-from megarl.families import family_of
+from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import recomputed_share
 from megarl.planner.deployment import Deployment, Placement, PlannedModel, StepWorkload
@@ -335,9 +335,11 @@ class RolloutTime:
         return self._slowdown * (seconds + (left * full_s / num_full if left else 0.0))
 
     def _step_s(self, running: int, context_tokens: float) -> float:
-        """Return the time of one token for each running request: the weights and all contexts are read."""
+        """Return the time of one token for each running request: the weights and all contexts are read, and states are
+        read and written."""
         gpu, shape, tensor = self._gpu, self._shape, self._tensor
         read = _read_bytes(shape, self._engine, running) + context_tokens * self._engine.cache_bytes_per_token
+        read += 2 * running * self._engine.state_bytes_per_request
         read_s = read / (gpu.memory_gb_per_s * 1e9 * DECODE_EFFICIENCY)
         compute_s = 2 * num_multiplied(shape) * running / (tensor * gpu.flops * PREFILL_EFFICIENCY)
         overhead_s = DECODE_STEP_S + shape.num_layers * DECODE_LAYER_S + running * DECODE_REQUEST_S
@@ -434,12 +436,17 @@ class TrainingTime:
         return num_bytes / self._rate(spans_nodes=parallel.tensor > self._gpus_per_node)
 
     def _context_s(self) -> float:
-        """Return the gathering of keys and values in a forward pass; a backward pass scatters as many gradients."""
-        parallel, shape = self._model.placement.parallel, self._work.shape
-        cached = family_of(shape).attention(shape).cached_on(parallel.tensor)
-        layers = shape.num_layers / parallel.pipeline
-        others_tokens = (parallel.context - 1) * self._rank_tokens
-        num_bytes = others_tokens * cached * _ITEM_BYTES * layers
+        """Return the gathering of keys and values in a forward pass, or the exchange of tokens for heads of delta nets;
+        a backward pass scatters as many gradients."""
+        parallel, num_elements = self._model.placement.parallel, 0.0
+        for shape, layers in uniform_shapes(self._work.shape):
+            cost = family_of(shape).attention(shape)
+            moved: float = cost.cached_on(parallel.tensor)
+            if cost.recurrence is not None:
+                exchanged = cost.queries + cost.keys + cost.values + cost.gates + cost.outputs
+                moved = exchanged / (parallel.tensor * parallel.context)
+            num_elements += layers / parallel.pipeline * moved
+        num_bytes = (parallel.context - 1) * self._rank_tokens * num_elements * _ITEM_BYTES
         return num_bytes / self._rate(spans_nodes=parallel.tensor * parallel.context > self._gpus_per_node)
 
     def _expert_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,13 +18,15 @@ from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.play import tools_of
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, first_few
 from megarl.families.shape import ModelShape
 from megarl.system.lease import digest_program
 from megarl.system.user_code import digest_sources, source_of
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
 from megarl.weights.layouts.stored import held_in, stored_tensors
+
+logger = logging.getLogger(__name__)
 
 _REFERENCE = re.compile(r"(\S.*\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 """A user's function as a recipe names it."""
@@ -127,7 +130,10 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights."""
+    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights.
+
+    Tensors that are no part of the policy, such as those that see images, are logged: a saved model has none of them.
+    """
     index = folder / "model.safetensors.index.json"
     try:
         named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
@@ -137,10 +143,15 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
     entries = (entry for path in sorted(named) for entry in read_header(path).entries)
     stored = stored_tensors({entry.name: (entry.dtype, entry.shape) for entry in entries})
+    others = dict.fromkeys(stored)
     for name, spec in canonical_tensors(shape).items():
         found = held_in(name, stored)
+        if found is not None:
+            others.pop(found.tensor.name, None)
         if found is None and name != VALUE_HEAD:
             raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
-        if found is not None and (extents := found[0].spec.shape[len(found[1]) :]) != spec.shape:
-            text = f"{list(extents)}, config.json says {list(spec.shape)}"
+        if found is not None and found.shape != spec.shape:
+            text = f"{list(found.shape)}, config.json says {list(spec.shape)}"
             raise CheckpointError(f"{folder}: tensor {name} has shape {text}; do these files belong together?")
+    if others:
+        logger.info("not read folder=%s tensors=%d such_as=%s", folder, len(others), first_few([*others]))

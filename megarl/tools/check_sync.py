@@ -36,7 +36,7 @@ from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Piece
 from megarl.weights.executors.codecs import as_files
 from megarl.weights.executors.tensors import box_of, torch_dtype
-from megarl.weights.layouts.canonical import EMBEDDING, HEAD, VALUE_HEAD, canonical_tensors
+from megarl.weights.layouts.canonical import HEAD, VALUE_HEAD, canonical_tensors
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _STD = 0.05
@@ -178,7 +178,7 @@ def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
 def tensor_class(name: str) -> str:
     """Return the kind of weight that a canonical tensor is."""
     for part, kind in (
-        (EMBEDDING, "embedding"),
+        ("embed_tokens", "embedding"),
         (HEAD, "output"),
         (VALUE_HEAD, "value head"),
         ("norm", "norms"),
@@ -186,6 +186,7 @@ def tensor_class(name: str) -> str:
         (".router.", "router"),
         (".experts.", "experts"),
         (".shared_expert", "shared expert"),
+        ("linear_attn.", "delta nets"),
         ("o_proj", "attention output"),
         ("self_attn.", "qkv"),
         ("mlp.", "feed-forward"),

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
+from megarl.train.delta_rule import Chunks, chunks_of
 from megarl.train.flash_attention import Spans, attend_by_flash
 from megarl.train.long_attention import (
     ContextPart,
@@ -62,6 +63,11 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def by_length(self) -> LengthGroups:
         return _group_by_length(self.lengths)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the whole sequences."""
+        return chunks_of(self.lengths if self.part is None else self.part.lengths, self.starts.device)
 
     @cached_property
     def longest(self) -> int:

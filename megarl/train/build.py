@@ -30,6 +30,8 @@ from megarl.errors import ConfigError, MachineError, Problem
 from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.train.attention import PackedAttention
+from megarl.train.delta_net import DeltaSubmodules, GatedDeltaNet
+from megarl.train.gated_attention import GatedAttention
 from megarl.train.latent_attention import LatentAttention, LatentSubmodules
 from megarl.train.layers import BiasedExpertOutput, GatedActivation, RMSNorm, with_post_norm
 from megarl.train.lora import with_adapter
@@ -190,7 +192,7 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
 
 
 def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
-    """Set the attention of a layer; a layer with a window is that of a model with windows in every layer."""
+    """Set the attention of a layer, or what is in its place; all layers of the model are of one kind."""
     attention, is_near = spec.submodules.self_attention.submodules, bool(shape.window_layers)
     attention.core_attention = partial(
         PackedAttention,
@@ -200,6 +202,17 @@ def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
     )
     if shape.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    linear = TEColumnParallelLinear if is_te else ColumnParallelLinear
+    if shape.has_output_gate:
+        spec.submodules.self_attention.module = GatedAttention
+    if shape.delta_layers:
+        assert shape.delta is not None, f"delta nets of a {shape.family} without their widths"
+        spec.submodules.input_layernorm = RMSNorm
+        spec.submodules.self_attention = ModuleSpec(
+            module=GatedDeltaNet,
+            params={"widths": shape.delta},
+            submodules=DeltaSubmodules(in_proj=linear, out_proj=attention.linear_proj),
+        )
     if shape.latent is not None:
         spec.submodules.input_layernorm = RMSNorm
         spec.submodules.self_attention = ModuleSpec(
@@ -208,7 +221,7 @@ def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
             submodules=LatentSubmodules(
                 core_attention=attention.core_attention,
                 linear_proj=attention.linear_proj,
-                linear=TEColumnParallelLinear if is_te else ColumnParallelLinear,
+                linear=linear,
             ),
         )
 

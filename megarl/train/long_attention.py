@@ -224,6 +224,9 @@ class ContextPart:
     """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
 
     group: dist.ProcessGroup
+    places: Tensor  # [ranks * N], places of the tokens of all sequences among the gathered ones
+    gathered: Tensor  # [ranks * N], the inverse: where each gathered token is in the sequences
+    lengths: list[int]  # of the whole sequences
     seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
     query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
     key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
@@ -243,9 +246,13 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
     chunk = np.diff(starts) // (2 * size)
     query_lengths = np.repeat(chunk, 2)
     key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
-    places = np.argsort(zigzag(starts, size).ravel())
+    gathered = zigzag(starts, size).ravel()
+    places = np.argsort(gathered)
     return ContextPart(
         group=topology.context_group,
+        places=on_device(places, torch.int64),
+        gathered=on_device(gathered, torch.int64),
+        lengths=np.diff(starts).tolist(),
         seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
         query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
         key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),

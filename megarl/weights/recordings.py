@@ -28,7 +28,7 @@ from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.executors.digest import MODULUS, digest_tensor, to_ints
 from megarl.weights.executors.tensors import box_of
-from megarl.weights.layouts.canonical import EMBEDDING, FINAL_NORM, canonical_tensors, head_name, layer_prefix
+from megarl.weights.layouts.canonical import EMBEDDING, FINAL_NORM, canonical_tensors, head_name, layer_prefix, rooted
 
 LM_HEAD = "lm_head"
 """The log-probabilities computed from the logits."""
@@ -59,16 +59,18 @@ def hook_points(shape: ModelShape) -> tuple[HookPoint, ...]:
         candidates = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
         return HookPoint(name=name, weights=tuple(tensor for tensor in candidates if tensor in tensors))
 
-    points = [point(_module(EMBEDDING), _module(EMBEDDING))]
+    embedding, final = _module(rooted(EMBEDDING, shape)), _module(rooted(FINAL_NORM, shape))
+    points = [point(embedding, embedding)]
     family = family_of(shape)
     modules = {kind: layer_modules(block) for kind, block in family.blocks(shape).items()}
     for index, kind in enumerate(family.kinds(shape)):
+        prefix = rooted(layer_prefix(index), shape)
         for module in modules[kind]:
-            name = f"{layer_prefix(index)}{module}"
+            name = f"{prefix}{module}"
             # Queries and keys are normalised between their projections and the attention.
-            owners = [f"{layer_prefix(index)}{norm}" for norm in _ATTENTION_NORMS]
+            owners = [f"{prefix}{norm}" for norm in _ATTENTION_NORMS]
             points.append(point(name, *(owners if module == _ATTENTION else [name])))
-    points.append(point(_module(FINAL_NORM), _module(FINAL_NORM)))
+    points.append(point(final, final))
     return (*points, HookPoint(name=LM_HEAD, weights=(head_name(shape),)), HookPoint(name=LOGPROBS, weights=()))
 
 

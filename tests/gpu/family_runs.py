@@ -40,6 +40,7 @@ MODELS = {
     "deepseek_v3": "deepseek-v3",
     "gpt_oss": "gpt-oss-20b",
     "gemma3_text": "gemma-3-1b",
+    "qwen3_next": "qwen3-next-80b-a3b",
 }
 """A public model of each family, whose layers are made narrow."""
 ENGINE = {
@@ -108,6 +109,8 @@ def narrow(name: str, *, vocab: int, dtype: str) -> ModelShape:
         window_layers=(0, 2) if shape.window_layers else (),
         embedding_scale=512**0.5 if shape.embedding_scale != 1 else 1.0,
     )
+    if shape.delta is not None:
+        shape = replace(shape, delta=replace(shape.delta, key_heads=4, value_heads=8), delta_layers=(0, 1, 2))
     if shape.latent is not None:
         # The widths of its cache are those of the released models: kernels are written for them.
         shape = replace(shape, latent=LatentWidths(query_rank=256, key_rank=512, plain=128, rotary=64, value=128))
@@ -122,7 +125,8 @@ def write_model(folder: Path, shape: ModelShape, tokenizer: Path) -> None:
     (folder / "config.json").write_text(json.dumps(family_of(shape).config_json(shape) | ids))
     generator, weights = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
     for name, spec in canonical_tensors(shape).items():
-        mean = float("norm" in name and not shape.has_centred_norms)
+        is_centred = shape.has_centred_norms and "linear_attn" not in name
+        mean = float("norm" in name and not is_centred)
         weight = torch.empty(spec.shape).normal_(mean, STD, generator=generator)
         weights[name] = weight.to(torch_dtype(spec.dtype))
     save_file(as_files(weights), folder / "model.safetensors", metadata={"format": "pt"})

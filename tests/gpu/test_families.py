@@ -1,4 +1,4 @@
-"""Twenty steps of each family that is not one of Qwen's or Llama's, on one card that trainer and engine share."""
+"""Twenty steps of each family that is not one of Llama's, Qwen2 or Qwen3, on one card that trainer and engine share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 20
 MOST_KL = 0.015
-MIXTURES = ("glm4_moe", "deepseek_v3", "gpt_oss")
+MIXTURES = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
 @pytest.fixture(scope="module")

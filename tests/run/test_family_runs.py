@@ -41,9 +41,15 @@ OTHERS = {
     "deepseek_v3": "{pool: train, pipeline: 2, first_stage_layers: 1}",
     "gpt_oss": "{pool: train, expert: 2}",
     "gemma3_text": TENSOR,
+    "qwen3_next": "{pool: train, tensor: 2, is_sequence_parallel: true, expert: 2, expert_tensor: 1}",
 }
 """The layout in which each family goes on."""
-MIXTURES = {"glm4_moe": (1, 2), "deepseek_v2": (1, 2), "deepseek_v3": (1, 2), "gpt_oss": (0, 1, 2)}
+MIXTURES = {
+    "glm4_moe": (1, 2),
+    "deepseek_v2": (1, 2),
+    "deepseek_v3": (1, 2),
+    **dict.fromkeys(("gpt_oss", "qwen3_next"), (0, 1, 2)),
+}
 """The layers with a router."""
 TOLERANCE = 1e-5
 

@@ -50,11 +50,12 @@ def moves() -> Plan:
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_every_tensor_of_every_family_has_a_class(family: str) -> None:
-    experts = make_shape(family).experts
-    classes = {tensor_class(name) for name in canonical_tensors(make_shape(family))}
+    shape = make_shape(family)
+    experts, classes = shape.experts, {tensor_class(name) for name in canonical_tensors(shape)}
     dense = {"embedding", "qkv", "attention output", "norms", "output"}
     block = {"router", "experts"} if experts else {"feed-forward"}
     block |= {"feed-forward"} if experts and experts.num_dense_layers else set()
+    block |= {"delta nets"} if shape.delta else set()
     assert classes == dense | block | ({"shared expert"} if experts and experts.shared else set())
 
 

@@ -34,6 +34,7 @@ CASES = {
     "glm4_moe": ("TP2-EP2", "PP2-VPP2"),
     "gpt_oss": ("TP2-EP2-ETP1", "CP2-EP2"),
     "gemma3_text": ("PP2-VPP2", "CP2"),
+    "qwen3_next": ("CP2-TP2-EP4-ETP1",),
 }
 SLOW_CASES = {
     "deepseek_v2": ("TP2-EP2",),
@@ -42,6 +43,7 @@ SLOW_CASES = {
     "glm4_moe": ("TP1", "CP2-EP2"),
     "gpt_oss": ("TP1", "EP2-PP2"),
     "gemma3_text": ("TP1", "TP2-SP"),
+    "qwen3_next": ("TP1", "TP2-SP", "PP2-VPP2", "CP2-EP2", "EP2-PP2"),
 }
 
 
@@ -63,4 +65,4 @@ def test_an_update_is_that_of_transformers(family: str, split: str, cluster: Clu
     assert_same_logprobs(assembled(outcome.logprobs[0] for outcome in outcomes), old)
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
     assert outcomes[0].stats.loss == pytest.approx(loss, abs=TOLERANCE)
-    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
+    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, rel=TOLERANCE, abs=TOLERANCE)

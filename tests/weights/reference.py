@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from megarl.families import BY_NAME, FAMILIES
-from megarl.families.shape import Experts, ModelShape
+from megarl.families.shape import DeltaWidths, Experts, ModelShape
 from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -25,7 +25,8 @@ Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]
 
 PADDING = -1
-UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss")
+HYBRIDS = ("qwen3_next",)
+UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", *HYBRIDS)
 """Families that this reference does not know; `test_families.py` and engines compare them."""
 _BIAS = "e_score_correction_bias"
 
@@ -50,6 +51,7 @@ _EXPERTS = {
     "mixtral": Experts(num=4, per_token=2, is_normalized=True),
     "qwen2_moe": Experts(num=4, per_token=2, is_normalized=False, shared=96),
     "qwen3_moe": Experts(num=4, per_token=2, is_normalized=True),
+    "qwen3_next": Experts(num=4, per_token=2, is_normalized=True, shared=32),
 }
 
 
@@ -83,6 +85,7 @@ def make_shape(
         experts=_EXPERTS.get(family),
         dense_hidden=2 * ffn if family == "glm4_moe" else 0,
         rotary_dim=1 if family == "glm4_moe" else None,
+        delta=DeltaWidths(key_heads=4, value_heads=8, key=2, value=2, kernel=4) if family in HYBRIDS else None,
     )
     return BY_NAME[family].tiny(shape) if family in UNLIKE_LLAMA else shape
 

@@ -105,8 +105,9 @@ def check_role_split(shape: ModelShape, split: ModelParallelConfig, *, role: str
     """Yield what keeps Megatron from splitting a model of this shape as the role says."""
     prefix = f"roles.{role}."
     yield from check_megatron_split(shape, split, prefix=prefix)
-    if split.context_exchange != "gather" and (shape.latent or shape.window or shape.has_sinks):
-        message = f"{split.context_exchange} knows no windows, no sinks and one width of heads; set it to gather"
+    if split.context_exchange != "gather" and (shape.latent or shape.window or shape.has_sinks or shape.delta):
+        others = "windows, sinks, delta nets or values of another width"
+        message = f"{split.context_exchange} was not tried with {others}; set it to gather"
         yield Problem(key=f"{prefix}context_exchange", message=message)
     if shape.experts is None:
         yield from _no_experts(

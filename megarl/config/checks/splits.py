@@ -21,6 +21,8 @@ class MegatronSplit(Protocol):
     @property
     def tensor(self) -> int: ...
     @property
+    def context(self) -> int: ...
+    @property
     def pipeline(self) -> int: ...
     @property
     def virtual_pipeline(self) -> int: ...
@@ -59,6 +61,7 @@ def check_megatron_split(shape: ModelShape, split: MegatronSplit, *, prefix: str
     """Yield each size by which Megatron cannot split a model of this shape."""
     yield from _heads(shape, split.tensor, key=f"{prefix}tensor")
     yield from _latent(shape, split.tensor, key=f"{prefix}tensor")
+    yield from _delta(shape, split.tensor * split.context, key=f"{prefix}tensor", what=_times_context(split))
     if shape.has_biases and shape.experts is not None and split.ranks_per_expert > 1:
         message = f"{split.ranks_per_expert} ranks of an expert would each add its bias; set it to 1"
         yield Problem(key=f"{prefix}expert_tensor", message=message)
@@ -84,6 +87,7 @@ def check_engine_split(
     """Yield each size by which SGLang cannot split a model of this shape; on a CPU it pads any vocabulary."""
     key = f"{prefix}tensor"
     yield from _heads(shape, tensor, key=key)
+    yield from _delta(shape, tensor, key=key)
     for each, _ in uniform_shapes(shape):
         if tensor % expert == 0:
             yield from _feed_forward(each, tensor // expert if each.experts else tensor, key=key)
@@ -117,6 +121,17 @@ def _latent(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
         for what, size in (("queries", widths.query_rank or tensor), ("keys", widths.key_rank + widths.rotary)):
             if size % tensor:
                 yield _indivisible(key, tensor, f"elements of the vector of {what}", size)
+
+
+def _delta(shape: ModelShape, num_ranks: int, *, key: str, what: str = "") -> Iterator[Problem]:
+    if shape.delta is not None and shape.delta.key_heads % num_ranks:
+        count = shape.delta.key_heads
+        message = f"{num_ranks}{what} does not divide the {count} key heads of the model's delta nets"
+        yield Problem(key=key, message=f"{message}; choose one of {_divisors(count)}")
+
+
+def _times_context(split: MegatronSplit) -> str:
+    return f" (tensor {split.tensor} * context {split.context})" if split.context > 1 else ""
 
 
 def _feed_forward(shape: ModelShape, num_ranks: int, *, key: str) -> Iterator[Problem]:

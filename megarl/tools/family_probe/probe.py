@@ -33,7 +33,7 @@ from megarl.weights.executors.hf import read_header, tensor_files
 from megarl.weights.executors.tensors import box_of, check_holding, specs_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.sglang import sglang_layout
-from megarl.weights.layouts.stored import place_of, stored_tensors
+from megarl.weights.layouts.stored import StoredTensor, held_in, stored_tensors
 
 _TIMEOUT_S = 900.0
 _MODEL = "model"
@@ -51,14 +51,14 @@ class ProbeFinding:
 def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     """Yield the comparisons as they are made; `work` is an empty folder for a tiny model and its engines."""
     shape = read_model_shape(folder)
-    yield _names("files", file_shapes(folder), shape)
+    yield _names("files", _stored(folder), shape)
     tiny = tiny_shape(shape, ActorConfig(pool="probe"))
     numbers = numbered({name: spec.shape for name, spec in canonical_tensors(tiny).items()})
     model = work / _MODEL
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
     save_file(as_files(numbers), model / "model.safetensors", metadata={"format": "pt"})
-    yield _names("transformers", _saved_shapes(model, work / "saved"), tiny)
+    yield _names("transformers", _saved(model, work / "saved"), tiny)
     # SGLang does not load experts with biases by sets; only a publish fills them.
     has_sets = tiny.experts is not None and not tiny.has_biases
     splits = ((1, 1), (2, 1), (2, 2)) if has_sets else ((1, 1), (2, 1))
@@ -72,42 +72,38 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
             yield ProbeFinding(what=name, detail=first_line(error), is_equal=False)
 
 
-def _names(what: str, found: Mapping[str, tuple[int, ...]], shape: ModelShape) -> ProbeFinding:
+def _names(what: str, stored: Mapping[str, StoredTensor], shape: ModelShape) -> ProbeFinding:
     """Compare names and shapes; files may have more, such as layers that predict further tokens."""
-    described: dict[str, tuple[int, ...]] = {}
+    wrong, others = list[str](), dict.fromkeys(stored)
     for name, spec in canonical_tensors(shape).items():
-        holder, place = place_of(name)
-        described[holder] = tuple(index + 1 for index in place) + spec.shape  # the last of a stack says its size
-    wrong = missing_tensors(found, described)
-    detail = first_few(wrong) or f"{len(described)} tensors"
-    if others := [name for name in found if name not in described]:
-        detail += f"; not described: {first_few(others)}"
+        held = held_in(name, stored)
+        if held is None:
+            wrong.append(f"{name} is not there")
+            continue
+        others.pop(held.tensor.name, None)
+        if held.shape != spec.shape:
+            wrong.append(f"{name} has shape {list(held.shape)}, described as {list(spec.shape)}")
+    detail = first_few(wrong) or f"{len(stored) - len(others)} tensors"
+    if others:
+        detail += f"; not described: {first_few([*others])}"
     return ProbeFinding(what=what, detail=detail, is_equal=not wrong)
-
-
-def missing_tensors(found: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return what is wrong with each described tensor that was not found as described."""
-    wrong = [f"{name} is not there" for name in described if name not in found]
-    wrong += [
-        f"{name} has shape {list(found[name])}, described as {list(extents)}"
-        for name, extents in described.items()
-        if name in found and found[name] != extents
-    ]
-    return wrong
 
 
 def file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a folder in the orientation of the description."""
-    header = {name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()}
-    return {name: tensor.spec.shape for name, tensor in stored_tensors(header).items()}
+    return {name: tensor.spec.shape for name, tensor in _stored(folder).items()}
 
 
-def _saved_shapes(model: Path, saved: Path) -> dict[str, tuple[int, ...]]:
+def _stored(folder: Path) -> dict[str, StoredTensor]:
+    return stored_tensors({name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()})
+
+
+def _saved(model: Path, saved: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model that transformers makes of the configuration, and saves."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
-    return file_shapes(saved)
+    return _stored(saved)
 
 
 def numbered(extents: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

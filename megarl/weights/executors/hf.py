@@ -107,13 +107,11 @@ class _Folder:
             found = held_in(name, self.tensors)
             if found is None:
                 raise CheckpointError(f"{self._folder}: tensor {name} is in no safetensors file")
-            stored, place = found
-            if stored.spec.shape[len(place) :] != spec.shape:
-                shapes = f"{list(stored.spec.shape[len(place) :])}, config.json says {list(spec.shape)}"
+            if found.shape != spec.shape:
+                shapes = f"{list(found.shape)}, config.json says {list(spec.shape)}"
                 raise CheckpointError(f"{self._folder}: tensor {name} has shape {shapes}")
-            origin = (0,) * len(spec.shape)
-            box = Slice(name=name, offsets=origin, shape=spec.shape)
-            pieces[self._file(stored)].append(Piece(slice=box, local_name=stored.name, local_offsets=(*place, *origin)))
+            stored, box = found.tensor, Slice(name=name, offsets=(0,) * len(spec.shape), shape=spec.shape)
+            pieces[self._file(stored)].append(Piece(slice=box, local_name=stored.name, local_offsets=found.offsets))
         specs: list[dict[str, TensorSpec]] = [{} for _ in self._files]
         for stored in self.tensors.values():
             specs[self._file(stored)][stored.name] = stored.spec

@@ -11,7 +11,9 @@ from megarl.families.interface import Block
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import TensorSpec
 
+_ROOT = "model."
 EMBEDDING = "model.embed_tokens.weight"
+"""This and the next are the names of engines; `rooted` has those of files."""
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
@@ -22,12 +24,12 @@ EXPERT = "{e}"
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
     """Return name and spec of every tensor, in the order of the model. Tied embeddings are one tensor."""
     vocabulary = TensorSpec(shape=(shape.vocab, shape.hidden), dtype=shape.dtype)
-    tensors = {EMBEDDING: vocabulary}
+    tensors = {rooted(EMBEDDING, shape): vocabulary}
     layers = layer_tensors(shape)
     for index, kind in enumerate(family_of(shape).kinds(shape)):
-        prefix = layer_prefix(index)
+        prefix = rooted(layer_prefix(index), shape)
         tensors.update({prefix + name: spec for name, spec in layers[kind].items()})
-    tensors[FINAL_NORM] = TensorSpec(shape=(shape.hidden,), dtype=shape.dtype)
+    tensors[rooted(FINAL_NORM, shape)] = TensorSpec(shape=(shape.hidden,), dtype=shape.dtype)
     if shape.has_value_head:
         tensors[VALUE_HEAD] = TensorSpec(shape=(1, shape.hidden), dtype=shape.dtype)
     elif not shape.has_tied_embeddings:
@@ -36,7 +38,12 @@ def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
 
 
 def layer_prefix(index: int) -> str:
-    return f"model.layers.{index}."
+    return f"{_ROOT}layers.{index}."
+
+
+def rooted(name: str, shape: ModelShape) -> str:
+    """Return the name in files of what engines call `name`."""
+    return family_of(shape).root + name.removeprefix(_ROOT)
 
 
 def layer_tensors(shape: ModelShape) -> dict[str, dict[str, TensorSpec]]:
@@ -74,4 +81,4 @@ def num_active_parameters(shape: ModelShape) -> int:
 
 def head_name(shape: ModelShape) -> str:
     """Return the canonical tensor that produces the logits."""
-    return EMBEDDING if shape.has_tied_embeddings else HEAD
+    return rooted(EMBEDDING, shape) if shape.has_tied_embeddings else HEAD

@@ -28,6 +28,7 @@ from megarl.weights.layouts.canonical import (
     head_name,
     layer_prefix,
     layer_tensors,
+    rooted,
 )
 from megarl.weights.layouts.cuts import RankShare, RankShares
 from megarl.weights.layouts.pieces import LocalTensor, Segment, repeated, replicate, row_window, whole
@@ -190,12 +191,14 @@ def _stage_tensors(
         is_last = chunk == parallel.virtual_pipeline - 1 and stage == parallel.pipeline - 1
         prefix = f"chunk{chunk}."
         if is_first:
-            yield _vocab_tensor(shape, shares.dense, f"{prefix}embedding.word_embeddings.weight", EMBEDDING)
+            local = f"{prefix}embedding.word_embeddings.weight"
+            yield _vocab_tensor(shape, shares.dense, local, rooted(EMBEDDING, shape))
         for index, number in enumerate(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk)):
             template = templates[kinds[number]]
-            yield from repeated(template, local=f"{prefix}decoder.layers.{index}.", source=layer_prefix(number))
+            source = rooted(layer_prefix(number), shape)
+            yield from repeated(template, local=f"{prefix}decoder.layers.{index}.", source=source)
         if is_last:
-            yield whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM, norm)
+            yield whole(f"{prefix}decoder.final_layernorm.weight", rooted(FINAL_NORM, shape), norm)
             if shape.has_value_head:
                 head = TensorSpec(shape=(1, shape.hidden), dtype=shape.dtype)
                 yield whole(f"{prefix}value_head.weight", VALUE_HEAD, head)

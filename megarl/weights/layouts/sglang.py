@@ -21,6 +21,7 @@ from megarl.weights.layouts.canonical import (
     canonical_tensors,
     layer_prefix,
     layer_tensors,
+    rooted,
 )
 from megarl.weights.layouts.cuts import RankShare, RankShares
 from megarl.weights.layouts.pieces import LocalTensor, Segment, repeated, replicate, row_window, whole
@@ -77,16 +78,18 @@ def _rank_tensors(
     family = family_of(shape)
     templates = {kind: tuple(shares.layer(block.sglang, layers[kind])) for kind, block in family.blocks(shape).items()}
     if family.engine.has_whole_embedding:
-        yield whole(EMBEDDING, EMBEDDING, TensorSpec(shape=(shape.vocab, shape.hidden), dtype=shape.dtype))
+        spec = TensorSpec(shape=(shape.vocab, shape.hidden), dtype=shape.dtype)
+        yield whole(EMBEDDING, rooted(EMBEDDING, shape), spec)
     else:
-        yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, EMBEDDING)
+        yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, EMBEDDING, rooted(EMBEDDING, shape))
     for index, kind in enumerate(family.kinds(shape)):
-        yield from repeated(templates[kind], local=layer_prefix(index), source=layer_prefix(index))
-    yield whole(FINAL_NORM, FINAL_NORM, TensorSpec(shape=(shape.hidden,), dtype=shape.dtype))
+        prefix = layer_prefix(index)
+        yield from repeated(templates[kind], local=prefix, source=rooted(prefix, shape))
+    yield whole(FINAL_NORM, rooted(FINAL_NORM, shape), TensorSpec(shape=(shape.hidden,), dtype=shape.dtype))
     if not shape.has_tied_embeddings:
-        yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, HEAD)
+        yield _vocab_tensor(shape, shares.dense.rank, vocab_rows, HEAD, HEAD)
 
 
-def _vocab_tensor(shape: ModelShape, rank: int, num_rows: int, name: str) -> LocalTensor:
+def _vocab_tensor(shape: ModelShape, rank: int, num_rows: int, local: str, name: str) -> LocalTensor:
     segments = (Segment(name=name, start=0, num_rows=shape.vocab),)
-    return row_window(name, segments, start=rank * num_rows, num_rows=num_rows, columns=(shape.hidden,))
+    return row_window(local, segments, start=rank * num_rows, num_rows=num_rows, columns=(shape.hidden,))

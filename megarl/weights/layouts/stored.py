@@ -1,8 +1,10 @@
 """The tensors of a folder where they are not canonical ones: stacks of experts, FP8 blocks, MXFP4. Pure.
 
 A canonical tensor `block.experts.{number}.leaf` is one of a stack `block.experts.leaf`, whose matrices are transposed
-in files (gpt-oss). With `leaf_blocks` and `leaf_scales` in its place the stack is in MXFP4, and not transposed. A
-matrix in FP8 has its scales beside it, one for each block of 128 x 128 (DeepSeek). Neither is ever written.
+in files (gpt-oss). With `leaf_blocks` and `leaf_scales` in its place the stack is in MXFP4, and not transposed. The
+matrices `gate_proj.weight`, `up_proj.weight` and `down_proj.weight` of `block.experts.{number}` may be in the stacks
+`block.experts.gate_up_proj` and `down_proj` (Qwen3.5), which are not transposed either. A matrix in FP8 has its scales
+beside it, one for each block of 128 x 128 (DeepSeek). None of these but the first is ever written.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ FP8_SCALES, FP8_BLOCK = "_scale_inv", 128
 MXFP4_BLOCKS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32
 _FP8 = "F8_E4M3"
 _OF_STACK = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
-_STACK = re.compile(r".*\.experts\.[a-z]\w*")
+_OF_FUSED_STACK = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# Qwen3.5's, which are below `model.language_model`, are not.
+_TURNED_STACK = re.compile(r"model\.layers\..*\.experts\.[a-z]\w*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +65,30 @@ def place_of(name: str) -> tuple[str, Index]:
     return (name, ()) if expert is None else (f"{expert[1]}.{expert[3]}", (int(expert[2]),))
 
 
-def held_in(name: str, stored: Mapping[str, StoredTensor]) -> tuple[StoredTensor, Index] | None:
-    """Return the tensor of a folder that has a canonical one, and the offsets that come first there; None without."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBox:
+    """A canonical tensor as a box of a tensor of a folder."""
+
+    tensor: StoredTensor
+    offsets: Index
+    """One number per dimension of the folder's tensor; dimensions that the box lacks come first, as indices."""
+    shape: Index
+
+
+def held_in(name: str, stored: Mapping[str, StoredTensor]) -> StoredBox | None:
+    """Return where a folder has a canonical tensor; None where it does not."""
     holder, place = (name, ()) if name in stored else place_of(name)
-    return (stored[holder], place) if holder in stored else None
+    if holder in stored:
+        shape = stored[holder].spec.shape[len(place) :]
+        return StoredBox(tensor=stored[holder], offsets=(*place, *(0 for _ in shape)), shape=shape)
+    fused = _OF_FUSED_STACK.fullmatch(name)
+    holder = "" if fused is None else f"{fused[1]}.{'down' if fused[3] == 'down' else 'gate_up'}_proj"
+    if fused is None or holder not in stored:
+        return None
+    _, rows, columns = stored[holder].spec.shape
+    rows = rows if fused[3] == "down" else rows // 2
+    start = rows if fused[3] == "up" else 0
+    return StoredBox(tensor=stored[holder], offsets=(int(fused[2]), start, 0), shape=(rows, columns))
 
 
 def file_shape(name: str, shape: Index) -> Index:
@@ -74,4 +98,4 @@ def file_shape(name: str, shape: Index) -> Index:
 
 def is_turned(name: str, shape: Index) -> bool:
     """Whether files have the matrices of a tensor transposed."""
-    return len(shape) == 3 and _STACK.fullmatch(name) is not None
+    return len(shape) == 3 and _TURNED_STACK.fullmatch(name) is not None

@@ -95,7 +95,7 @@ async def test_agents_run_at_the_same_time_and_a_request_that_does_not_continue_
     sessions = [ScriptedSession(tokenizer, ["a", f"b{number}"]) for number in range(4)]
     scores = await asyncio.gather(*(agents.run(_ROW, session) for session in sessions))
     await agents.close()
-    assert [score.value for score in scores] == [1.0] * 4
+    assert [score is not None and score.value for score in scores] == [1.0] * 4
     for number, session in enumerate(sessions):
         assert session.num_rows == 2
         assert f"b{number}" in tokenizer.decode(session.token_ids)

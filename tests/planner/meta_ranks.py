@@ -289,8 +289,12 @@ def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSe
         lengths = [tokens // 2, tokens // 2]
         # Of the zigzag's two chunks rank r sees r + 1 and 2 size - r of 2 size.
         keys = [tokens // 2, tokens // 2 * 2 * size]
+        places = torch.empty(tokens * size, dtype=torch.int64)
         part = ContextPart(
             group=topology.context_group,
+            places=places,
+            gathered=places,
+            lengths=[tokens * size],
             seen=torch.empty(sum(keys), dtype=torch.int64),
             query_starts=torch.empty(3, dtype=torch.int32),
             key_starts=torch.empty(3, dtype=torch.int32),

@@ -115,7 +115,7 @@ def test_a_recipe_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "complaint"),
     [
         (["--set", "model.path=mine"], "model.path: mine is neither here nor a known model; name a shape with --shape"),
-        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of deepseek-v3"),
+        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of deepseek-v2-lite"),
         (["--gpu", "v100"], "v100: unknown 'v100'; one of a100, a100-40g, h20, h100, h200"),
     ],
 )

@@ -81,7 +81,7 @@ class Scorer:
 
 def test_an_own_scorer_scores_and_what_it_may_not_do_is_a_sentence(tmp_path: Path, make_group: MakeGroup) -> None:
     def scored(body: str) -> ScoredGroup:
-        path = tmp_path / f"own_{len(list(tmp_path.iterdir()))}.py"
+        path = tmp_path / f"own_{len(list(tmp_path.glob('*.py')))}.py"
         path.write_text(OWN_SCORER.format(body=body))
         return asyncio.run(UserScorer(f"{path}:Scorer").score(make_group("4")))
 

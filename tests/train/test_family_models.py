@@ -37,7 +37,7 @@ CASES = {
     "qwen3_next": ("CP2-TP2-EP4-ETP1",),
 }
 SLOW_CASES = {
-    "deepseek_v2": ("TP2-EP2",),
+    "deepseek_v2": ("TP1", "EP2-PP2", "CP2-EP2"),
     "deepseek_v3": ("TP1", "TP2-EP2"),
     "moonlight": ("TP2-EP2",),
     "glm4_moe": ("TP1", "CP2-EP2"),
@@ -65,4 +65,4 @@ def test_an_update_is_that_of_transformers(family: str, split: str, cluster: Clu
     assert_same_logprobs(assembled(outcome.logprobs[0] for outcome in outcomes), old)
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
     assert outcomes[0].stats.loss == pytest.approx(loss, abs=TOLERANCE)
-    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, rel=TOLERANCE, abs=TOLERANCE)
+    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)

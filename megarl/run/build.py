@@ -177,8 +177,8 @@ class LoopBuilder:
         )
 
     def _publisher(self, models: ModelsTrainer) -> Publisher:
-        vocab, eos_ids = self.inputs.shape.vocab, self.inputs.tokenizer.eos_ids
-        return publisher_of(self.roles, self.recipe, self.workers, vocab, eos_ids, models, self.observer)
+        shape, eos_ids = self.inputs.shape, self.inputs.tokenizer.eos_ids
+        return publisher_of(self.roles, self.recipe, self.workers, shape, eos_ids, models, self.observer)
 
     def _trainer(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe

@@ -1,7 +1,9 @@
 """A canary: after some publishes the engines' log-probabilities are compared with the trainer's.
 
 Digests show that the bytes arrived; the canary shows that the engine computes with them. Each engine answers a fixed
-prompt with a few tokens, the trainer computes their log-probabilities, and an engine that differs is stale.
+prompt with a few tokens, the trainer computes their log-probabilities, and an engine that differs is stale. Where
+training follows the engine's experts, so does the comparison: one expert that rounding exchanges changes every token
+after it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from megarl.engine.client import GenerateRequest
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import Expectation, Response, read_response
 from megarl.errors import EngineError, WeightSyncError
+from megarl.families.shape import ModelShape
+from megarl.routes import RouteRequest
 from megarl.stages import Phases
 from megarl.tokens import Content
 from megarl.types import FloatArray, PolicyVersion, Rollout, TokenArray, TrainSample
@@ -50,18 +54,24 @@ class CanaryProbe:
     vocab: int
     eos_ids: tuple[int, ...]
     dtype: str
+    routes: RouteRequest | None = None
+    """Requests the experts that the trainer follows; None where its router chooses."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, vocab: int, eos_ids: tuple[int, ...], dtype: str) -> CanaryProbe:
+    def of(cls, recipe: Recipe, shape: ModelShape, *, eos_ids: tuple[int, ...], dtype: str) -> CanaryProbe:
         """Return a probe within the length limits of the run."""
         num_tokens = min(MAX_PROMPT_TOKENS, recipe.data.max_prompt_tokens)
+        routes = None
+        if shape.routes is not None and recipe.replays_routing(shape):
+            routes = RouteRequest(shape=shape.routes, first=0, num_sent=num_tokens)
         return cls(
-            prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % vocab).astype(np.int32),
+            prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % shape.vocab).astype(np.int32),
             max_response_tokens=min(MAX_RESPONSE_TOKENS, recipe.sampling.max_response_tokens),
             temperature=recipe.sampling.temperature if recipe.algorithm.needs.has_engines else 1.0,
-            vocab=vocab,
+            vocab=shape.vocab,
             eos_ids=eos_ids,
             dtype=dtype,
+            routes=routes,
         )
 
     def request(self, version: PolicyVersion, adapter: str | None) -> GenerateRequest:
@@ -73,12 +83,13 @@ class CanaryProbe:
             temperature=self.temperature,
             stop_token_ids=self.eos_ids,
             sampling_seed=int(version),
+            routes=self.routes,
         )
 
     def sample(self, response: Response) -> TrainSample:
         num_tokens = len(response.token_ids)
         rollout = Rollout(
-            content=Content(token_ids=response.token_ids, logprobs=response.logprobs, text=""),
+            content=Content(token_ids=response.token_ids, logprobs=response.logprobs, text="", routes=response.routes),
             versions=response.versions,
             loss_mask=np.ones(num_tokens, np.bool_),
             finish_reason=response.finish_reason,
@@ -150,6 +161,7 @@ class Canary:
             version=version,
             newest_version=version,
             base_version=None if adapter is None else PolicyVersion(0),
+            routes=probe.routes,
         )
         try:
             reply = await engine.client.generate(probe.request(version, adapter))

@@ -140,7 +140,7 @@ def publisher_of(
     roles: Roles,
     recipe: Recipe,
     workers: RolloutSource | None,
-    vocab: int,
+    shape: ModelShape,
     eos_ids: tuple[int, ...],
     models: ModelsTrainer,
     observer: Observer,
@@ -152,7 +152,7 @@ def publisher_of(
     canary, config = None, serving.config
     if config.canary_every is not None:
         dtype = recipe.run.dtype if config.fp8_keep is None else "fp8"
-        probe = CanaryProbe.of(recipe, vocab=vocab, eos_ids=eos_ids, dtype=dtype)
+        probe = CanaryProbe.of(recipe, shape, eos_ids=eos_ids, dtype=dtype)
         canary = Canary(
             serving.fleet,
             probe=probe,

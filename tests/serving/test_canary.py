@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,6 +18,7 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
+from megarl.routes import RouteRequest, RouteShape
 from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.phases import SharedPhases
 from megarl.serving.publisher import EnginePublisher
@@ -140,6 +144,33 @@ async def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> No
     assert "engine 1" in warnings[0]
     assert "differ from the trainer's by 0.5 (median)" in warnings[0]
     assert "8 tokens of version 2, expected version 3" in warnings[1]
+
+
+async def test_the_trainer_follows_the_experts_of_the_engine_where_training_does() -> None:
+    """One expert that rounding exchanges would change every token after it."""
+    shape = RouteShape(num_layers=2, per_token=2, num_experts=8)
+    routes = RouteRequest(shape=shape, first=0, num_sent=len(PROBE.prompt_ids))
+    num_routed = len(PROBE.prompt_ids) + PROBE.max_response_tokens - 1
+    chosen = np.arange(num_routed * 4, dtype="<u4").reshape(num_routed, 2, 2) % 8
+    seen: list[TrainSample] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        sent = json.loads(request.content)
+        assert (sent["return_routed_experts"], sent["routed_experts_start_len"]) == (True, 0)
+        reply = json.loads(answering(-1.0)(request).content)
+        reply["meta_info"]["routed_experts"] = base64.b64encode(chosen.tobytes()).decode()
+        return httpx.Response(200, json=reply)
+
+    async def follow(samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+        seen.extend(samples)
+        return await saying(samples)
+
+    fleet, probe = scripted_fleet(handle), replace(PROBE, routes=routes)
+    await Canary(fleet, probe=probe, logprobs=follow, phases=SeparatePhases(), warn=print).check(PolicyVersion(3))
+    (sample,) = seen
+    followed = sample.rollout.content.load().routes
+    assert followed is not None
+    assert followed.tolist() == chosen.tolist()
 
 
 class CountingPublisher:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of
 from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-from sglang.srt.lora.utils import get_default_hidden_dim
+from sglang.srt.lora import utils as lora_utils
 from sglang.srt.runtime_context import get_exec
 
 from megarl.config.lora import SERVED_AS, SHARED_EXPERT, served_name
@@ -125,7 +125,8 @@ def with_shared_expert(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
                 return hidden, width
             if module_name == _DOWN:
                 return width, hidden
-            size: tuple[int, int] = get_default_hidden_dim(module_name, self.config, layer_idx)
+            # By its module, so that releases without it serve all that has no adapters.
+            size: tuple[int, int] = lora_utils.get_default_hidden_dim(module_name, self.config, layer_idx)
             return size
 
     return _named(Adaptable, base)

@@ -40,8 +40,12 @@ logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 20.0
 _START_TIMEOUT_S = 360.0
-_MAX_STARTS = 8
-"""Starts of one node: Ray gives a node 30 s to register, which a busy machine may not keep."""
+"""For one start; it begins with the imports of Ray."""
+_RAY_TIMEOUT_S = 30.0
+"""Time that Ray itself gives a node to register: a start that fails later than this was held up by a busy machine."""
+_MAX_STARTS = 3
+_MAX_SLOW_STARTS = 12
+"""Starts of one node, of which at most `_MAX_STARTS` may fail for another reason than a busy machine."""
 _POLL_S = 0.1
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 _CLONE_NEWNET = 0x40000000
@@ -170,21 +174,32 @@ class LocalRay:
 
     def wait_started(self) -> None:
         """Wait until the last node has started: the next one would give up without a head, or take its ports."""
-        deadline, num_starts = time.monotonic() + _START_TIMEOUT_S, 1
-        number = len(self._nodes) - 1
+        number, began = len(self._nodes) - 1, time.monotonic()
         node, log = self._address_of(number), self.log_of(number)
+        num_slow = num_failed = 0
         while _STARTED not in log.read_bytes():
-            has_ended = self._nodes[node].poll() is not None
-            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
-                raise MachineError(f"node {number} of the local Ray does not start; log: {log}")
-            if has_ended:
-                num_starts += 1
-                logger.warning("node %d of the local Ray did not start and is started again; log: %s", number, log)
-                stop_guarded(self._nodes[node], grace_s=0.0)
-                self._start(node, number)
-            time.sleep(_POLL_S)
+            took_s = time.monotonic() - began
+            if self._nodes[node].poll() is None and took_s < _START_TIMEOUT_S:
+                time.sleep(_POLL_S)
+                continue
+            num_slow, num_failed = num_slow + (took_s > _RAY_TIMEOUT_S), num_failed + (took_s <= _RAY_TIMEOUT_S)
+            what = f"node {number} of the local Ray {_why_not(took_s)}"
+            if num_failed == _MAX_STARTS or num_slow == _MAX_SLOW_STARTS:
+                raise MachineError(f"{what}, at the last of {num_slow + num_failed} tries; log: {log}")
+            logger.warning("%s and is started again; log: %s", what, log)
+            stop_guarded(self._nodes[node], grace_s=0.0)
+            self._start(node, number)
+            began = time.monotonic()
         if self._lease is not None:
             self._lease.started(self.address, self._nodes[node].pid)
+
+
+def _why_not(seconds: float) -> str:
+    """Return why a start that took so long failed, as the end of a sentence."""
+    if seconds <= _RAY_TIMEOUT_S:
+        return "does not start"
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    return f"was not ready in time ({seconds:.0f} s; load {load:.0f} on {cores} cores: end what runs beside it)"
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -35,8 +34,7 @@ from megarl.data.rows import (
     row_batches,
     row_keys,
 )
-from megarl.data.tokenizer import Chat, Template, Tokenizer, ToolFunction, load_tokenizer
-from megarl.env import TRANSFORMERS_ADVICE
+from megarl.data.tokenizer import Chat, Template, Tokenizer, ToolFunction, load_tokenizer, without_torch
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
 from megarl.tokens import Content
@@ -335,10 +333,8 @@ def _start_worker(
 ) -> None:
     global _of_worker
     die_with_parent(parent)
-    # transformers imports torch where it can, which a tokenizer does not need: most of the start, and 360 MB a worker.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    TRANSFORMERS_ADVICE.set(TRANSFORMERS_ADVICE.default)
-    _of_worker = reader, load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
+    with without_torch():
+        _of_worker = reader, load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
 
 
 def _part_in_worker(batch: RowBatch) -> _Part:

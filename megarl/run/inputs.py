@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megarl.config.algorithm import RowKind
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptReader, PromptSet
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer, without_torch
 from megarl.episodes.play import tools_of
 from megarl.errors import CheckpointError, first_few
 from megarl.families.shape import ModelShape
@@ -93,12 +94,14 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
     shape = read_shape(recipe)
     is_scorer = recipe.algorithm.needs.is_scorer
     tools = () if recipe.environment is None else tools_of(recipe.environment)
-    tokenizer = load_tokenizer(
-        recipe.model.path,
-        vocab=shape.vocab,
-        template=recipe.data.template,
-        tools=[tool.as_function for tool in tools],
-    )
+    # A run goes on with this process, whose user code may want models; a check ends with it.
+    with nullcontext() if keeps_rows else without_torch():
+        tokenizer = load_tokenizer(
+            recipe.model.path,
+            vocab=shape.vocab,
+            template=recipe.data.template,
+            tools=[tool.as_function for tool in tools],
+        )
     data, evaluation = recipe.data, recipe.evaluation
     reader = PromptReader(
         config=data,

@@ -28,12 +28,13 @@ from megarl.errors import ConfigError, MachineError, Problem, naming_disk_faults
 from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.fit import check_fit
-from megarl.planner.hardware import gpu_of
+from megarl.planner.hardware import GpuModel, gpu_named, gpu_of
 from megarl.run.driver_process import drive_again, exit_notice
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import ending_on_signals
 from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
+from megarl.system.gpu_health import names_of_driver
 from megarl.system.lease import JoinedLease, Lease
 from megarl.system.run_lock import refuse_locked, run_lock
 from megarl.system.start_log import note_piece, process_began
@@ -53,12 +54,13 @@ def train(
     """Run a recipe to its end; everything it started has ended when this returns or raises.
 
     A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
-    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With `notify`, the driver is a
-    forked process, and another one takes over if it is killed; `notify` gets a sentence then.
+    the GPU or this machine has it, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With
+    `notify`, the driver is a forked process, and another one takes over if it is killed; `notify` gets a sentence then.
     """
-    if recipe.run.device != "cpu" and recipe.cluster.gpu is not None and not overrides_fit:
-        check_fit(recipe, gpu_of(recipe.cluster))
     address = ray_address_of(recipe.run)
+    gpu = _known_gpu(recipe.cluster, address)
+    if recipe.run.device != "cpu" and gpu is not None and not overrides_fit:
+        check_fit(recipe, gpu)
     refuse_nodes_without_cluster(recipe.pools, address)
     ray_environment(address, recipe.cluster)  # a missing token is refused first
     refuse_locked(recipe.run_folder)
@@ -72,7 +74,7 @@ def train(
         display=display,
         address=address,
         allows_data_change=allows_data_change,
-        asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
+        asks_ray_for_gpu=recipe.run.device != "cpu" and gpu is None and not overrides_fit,
         tasks_file=tasks_file,
         check_seconds=time.time() - process_began(),
     )
@@ -84,6 +86,14 @@ def train(
             import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
 
             drive_again(driver.drive, recipe.run_folder, resume, auto="auto", notify=notify)
+
+
+def _known_gpu(cluster: ClusterConfig, address: str | None) -> GpuModel | None:
+    """Return the GPU that the recipe names, or the smallest of this machine for a Ray that is started here."""
+    if cluster.gpu is not None:
+        return gpu_of(cluster)
+    named = [gpu_named(name) for name in names_of_driver()] if address is None else []
+    return min((gpu for gpu in named if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from megarl.errors import ConfigError, DataError, MachineError, MegarlError, Pro
 from megarl.observe.metrics import MetricsEndpoint
 from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import check_fit
-from megarl.planner.hardware import gpu_of
+from megarl.planner.hardware import GPUS, gpu_of
 from megarl.reward.build import try_reward
 from megarl.run.inputs import Inputs, check_weights, read_inputs, read_shape
 from megarl.system.network import LOOPBACK, address_in
@@ -139,7 +139,7 @@ _SIZE_KEYS = frozenset({"algorithm", "cluster", "model", "pools", "roles", "samp
 def _check_fit(recipe: Recipe, problems: Collection[Problem]) -> tuple[list[MegarlError], bool]:
     """Return why the run cannot be placed or does not fit its GPUs, and whether that could be computed.
 
-    The shape of a public model is known without its folder.
+    The shape of a public model is known without its folder. A recipe that names no GPU is tried on the largest one.
     """
     keys = {problem.key for problem in problems} - {"model.path"}
     if recipe.run.device == "cpu" or any(key.partition(".")[0] in _SIZE_KEYS for key in keys):
@@ -151,9 +151,9 @@ def _check_fit(recipe: Recipe, problems: Collection[Problem]) -> tuple[list[Mega
     if misplaced := tuple(check_without_files(recipe, shapes.policy, critic=shapes.critic)):
         return [ConfigError(recipe.run.name, misplaced)], True
     errors: list[MegarlError] = []
-    if recipe.cluster.gpu is not None:
-        with noting(errors):
-            check_fit(recipe, gpu_of(recipe.cluster))
+    gpu = max(GPUS.values(), key=lambda each: each.memory_gib) if recipe.cluster.gpu is None else gpu_of(recipe.cluster)
+    with noting(errors):
+        check_fit(recipe, gpu)
     return errors, recipe.cluster.gpu is not None
 
 

@@ -26,6 +26,7 @@ QUERY = (
     "power.draw",
 )
 _KERNEL_LOG = Path("/dev/kmsg")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 _XID = re.compile(r"^\d+,(\d+),.*?;.*(NVRM: Xid .*)$")
 _TIMEOUT_S = 30.0
 _LINE_BYTES = 8192
@@ -53,6 +54,16 @@ class GpuHealth:
             f"is slowed down by heat or power ({self.celsius:.0f} C, {self.watts:.0f} W)": self.is_throttled,
         }
         return [text for text, holds in found.items() if holds]
+
+
+def names_of_driver(folder: Path = _DRIVER) -> list[str]:
+    """Return what the driver calls the GPUs of this machine, such as `NVIDIA H200`; none where it does not say."""
+    names = []
+    for path in sorted(folder.glob("*/information")):
+        with suppress(OSError):
+            fields = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
+            names += [fields["Model"].strip()] if "Model" in fields else []
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,6 +104,28 @@ def test_a_recipe_for_gpus_is_validated_where_there_is_none(recipe: Path, capsys
     ]
 
 
+def test_limits_that_no_gpu_keeps_are_found_without_a_named_one(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = on_gpus("cluster.gpu=null", "checkpoint.save_every_steps=null", "run.steps=100000")
+    assert cli.run(["validate", str(recipe), *long]) == 2
+    title, problem = capsys.readouterr().err.splitlines()
+    assert title == f"{recipe}: 1 problem(s)"
+    assert problem.startswith("  checkpoint.save_every_steps: null saves only the last step, about ")
+
+
+def test_a_check_loads_no_torch(recipe: Path) -> None:
+    """transformers would, with its compiler, in two thirds of the time that a check takes."""
+    code = (
+        "import sys; from megarl.cli.main import run; code = run(sys.argv[1:]); "
+        "print(code, 'transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "validate", str(recipe)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "0 True False", done.stdout
+    assert done.stderr == ""
+
+
 def test_here_checks_this_machine(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

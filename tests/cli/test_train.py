@@ -13,17 +13,18 @@ from megarl.config.recipe import ProfileConfig, Recipe
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import FinishedError
 from megarl.observe.report import ReportRow, RunReport
+from megarl.run import launch
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.system.test_run_lock import another_driver
 
 
-def write_recipe(folder: Path, run: dict[str, str], *, tokens_per_micro_batch: int) -> Path:
+def write_recipe(folder: Path, run: dict[str, str], *, tokens_per_micro_batch: int, gpu: str | None = "l40s") -> Path:
     files = make_arithmetic(folder, num_train=8, num_sft=1, num_eval=1)
     recipe = {
         "run": {**run, "folder": str(folder / "runs"), "steps": 1},
         "model": {"path": str(files.model)},
         "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
-        "cluster": {"gpu": "l40s"},
+        "cluster": {"gpu": gpu},
         "pools": {"all": {"gpus_per_node": 1}},
         "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all", "memory_fraction": 0.5}},
         "algorithm": {"kind": "grpo"},
@@ -70,6 +71,17 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_starts(
         monkeypatch.delenv(variable.name, raising=False)
     assert run(["train", str(path), "--override-fit"]) not in (0, 2)
     assert "no token" in capsys.readouterr().err
+
+
+def test_a_run_on_a_gpu_of_this_machine_is_refused_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launch, "names_of_driver", lambda: ["NVIDIA H100 80GB HBM3", "NVIDIA L40S"])
+    path = write_recipe(tmp_path, {"name": "big"}, tokens_per_micro_batch=10_000_000, gpu=None)
+    assert run(["train", str(path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("  does not fit l40s: ")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_second_driver_of_a_run_is_refused_before_it_touches_anything(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -253,6 +255,67 @@ def test_an_agent_never_gets_the_port_of_its_head(tmp_path: Path, monkeypatch: p
     ports = [port for option, port in pairwise(command) if option.startswith("--") and option.endswith("port")]
     assert head in ports
     assert len(set(ports)) == len(ports) == 5
+
+
+class Start:
+    """A `ray start` that ends after some seconds of a clock, with or without a node."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self._clock, self._end = clock, clock[0] + seconds
+
+    def poll(self) -> int | None:
+        return 1 if self._clock[0] >= self._end else None
+
+
+def starts_after(folder: Path, monkeypatch: pytest.MonkeyPatch, lasting: Sequence[float]) -> LocalRay:
+    """Return a Ray that starts once these starts have failed, each after so many seconds."""
+    clock, nodes = [0.0], LocalRay(device="cpu", log_folder=folder)
+    ahead = iter(lasting)
+
+    def start(command: list[str], **_: object) -> Start:
+        seconds = next(ahead, None)
+        if seconds is None:
+            nodes.log_of(0).write_bytes(b"Ray runtime started.")
+        return Start(clock, seconds or 0.0)
+
+    def sleep(_: float) -> None:
+        clock[0] += 1.0
+
+    monkeypatch.setattr(local_ray_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(local_ray_module, "start_guarded", start)
+    monkeypatch.setattr(local_ray_module, "stop_guarded", lambda *_, **__: None)
+    nodes.start_node(num_slots=1)
+    return nodes
+
+
+def test_a_node_that_a_busy_machine_holds_up_is_started_again_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start has its own time; one that hangs has it, too."""
+    starts_after(tmp_path, monkeypatch, [95.0] * 8 + [10_000.0, 2.0]).wait_started()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 10
+    assert re.fullmatch(
+        r"node 0 of the local Ray was not ready in time \(95 s; load \d+ on \d+ cores: end what runs beside it\) "
+        rf"and is started again; log: {tmp_path}/ray.log",
+        told[0],
+    )
+    assert "(360 s; " in told[8]
+    assert "node 0 of the local Ray does not start and is started again" in told[9]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (2.0, r"node 0 of the local Ray does not start, at the last of 3 tries; log: .*/ray.log"),
+        (40.0, r"node 0 of the local Ray was not ready in time \(40 s; .*\), at the last of 12 tries; log: .*/ray.log"),
+    ],
+)
+def test_a_node_that_never_starts_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, message: str
+) -> None:
+    with pytest.raises(MachineError, match=f"^{message}$"):
+        starts_after(tmp_path, monkeypatch, [seconds] * 100).wait_started()
 
 
 class FailingRay(LocalRay):

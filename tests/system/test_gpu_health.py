@@ -12,7 +12,7 @@ from megarl.observe import catalogue as names
 from megarl.observe.events import Warned
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
-from megarl.system.gpu_health import GpuHealth, NodeHealth, find_bus_id, find_xids, parse_health
+from megarl.system.gpu_health import GpuHealth, NodeHealth, find_bus_id, find_xids, names_of_driver, parse_health
 from tests.observe.samples import ListSink
 
 TEXT = """\
@@ -38,6 +38,14 @@ def test_the_answer_of_nvidia_smi_is_read() -> None:
         "needs a reset: rows of its memory are to be replaced",
         "is slowed down by heat or power (88 C, 699 W)",
     ]
+
+
+def test_the_driver_names_the_gpus_of_a_machine(tmp_path: Path) -> None:
+    for bus, text in (("0000:19:00.0", "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n"), ("0000:3b:00.0", "IRQ: 19\n")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(text)
+    assert names_of_driver(tmp_path) == ["NVIDIA H200"]
+    assert names_of_driver(tmp_path / "none") == []
 
 
 def test_messages_of_the_driver_are_found_in_the_kernels_log() -> None:

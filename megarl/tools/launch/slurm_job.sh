@@ -282,6 +282,7 @@ count_failure() {
   local num_failures step=0
   if is_preempted; then
     say "preempted, with exit code $1: not counted as a failure"
+    broken=()
     requeue 75
   fi
   [[ ! -r $latest_step_file ]] || step=$(<"$latest_step_file")
@@ -295,10 +296,27 @@ count_failure() {
   requeue "$1"
 }
 
-# Nodes that failed are not taken again. Only a waiting job can be told so: this script outlives its end for a moment.
+# Print how many nodes of the job's reservation or partition can be used besides these, with commas between.
+num_others() {
+  local within=()
+  [[ -z ${SLURM_JOB_RESERVATION:-} ]] || within=(--nodes="$(scontrol show reservation "$SLURM_JOB_RESERVATION" --oneliner |
+    grep -oE '\bNodes=[^ ]+' | cut -d= -f2)")
+  sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" "${within[@]}" --states=idle,alloc,mix,comp --format=%N |
+    sort -u | grep -vxFcf <(tr , '\n' <<<"$1") || true
+}
+
+# Nodes that failed are not taken again, unless the job would wait for ever without them. Only a waiting job can be told
+# so: this script outlives its end for a moment.
 requeue() {
-  local bad
+  local bad others
   bad=$(bad_nodes)
+  if [[ -n $bad ]]; then
+    others=$(num_others "$bad")
+    if ((others < ${#nodes[@]})); then
+      say "$bad not excluded: there are $others others, and the job needs ${#nodes[@]}; ask for spare nodes"
+      bad=""
+    fi
+  fi
   say "queued again${bad:+, without $bad (their names are in $job_folder/bad_nodes)}"
   trap '' TERM
   scontrol requeue "$SLURM_JOB_ID"

@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,37 +117,39 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+def slurm_cluster(folder: Path, *, has_spare: bool = False) -> Iterator[SlurmCluster]:
     folder.mkdir(parents=True)
     folder.chmod(0o755)
     (folder / "state").mkdir()
-    ports = _free_ports(1 + len(NODES))
+    nodes = NODES | ({"n2": "127.0.0.3"} if has_spare else {})
+    ports = _free_ports(1 + len(nodes))
     with ExitStack() as stack:
         daemons: dict[str, subprocess.Popen[bytes]] = {}
         cluster = SlurmCluster(folder=folder, daemons=daemons)
-        _write_config(folder, ports)
+        _write_config(folder, ports[0], dict(zip(nodes.items(), ports[1:], strict=True)))
         stack.callback(_end_steps, folder)
         daemons["munged"] = stack.enter_context(_daemon(cluster, "munged", *_munge_words(folder)))
         _wait_for(lambda: (folder / "munge.socket").exists(), "munged")
         daemons["slurmctld"] = stack.enter_context(_daemon(cluster, "slurmctld", "-D", "-c"))
-        for name in NODES:
+        for name in nodes:
             daemons[name] = stack.enter_context(_daemon(cluster, "slurmd", "-D", "-N", name))
-        _wait_for(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), "the nodes")
+        _wait_for(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(nodes)), "the nodes")
         yield cluster
         cluster.ask("scancel", "--full", "--user", str(os.getuid()))
         _wait_for(lambda: cluster.ask("squeue", "-h") == "", "the end of all jobs")
 
 
-def _write_config(folder: Path, ports: list[int]) -> None:
+def _write_config(folder: Path, port: int, nodes: Mapping[tuple[str, str], int]) -> None:
+    """Write the configuration of nodes with names and addresses, at their ports."""
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
     user = psutil.Process().username()
-    config = CONFIG.format(folder=folder, user=user, port=ports[0])
+    config = CONFIG.format(folder=folder, user=user, port=port)
     cpus = os.cpu_count()
-    for port, (name, address) in zip(ports[1:], NODES.items(), strict=True):
+    for (name, address), of_node in nodes.items():
         host = socket.gethostname()
-        config += f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus}\n"
+        config += f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={of_node} CPUs={cpus}\n"
     (folder / "slurm.conf").write_text(config)
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 

@@ -295,6 +295,7 @@ def run_part(folder: Path, commands: str, job: SlurmJob = JOB) -> subprocess.Com
     """Run commands with the functions of the script, and a `scontrol` that prints what it is asked."""
     script = render(replace(job, folder=folder, max_failures=1), recipe()).rpartition("\nmain\n")[0]
     prelude = f"scontrol() {{ echo scontrol $*; }}\njob_folder={folder}\nSLURM_JOB_ID=7\nnodes=(); broken=()\n"
+    prelude += "SLURM_JOB_PARTITION=gpu\nsinfo() { seq --format=n%g 0 7; }\n"
     return subprocess.run(
         ["bash", "-c", f"{script}\n{prelude}{commands}"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -413,3 +414,31 @@ requeue 76
     # The next attempt has other nodes, and adds to the list.
     later = run_part(tmp_path, f"nodes=(n4); broken=(n4); excluded_file={tmp_path}/none\nrequeue 1")
     assert "ExcNodeList=n1,n2,n3,n4" in later.stdout
+
+
+def test_no_node_is_excluded_where_the_job_would_wait_for_ever_without_it(tmp_path: Path) -> None:
+    """Of the eight nodes of the partition, or those of a reservation."""
+    commands = "nodes=(n0 n1 n2 n3 n4 n5 n6 n7); broken=(n1); excluded_file=none\nrequeue 1"
+    done = run_part(tmp_path, commands)
+    assert "n1 not excluded: there are 7 others, and the job needs 8; ask for spare nodes" in done.stdout
+    assert "ExcNodeList" not in done.stdout
+    reserved = """
+SLURM_JOB_RESERVATION=ours
+scontrol() { echo "scontrol $*"; echo "ReservationName=ours Nodes=n[0-2] NodeCnt=3"; }
+sinfo() { echo "$*" >>asked; printf '%s\\n' n0 n1 n2; }
+nodes=(n0 n1); broken=(n1); excluded_file=none
+requeue 1"""
+    done = run_part(tmp_path, f"cd {tmp_path}\n{reserved}")
+    assert "ExcNodeList=n1" in done.stdout
+    assert "--partition=gpu --nodes=n[0-2] " in (tmp_path / "asked").read_text()
+
+
+def test_a_job_that_is_displaced_blames_no_node(tmp_path: Path) -> None:
+    commands = """
+scontrol() { [[ $1 == show ]] && echo "PreemptTime=$(date +%FT%T -d '+1 min')" || echo "scontrol $*"; }
+began=$(date +%s); nodes=(n0 n1); broken=(n0 n1); excluded_file=none; latest_step_file=none
+count_failure 1"""
+    done = run_part(tmp_path, commands)
+    assert done.returncode == 75
+    assert "ExcNodeList" not in done.stdout
+    assert not (tmp_path / "bad_nodes").exists()

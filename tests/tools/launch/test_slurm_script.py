@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +109,8 @@ def test_a_job_that_another_one_displaces_is_not_a_failure(cluster: SlurmCluster
     assert attempts(tmp_path) == 2
     assert "preempted, with exit code 1: not counted as a failure" in log(tmp_path)
     assert not (tmp_path / "runs" / "slurm" / number / "failures").exists()
+    # Its Ray ended with the step, which is no fault of the node.
+    assert not (tmp_path / "runs" / "slurm" / number / "bad_nodes").exists()
 
 
 def test_a_mistake_of_the_recipe_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -141,6 +142,7 @@ def test_a_ray_that_does_not_start_is_not_waited_for(cluster: SlurmCluster, tmp_
     assert cluster.wait(number, "FAILED", timeout_s=60) == "FAILED"
     assert attempts(tmp_path) == 0
     assert "Ray ended on a node: read " in log(tmp_path)
+    assert "not excluded: there are " in log(tmp_path), "the job needs both nodes of this Slurm"
 
 
 def test_a_job_whose_node_is_lost_is_queued_again(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -157,16 +159,17 @@ def test_a_job_whose_node_is_lost_is_queued_again(tmp_path: Path, tmp_path_facto
         assert psutil.pid_exists(lost.pid)
 
 
-def test_a_node_where_ray_ends_is_excluded_from_the_next_attempt(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The job needs both of its nodes: it waits, and says which one it does not take."""
-    script = job(tmp_path, "sleep 8\nexit 76")
+def test_a_node_where_ray_ends_is_excluded_from_the_next_attempt(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = job(tmp_path, "(($(wc -l <attempts) > 1)) && exit 0\nsleep 8\nexit 76")
     ray = tmp_path / "bin" / "ray"
-    ray.write_text(ray.read_text().replace("exec sleep 1000", "sleep 4; exit 1"))
-    number = cluster.submit(script)
-    deadline = time.monotonic() + 120
-    while cluster.field(number, "ExcNodeList") != "n1":
-        assert time.monotonic() < deadline, log(tmp_path)
-        time.sleep(0.5)
-    assert cluster.field(number, "JobState") == "PENDING"
-    assert "queued again, without n1" in log(tmp_path)
-    cluster.ask("scancel", number)
+    ray.write_text(
+        ray.read_text().replace("exec sleep 1000", "[[ $SLURMD_NODENAME == n1 ]] || sleep 1000\nsleep 4; exit 1")
+    )
+    with slurm_cluster(tmp_path_factory.mktemp("spare") / "cluster", has_spare=True) as cluster:
+        number = cluster.submit(script)
+        assert cluster.wait(number, "COMPLETED", "FAILED", timeout_s=240) == "COMPLETED", log(tmp_path)
+        assert cluster.field(number, "ExcNodeList") == "n1"
+        assert "queued again, without n1" in log(tmp_path)
+    assert {line.split()[0] for line in (tmp_path / "ray").read_text().splitlines()[2:]} == {"n0", "n2"}

@@ -2,11 +2,13 @@
 
 Two steps in the middle of a run are traced in the driver, the trainer ranks and the engines. A file is on the path if
 the step executes one of its functions. A reader of the path opens the whole file, so the lines of a file count whole;
-`used` are the lines of the functions that ran, with what stands outside of functions.
+`used` are the lines of the functions that ran, with what stands outside of functions. With `--functions` those that did
+not run are listed below each file, with their lines. What timers call is left out (see `line_tracer`).
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -39,6 +41,8 @@ class PathFile:
     """Lines of the functions that ran."""
     outside: int
     """Lines outside of functions: imports, constants, fields."""
+    idle: Mapping[str, int]
+    """Functions that did not run, with their lines."""
 
     @property
     def used(self) -> int:
@@ -46,9 +50,14 @@ class PathFile:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", action="store_true", help="list the functions that did not run")
+    lists_functions = parser.parse_args().functions
     files = measure()
     for file in files:
         print(f"{file.name:45} {file.lines:5}   used {file.used:5}")
+        for function, lines in file.idle.items() if lists_functions else ():
+            print(f"    {function:41} {lines:5}")
     lines, ran, used = (
         sum(values) for values in zip(*((file.lines, file.ran, file.used) for file in files), strict=True)
     )
@@ -120,6 +129,7 @@ def _path_file(name: str, executed: set[int]) -> PathFile:
     num_lines = len(text.splitlines())
     inside: set[int] = set()
     ran: set[int] = set()
+    idle: dict[str, int] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -128,7 +138,9 @@ def _path_file(name: str, executed: set[int]) -> PathFile:
             inside |= extent
             if executed & body:
                 ran |= extent
-    return PathFile(name=name, lines=num_lines, ran=len(ran), outside=num_lines - len(inside))
+            else:
+                idle[node.name] = idle.get(node.name, 0) + len(extent)
+    return PathFile(name=name, lines=num_lines, ran=len(ran), outside=num_lines - len(inside), idle=idle)
 
 
 if __name__ == "__main__":

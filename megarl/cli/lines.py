@@ -32,8 +32,7 @@ from megarl.observe.events import (
 )
 from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
-from megarl.system.secret import masked
-from megarl.system.terminal import as_entry, printable
+from megarl.system.secret import as_entry, masked, printable
 
 
 class _LastingConsole(Console):

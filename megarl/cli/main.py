@@ -20,8 +20,7 @@ from typer.core import TyperGroup
 
 from megarl import __version__
 from megarl.errors import ConfigError, MegarlError
-from megarl.system.secret import masked
-from megarl.system.terminal import printable
+from megarl.system.secret import masked, printable
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130

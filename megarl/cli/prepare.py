@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, Problem, writing
 from megarl.families import PUBLIC_MODELS
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer_for
 from megarl.planner.hardware import parse_gpu
-from megarl.system.terminal import printable
+from megarl.system.secret import printable
 from megarl.tools.import_verl.translate import translate_file
 from megarl.tools.import_verl.translation import Entry, Imported, KeyVerdict
 from megarl.tools.prepare import DataSetName

@@ -18,8 +18,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
+from megarl.cluster.worker_group import Fence
 from megarl.errors import MachineError
-from megarl.system.epoch import Fence
 from megarl.system.lease import JoinedLease
 
 logger = logging.getLogger(__name__)

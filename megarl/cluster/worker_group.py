@@ -1,6 +1,8 @@
 """Typed calls to a group of Ray actors.
 
-One call goes to every rank; then there are all results, or one error that names the rank.
+One call goes to every rank; then there are all results, or one error that names the rank. A call has the token of the
+driver that holds the run's lock (`system.run_lock`). Every process that outlives a driver has a `Fence`: a driver that
+was frozen until another took its place changes nothing any more.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from megarl.errors import CheckpointError, MegarlError, NodeMemoryError, WeightSyncError, WorkerError
+from megarl.errors import CheckpointError, MachineError, MegarlError, NodeMemoryError, WeightSyncError, WorkerError
 from megarl.system.run_lock import held_token, is_held
 
 Worker = TypeVar("Worker", covariant=True)
@@ -41,6 +43,22 @@ class WorkerDiedError(LostRanksError):
 
 class WorkerLateError(LostRanksError):
     """A call did not end in time."""
+
+
+class Fence:
+    """Lets the drivers of a run pass in the order of their tokens. A driver without a lock has the token 0."""
+
+    def __init__(self, token: int = 0) -> None:
+        self.token = token
+        """The highest so far."""
+
+    def enter(self, token: int) -> None:
+        """Raise MachineError for a driver that another one has followed."""
+        if token < self.token:
+            raise MachineError(
+                f"driver {token} of this run called, and driver {self.token} has taken over; driver {token} ends"
+            )
+        self.token = token
 
 
 class WorkerGroup(Generic[Worker]):

@@ -14,9 +14,8 @@ from ray.actor import ActorHandle
 
 from megarl.algo.advantage import Float64Array
 from megarl.algo.token_credit import CreditTask, PartCredit
-from megarl.cluster.worker_group import WorkerDiedError, WorkerLateError
+from megarl.cluster.worker_group import Fence, WorkerDiedError, WorkerLateError
 from megarl.errors import first_line
-from megarl.system.epoch import Fence
 from megarl.tokens import ColumnName, SampleColumn, assemble, by_sample
 from megarl.types import FloatArray
 

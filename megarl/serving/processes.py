@@ -26,14 +26,13 @@ from ray.actor import ActorHandle
 from megarl.cluster.cluster import NodeBundle, Place, own_address
 from megarl.cluster.leases import AdoptableActors
 from megarl.cluster.stored_adapter import ReadAdapters, StoredAdapter, place_adapter, remove_left_adapters
-from megarl.cluster.worker_group import exit_detail
+from megarl.cluster.worker_group import Fence, exit_detail
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
-from megarl.system.epoch import Fence
 from megarl.system.run_lock import held_token, is_held
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,15 @@
-"""Keys and tokens: hidden from `repr`, and masked in every text that this process shows.
+"""Texts that this process shows: keys and tokens are masked, and a control character is shown, not obeyed.
 
-A recipe holds none, only the names of files that do, so that a stored recipe can be shown to anyone.
+A recipe holds no key, only the names of files that do, so that a stored recipe can be shown to anyone.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 
-from megarl.system.terminal import as_entry
-
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]")
+"""All but tabs and ends of lines: escape sequences, marks that reverse the order of letters, halves of characters."""
 _MASK = "***"
 _MIN_CHARACTERS = 4
 """Shorter values are not masked: they would mask half of a text."""
@@ -47,6 +48,16 @@ def masked(text: str) -> str:
     for value in _known:
         text = text.replace(value, _MASK)
     return text
+
+
+def printable(text: str) -> str:
+    r"""Return the text with control characters as people write them, such as `\x1b` for the one of escape sequences."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def as_entry(text: str) -> str:
+    """Return a message as one entry of a list: its further lines are indented, so that they pass for no other entry."""
+    return printable(text).rstrip("\n").replace("\n", "\n  ")
 
 
 class MaskingFormatter(logging.Formatter):

@@ -31,7 +31,7 @@ with private_ray():
     import ray
 
     from megarl.cluster.cluster import Cluster, open_cluster
-    from megarl.cluster.worker_group import WorkerGroup, WorkerLateError, exit_detail
+    from megarl.cluster.worker_group import Fence, WorkerGroup, WorkerLateError, exit_detail
     from megarl.config.roles import PoolConfig
 
 
@@ -252,3 +252,12 @@ def test_another_process_with_the_same_number_is_left_alone(process: subprocess.
     assert _state(earlier) is None
     assert _end(earlier, 0.0, 1.0)
     assert process.poll() is None
+
+
+def test_drivers_pass_in_the_order_of_their_tokens() -> None:
+    fence = Fence()
+    for token in (0, 3, 3, 7):
+        fence.enter(token)
+    with pytest.raises(MachineError, match="driver 3 of this run called, and driver 7 has taken over; driver 3 ends"):
+        fence.enter(3)
+    fence.enter(7)

@@ -19,6 +19,7 @@ import pytest
 from megarl.checkpoint import folder, mirror
 from megarl.checkpoint.store import Store
 from megarl.cluster import leases
+from megarl.cluster.worker_group import Fence
 from megarl.data import tokenizer
 from megarl.episodes import dialogue, mcp_environments, openenv_environments, worker
 from megarl.episodes.built_in import python
@@ -27,7 +28,6 @@ from megarl.ranks.ranks import RankGroup
 from megarl.reward import protocol
 from megarl.rollout import frozen
 from megarl.system import lease, run_lock
-from megarl.system.epoch import Fence
 from tests.simulation.histories import Accident, Plan, run_plan, worlds
 from tests.simulation.judges import Bench as JudgeBench
 from tests.simulation.judges import run_judge

@@ -30,6 +30,7 @@ from bench.one_engine import (
 from megarl.engine.client import GenerateRequest
 from megarl.errors import MegarlError
 from megarl.rollout.generator import sampling_seed
+from megarl.serving.phases import SleepingFleet
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import canonical_tensors
 
@@ -118,9 +119,9 @@ async def _measure_sleep(server: Server) -> AsyncIterator[Figure]:
     sleeps, wakes = [], []
     for _ in range(NUM_REPEATS):
         start = time.perf_counter()
-        await server.fleet.sleep()
+        await SleepingFleet(server.fleet).sleep()
         middle = time.perf_counter()
-        await server.fleet.wake()
+        await SleepingFleet(server.fleet).wake()
         sleeps.append(middle - start)
         wakes.append(time.perf_counter() - middle)
     for name, times in (("engine releases its cache", sleeps), ("engine allocates its cache again", wakes)):

@@ -7,17 +7,21 @@ is read before a run starts, and needs neither torch nor Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megarl.config.model import read_model_shape
-from megarl.config.roles import EndpointConfig, FrozenRoleConfig
+from megarl.config.roles import EndpointConfig, FrozenRoleConfig, InFlight
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.engine.fleet import Engine, Fleet
 from megarl.errors import EngineError
 from megarl.types import JsonValue, PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 
 class PauseMode(StrEnum):
@@ -43,6 +47,53 @@ async def pause(client: EngineClient, mode: PauseMode) -> None:
 async def resume(client: EngineClient) -> None:
     """Continue after `pause`."""
     await client.control("resume", "/continue_generation", {"torch_empty_cache": False})
+
+
+@asynccontextmanager
+async def paused(
+    fleet: Fleet, in_flight: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[None]:
+    """Pause all reachable engines inside the block; new requests wait.
+
+    `announce` returns when rollout workers in other processes know the counts of pauses.
+    """
+    engines = fleet.reachable
+
+    async def count() -> None:
+        fleet.count_pause(engines)
+        if announce is not None:
+            # An engine that is paused answers at once: the count must be there before the tokens.
+            await announce()
+
+    async def pause_one(engine: Engine) -> None:
+        await pause(engine.client, PauseMode(in_flight))
+
+    await count()
+    try:
+        await _call_all(fleet, engines, pause_one)
+        yield
+    finally:
+        await count()
+        await _call_all(fleet, engines, _resume)
+
+
+async def _resume(engine: Engine) -> None:
+    if not engine.is_live:
+        # Its weights are wrong: its requests are sent to other engines.
+        await abort_all(engine.client)
+    await resume(engine.client)
+
+
+async def _call_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
+    outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+    for engine, outcome in zip(engines, outcomes, strict=True):
+        match outcome:
+            case EngineError():
+                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
+                await fleet.mark_stale(engine, str(outcome))
+            case BaseException():
+                raise outcome
 
 
 async def sleep(client: EngineClient, *, releases_weights: bool = False) -> None:

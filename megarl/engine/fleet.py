@@ -10,11 +10,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.dispatch import Dispatcher, RequestListener, Throughput, Uncounted
 from megarl.engine.lifecycle import (
@@ -29,7 +28,7 @@ from megarl.engine.lifecycle import (
     RestartPolicy,
     advance,
 )
-from megarl.errors import EngineError, EngineLostError, FleetError
+from megarl.errors import EngineLostError, FleetError
 from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -223,14 +222,16 @@ class Fleet:
             f"{self._reasons()}"
         )
 
-    async def _wait_for_change(self) -> None:
-        """Wait for a change, holding the condition. Raises FleetError if no engine came in time or can come."""
-        self.check()
-        try:
-            async with asyncio.timeout(self.publish_timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            raise self._none_came() from None
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for changes until `is_reached`; raise FleetError if there is none in time or no engine can come."""
+        async with self._changed:
+            while not is_reached():
+                self.check()
+                try:
+                    async with asyncio.timeout(self.publish_timeout_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise self._none_came() from None
 
     def check(self) -> None:
         """Raise if no engine will ever be live again."""
@@ -256,10 +257,8 @@ class Fleet:
 
     async def any_reachable(self) -> list[Engine]:
         """Return `reachable` as soon as it has an engine; raises FleetError if none will come."""
-        async with self._changed:
-            while not self.reachable:
-                await self._wait_for_change()
-            return self.reachable
+        await self.until(lambda: bool(self.reachable))
+        return self.reachable
 
     @contextmanager
     def syncing(self, engines: Iterable[Engine]) -> Iterator[None]:
@@ -367,38 +366,11 @@ class Fleet:
         self._failure = error
         self._notify()
 
-    async def sleep(self, *, releases_weights: bool = False) -> None:
-        """Release the devices. Waits for engines that are starting, which would take the devices back.
-
-        An engine that releases its weights is stale until a publish has confirmed others.
-        """
-        self.is_awake = False
-        async with self._changed:
-            while any(engine.state is EngineState.RESTARTING for engine in self.engines):
-                await self._wait_for_change()
-        if releases_weights:
-            for engine in self.reachable:
-                self.report(engine, FellBehind(reason=RELEASED))
-        calls = (
-            self._call(each, admin.sleep(each.client, releases_weights=releases_weights)) for each in self.reachable
-        )
-        await asyncio.gather(*calls)
-
-    async def take_weights(self) -> None:
-        """Take the memory of the weights again, for a publish."""
-        await asyncio.gather(*(self._call(engine, admin.take_weights(engine.client)) for engine in self.reachable))
-
-    async def wake(self) -> None:
-        await asyncio.gather(*(self._call(engine, admin.wake(engine.client)) for engine in self.reachable))
-        self.is_awake = True
-        self._notify()
-
-    async def _call(self, engine: Engine, call: Awaitable[None]) -> None:
-        try:
-            await call
-        except EngineError as error:
-            # An engine that does not release its memory or does not wake is useless.
-            self.report(engine, Ended(reason=str(error)))
+    def set_awake(self, *, is_awake: bool) -> None:
+        """Record whether the engines may use their devices."""
+        self.is_awake = is_awake
+        if is_awake:
+            self._notify()
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.client.close() for engine in self.engines))

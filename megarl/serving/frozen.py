@@ -29,7 +29,7 @@ from megarl.rollout.frozen import FrozenRole, FrozenSetup
 from megarl.rollout.worker import AnsweredPrompt, RolloutSource, RolloutTask, WithGreedyScore
 from megarl.serving.connect import Roles
 from megarl.serving.nodes import following_nodes
-from megarl.serving.phases import SharedPhases
+from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.serving.processes import start_engines
 from megarl.serving.supervisor import Supervisor
 from megarl.stages import Scorer
@@ -70,7 +70,7 @@ async def start_frozen(
     ]
     started = dict(zip(roles, await asyncio.gather(*starts), strict=True))
     # The other roles of their pools start now.
-    await asyncio.gather(*(role.fleet.sleep(releases_weights=True) for role in started.values() if role.is_shared))
+    await SleepingModels.of(started).sleep()
     return started
 
 
@@ -220,15 +220,15 @@ class SleepingModels:
         return [engine for engines in by_fleet for engine in engines]
 
     async def sleep(self, *, releases_weights: bool = True) -> None:
-        await asyncio.gather(*(fleet.sleep(releases_weights=True) for fleet in self._fleets))
+        await asyncio.gather(*(SleepingFleet(fleet).sleep(releases_weights=True) for fleet in self._fleets))
 
     async def take_weights(self) -> None:
-        await asyncio.gather(*(fleet.take_weights() for fleet in self._fleets))
+        await asyncio.gather(*(SleepingFleet(fleet).take_weights() for fleet in self._fleets))
 
     async def wake(self) -> None:
         await self.take_weights()
         for fleet in self._fleets:
-            await fleet.wake()
+            await SleepingFleet(fleet).wake()
             for engine in fleet.reachable:
                 if engine.state is EngineState.STALE:
                     await fleet.joined(engine)

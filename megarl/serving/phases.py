@@ -14,15 +14,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
-from megarl.engine.fleet import Engine
+from megarl.engine import admin
+from megarl.engine.client import EngineClient
+from megarl.engine.fleet import RELEASED, Engine, Fleet
+from megarl.engine.lifecycle import Ended, EngineState, FellBehind
+from megarl.errors import EngineError
 from megarl.ranks.calls import ModelCalls
 from megarl.ranks.ranks import RankGroup
 
 
 class Sleeper(Protocol):
-    """Engines that can stop using their devices for a while; see `Fleet`."""
+    """Engines that can stop using their devices for a while."""
 
     @property
     def reachable(self) -> Sequence[object]: ...
@@ -34,6 +39,51 @@ class Sleeper(Protocol):
     async def take_weights(self) -> None: ...
 
     async def wake(self) -> None: ...
+
+
+class SleepingFleet:
+    """The engines of a fleet as a `Sleeper`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    @property
+    def reachable(self) -> Sequence[Engine]:
+        return self._fleet.reachable
+
+    async def any_reachable(self) -> Sequence[Engine]:
+        return await self._fleet.any_reachable()
+
+    async def sleep(self, *, releases_weights: bool = False) -> None:
+        """Release the devices. Waits for engines that are starting, which would take the devices back.
+
+        An engine that releases its weights is stale until a publish has confirmed others.
+        """
+        fleet = self._fleet
+        fleet.set_awake(is_awake=False)
+        await fleet.until(lambda: all(engine.state is not EngineState.RESTARTING for engine in fleet.engines))
+        if releases_weights:
+            for engine in fleet.reachable:
+                fleet.report(engine, FellBehind(reason=RELEASED))
+        await self._call_all(partial(admin.sleep, releases_weights=releases_weights))
+
+    async def take_weights(self) -> None:
+        """Take the memory of the weights again, for a publish."""
+        await self._call_all(admin.take_weights)
+
+    async def wake(self) -> None:
+        await self._call_all(admin.wake)
+        self._fleet.set_awake(is_awake=True)
+
+    async def _call_all(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._call(engine, call) for engine in self._fleet.reachable))
+
+    async def _call(self, engine: Engine, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        try:
+            await call(engine.client)
+        except EngineError as error:
+            # An engine that does not release its memory or does not wake is useless.
+            self._fleet.report(engine, Ended(reason=str(error)))
 
 
 class SharedPhases:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl, ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import EngineError, WeightSyncError, WorkerError
+from megarl.errors import WeightSyncError, WorkerError
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
@@ -71,7 +71,7 @@ class EnginePublisher:
         if self.in_flight is None:
             result = await self._send(version)
         else:
-            async with paused(self.fleet, self.in_flight, announce=self.announce):
+            async with admin.paused(self.fleet, self.in_flight, announce=self.announce):
                 result = await self._send(version)
         if self.canary is not None and self._num_published % self.canary.every == 0:
             await self.canary.check(version)
@@ -320,50 +320,3 @@ def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:
         logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
         return "gloo"
     return "nccl"
-
-
-@asynccontextmanager
-async def paused(
-    fleet: Fleet, in_flight: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None
-) -> AsyncIterator[None]:
-    """Pause all reachable engines inside the block; new requests wait.
-
-    `announce` returns when rollout workers in other processes know the counts of pauses.
-    """
-    engines = fleet.reachable
-
-    async def count() -> None:
-        fleet.count_pause(engines)
-        if announce is not None:
-            # An engine that is paused answers at once: the count must be there before the tokens.
-            await announce()
-
-    async def pause(engine: Engine) -> None:
-        await admin.pause(engine.client, admin.PauseMode(in_flight))
-
-    await count()
-    try:
-        await _call_all(fleet, engines, pause)
-        yield
-    finally:
-        await count()
-        await _call_all(fleet, engines, _resume)
-
-
-async def _resume(engine: Engine) -> None:
-    if not engine.is_live:
-        # Its weights are wrong: its requests are sent to other engines.
-        await admin.abort_all(engine.client)
-    await admin.resume(engine.client)
-
-
-async def _call_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
-    outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-    for engine, outcome in zip(engines, outcomes, strict=True):
-        match outcome:
-            case EngineError():
-                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
-                await fleet.mark_stale(engine, str(outcome))
-            case BaseException():
-                raise outcome

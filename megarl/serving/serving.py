@@ -28,7 +28,7 @@ from megarl.observe.observer import Observer
 from megarl.serving.adapter_publisher import ServedAdapters
 from megarl.serving.nodes import EngineNodes, following_nodes, moving_engines
 from megarl.serving.operator import Growth, open_to_operator
-from megarl.serving.phases import SharedPhases
+from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.serving.processes import Adoption, Engines, start_engines
 from megarl.serving.specs import located, near_trainers, rollout_engine, transfer_spec
 from megarl.serving.stragglers import EngineWatch
@@ -169,7 +169,7 @@ async def _start_managed(
         supervisor=await stack.enter_async_context(watching),
         transfer=partial(located, transfer, trainer_pool, engines),
         host=own_address(recipe.network.bind),
-        phases=SharedPhases(fleet, releases_weights=config.release == "everything")
+        phases=SharedPhases(SleepingFleet(fleet), releases_weights=config.release == "everything")
         if gives_up_memory
         else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),

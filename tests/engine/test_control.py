@@ -15,6 +15,7 @@ import pytest
 
 from megarl.engine.fleet import Fleet
 from megarl.errors import WeightSyncError
+from megarl.serving.phases import SleepingFleet
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.engine.engines import (
@@ -150,9 +151,9 @@ async def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> 
         control = control_of(fleet)
         trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
         await trainers.join()
-        await fleet.sleep()
+        await SleepingFleet(fleet).sleep()
         await trainers.publish(PolicyVersion(1))
-        await fleet.wake()
+        await SleepingFleet(fleet).wake()
         _, versions = await greedy(fleet)
         assert set(versions) == {1}
         trainers.close()

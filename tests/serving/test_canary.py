@@ -20,7 +20,7 @@ from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
 from megarl.routes import RouteRequest, RouteShape
 from megarl.serving.canary import Canary, CanaryProbe
-from megarl.serving.phases import SharedPhases
+from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.serving.publisher import EnginePublisher
 from megarl.stages import SeparatePhases
 from megarl.types import FloatArray, PolicyVersion, TrainSample
@@ -63,7 +63,7 @@ def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not
                 fleet,
                 probe=PROBE,
                 logprobs=FolderTrainer(folder).logprobs,
-                phases=SharedPhases(fleet),
+                phases=SharedPhases(SleepingFleet(fleet)),
                 warn=warnings.append,
             )
             try:
@@ -73,7 +73,7 @@ def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not
                 assert fleet.engines[0].state is EngineState.STALE
                 raise
             finally:
-                await fleet.wake()
+                await SleepingFleet(fleet).wake()
         return warnings
 
     assert asyncio.run(check(qwen2_tp1.folder)) == []

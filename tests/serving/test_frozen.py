@@ -31,7 +31,7 @@ from megarl.rollout.frozen import models_of
 from megarl.rollout.generator import Sampling
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.serving.frozen import ScoredAfterGeneration, SleepingModels, model_version, start_frozen
-from megarl.serving.phases import SharedPhases
+from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.tokens import Content
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
@@ -180,7 +180,7 @@ class Scene:
         self.calls: list[str] = []
         self.may_end = asyncio.Event()
         self.rollout, self.judge = self._fleet("rollout"), self._fleet("judge")
-        self.phases = SharedPhases(self.rollout)
+        self.phases = SharedPhases(SleepingFleet(self.rollout))
         self.models = SleepingModels([self.judge])
         self.scored = ScoredAfterGeneration(self, self, phases=self.phases, models=self.models)
 

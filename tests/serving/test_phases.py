@@ -15,7 +15,7 @@ from megarl.engine.lifecycle import EngineState, RestartPolicy
 from megarl.errors import WeightSyncError
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult
-from megarl.serving.phases import SharedPhases
+from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.serving.publisher import EnginePublisher
 from megarl.types import PolicyVersion
 from tests.engine.engines import scripted
@@ -56,7 +56,7 @@ class Pool:
         self.fleet = Fleet(
             clients, max_outstanding=8, publish_timeout_s=5, policy=RestartPolicy(max_restarts=2, back_off_s=0.0)
         )
-        self.phases = SharedPhases(self.fleet, releases_weights=releases_weights)
+        self.phases = SharedPhases(SleepingFleet(self.fleet), releases_weights=releases_weights)
         self.publisher = EnginePublisher(transport=self, fleet=self.fleet, phases=self.phases)
         self._can_send_away = can_send_away
 

@@ -10,6 +10,7 @@ from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine
 from megarl.engine.lifecycle import MAX_FAILED_SYNCS, EngineState
 from megarl.errors import FleetError, QuarantineError, WeightSyncError
+from megarl.serving.phases import SleepingFleet
 from megarl.serving.supervisor import probe_interval_s
 from megarl.types import PolicyVersion
 from tests.engine.engines import generator_of, prompt_of
@@ -135,12 +136,12 @@ async def test_a_retired_engine_answers_what_it_has_and_ends_and_can_be_added_ag
 
 async def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_generate() -> None:
     async with supervised() as (scripted, fleet, _):
-        await fleet.sleep()
+        await SleepingFleet(fleet).sleep()
         scripted.kill(1)
         await asyncio.sleep(1)
         assert fleet.engines[1].state is EngineState.DEAD
         assert fleet.engines[0].is_live, "an engine that sleeps is not dead"
-        await fleet.wake()
+        await SleepingFleet(fleet).wake()
         await until(lambda: fleet.engines[1].is_live)
 
 

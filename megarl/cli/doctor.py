@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from megarl.tools.doctor import Check
     from megarl.tools.doctor.rules import Finding, RunDiagnosis
 
+_AUTO = "auto"
+"""An address for Ray: that in `RAY_ADDRESS`, or of a cluster that was started on this machine."""
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red"}
 
 
@@ -104,6 +106,8 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
     checks = [*examine_machine(recipe, is_joined=address is not None)]
     if recipe is not None:
         checks += examine_recipe(recipe)
+        if address == _AUTO and not RAY_ADDRESS.read():
+            address = None  # a recipe for a cluster, asked about a machine before there is one
         if address is not None or tries_groups:
             checks += _try_cluster(recipe, address, ("nodes", "all nodes"))
     return checks

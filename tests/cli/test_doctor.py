@@ -9,7 +9,9 @@ import pytest
 
 from megarl.cli import main as cli
 from megarl.config.load import load_recipe
+from megarl.env import RAY_ADDRESS, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.tools.doctor import Check, CheckStatus, machine
+from tests.repository import ROOT
 from tests.tools.doctor.runs import RECIPE, Step, write_run
 
 
@@ -70,6 +72,20 @@ def test_problems_of_a_recipe_are_rows(tmp_path: Path, capsys: pytest.CaptureFix
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert found["model.path"]["status"] == "error"
     assert {"python", "torch", "sandbox", "cpus"} <= set(found)
+
+
+def test_a_recipe_for_a_cluster_is_looked_at_before_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (RAY_ADDRESS, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH):
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    large = ROOT / "recipes" / "dapo_32b.yaml"
+    assert cli.run(["doctor", str(large), "--json"]) == 5
+    found = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert {"python", "cpus", "data.train"} <= found
+    assert cli.run(["doctor", str(large), "--ray-address", "127.0.0.1:1"]) == 5
+    assert "no token for the Ray cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

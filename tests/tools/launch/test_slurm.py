@@ -291,6 +291,25 @@ def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
     assert cli.run([*words, *too_much, "--override-fit"]) == 0
 
 
+def test_every_job_of_the_first_day_on_a_cluster_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/operations.md, with the recipe that it tells to copy."""
+    page = (
+        (ROOT / "docs" / "operations.md")
+        .read_text()
+        .partition("## The first day on a cluster")[2]
+        .partition("\n## ")[0]
+    )
+    assert "cp recipes/dapo_32b.yaml mine.yaml" in page
+    commands = re.findall(r"`megarl (launch slurm mine\.yaml [^`]*)`", page)
+    assert len(commands) == 3
+    for number, command in enumerate(commands):
+        words = command.replace("mine.yaml", str(ROOT / "recipes" / "dapo_32b.yaml")).split()
+        assert words.pop() == "--submit"
+        script = tmp_path / f"{number}.sh"
+        assert cli.run([*words, "--out", str(script)]) == 0, capsys.readouterr().err
+        assert "#SBATCH --nodes=17" in script.read_text()
+
+
 def run_part(folder: Path, commands: str, job: SlurmJob = JOB) -> subprocess.CompletedProcess[str]:
     """Run commands with the functions of the script, and a `scontrol` that prints what it is asked."""
     script = render(replace(job, folder=folder, max_failures=1), recipe()).rpartition("\nmain\n")[0]

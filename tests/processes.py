@@ -1,10 +1,10 @@
 """Processes that are forked from a template, which has imported what they need once for all of them.
 
 A template has done nothing else: what is forked is as clean as a new process, and seconds faster. `run_processes` and
-drivers are forked from that of `multiprocessing`. `ForkedCommands` are under a guard (`megarl.system.guard`): their
-template forks a guard for each request, and the guard forks its command instead of executing it. Sessions, pipes,
-signals and deaths are those of an executed command, and so is the mount namespace, which is that of whoever asked. All
-processes of a test session share these templates (`TEMPLATES`).
+drivers are forked from the fork server of `multiprocessing`. `ForkedCommands` are under a guard
+(`megarl.system.guard`): their template forks a guard for each request, and the guard forks its command instead of
+executing it. Sessions, pipes, signals and deaths are those of an executed command, and so is the mount namespace, which
+is that of whoever asked. All processes of a test session share these templates (`TEMPLATES`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -47,6 +48,7 @@ Result = TypeVar("Result")
 _NUMBER = struct.Struct("!i")
 _MOUNTS = "/proc/self/ns/mnt"
 _executed = guard.start_guarded
+_FORK_SERVER = "multiprocessing.forkserver"
 _IMPORTED = (
     "hypothesis",
     "megarl.run.run",
@@ -58,12 +60,18 @@ _IMPORTED = (
 
 
 def template() -> ForkServerContext:
-    """The context whose processes are forked. There is one per session: its first process starts the template."""
-    # Ray reads its environment when it is imported.
-    os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    return context
+    """The context whose processes are forked, from one server for all processes of tests."""
+    join_fork_server()
+    return multiprocessing.get_context("forkserver")
+
+
+@cache
+def join_fork_server() -> None:
+    """Let `multiprocessing` in this process fork from the shared server, also where the product asks it to."""
+    server = vars(forkserver)["_forkserver"]
+    server._forkserver_address = template_address(_FORK_SERVER)
+    server._forkserver_alive_fd = os.pipe()[1]  # the server's own is with the process that started it
+    server.ensure_running = resource_tracker.ensure_running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +273,8 @@ def _descriptor(output: IO[bytes] | int) -> int:
 TEMPLATES: dict[str, str] = {}
 """Addresses of the templates that this process shares with others, in hexadecimal digits, by their script.
 
-A script calls `serve_guards`. Empty until the first address is asked for, unless another process has started them."""
+A script calls `serve_guards`, or is the fork server. Empty until the first address is asked for, unless another process
+has started them."""
 
 
 def template_address(script: str) -> bytes:
@@ -280,9 +289,12 @@ def listen_for_templates() -> None:
     environments = {
         "tests.engine.template": engine_environment(device="cpu", tensor=1, interface=None),
         "tests.cluster.worker_setup": {**os.environ, "PYTHONPATH": path_of(os.environ)},
+        # Ray reads its environment when it is imported.
+        _FORK_SERVER: {**os.environ, **RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, "PYTHONPATH": path_of(os.environ)},
     }
     listeners = {listening_socket(): script for script in environments}
     TEMPLATES.update({script: listener.getsockname().hex() for listener, script in listeners.items()})
+    alive, _ = os.pipe()  # the fork server ends when the other end is closed, with this process
 
     def start_when_asked() -> NoReturn:
         # This thread does not end: a template ends with the thread that started it.
@@ -291,11 +303,15 @@ def listen_for_templates() -> None:
             for listener in select.select(list(listeners), [], [])[0]:
                 script = listeners.pop(listener)
                 with listener:
+                    descriptors, words = [listener.fileno()], ["-m", script, "serve", str(listener.fileno())]
+                    if script == _FORK_SERVER:
+                        descriptors.append(alive)
+                        words = ["-c", f"from {script} import main; main(*{descriptors}, {_IMPORTED})"]
                     process = subprocess.Popen(
-                        [sys.executable, "-m", script, "serve", str(listener.fileno())],
+                        [sys.executable, *words],
                         cwd=ROOT,
                         env=environments[script],
-                        pass_fds=[listener.fileno()],
+                        pass_fds=descriptors,
                         start_new_session=True,
                     )
                 begun.append(process)

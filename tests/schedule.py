@@ -147,7 +147,7 @@ class Watch:
 class Controller:
     """In the process that schedules: names tests as pytest knows them, and counts those whose processes were lost.
 
-    It has the templates from which all processes of tests fork engines and Rays.
+    It has the templates from which all processes of tests fork engines, Rays and other processes.
     """
 
     def __init__(self) -> None:
@@ -155,8 +155,6 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        if not processes.TEMPLATES:
-            processes.listen_for_templates()
         node.workerinput["templates"] = processes.TEMPLATES
 
     @pytest.hookimpl(tryfirst=True)
@@ -186,4 +184,5 @@ def pytest_configure(config: pytest.Config) -> None:
         processes.TEMPLATES.update(config.workerinput["templates"])
     else:
         config.pluginmanager.register(Controller())
+    processes.join_fork_server()
     config.pluginmanager.register(WATCH)

@@ -183,6 +183,13 @@ def _long_step(_: PieceOptions, report: Report) -> None:
         report(figure)
 
 
+def _hybrid(_: PieceOptions, report: Report) -> None:
+    from bench.hybrid import measure_hybrid
+
+    for figure in measure_hybrid():
+        report(figure)
+
+
 def _linear(_: PieceOptions, report: Report, *, index: int) -> None:
     from bench.linear_layers import measure_linear_layers
 
@@ -273,6 +280,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "step-1.5b": GpuPiece(timeout_s=240, measure=partial(_step, index=1)),
     "step-135m": GpuPiece(timeout_s=240, measure=partial(_step, index=2)),
     "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
+    "hybrid": GpuPiece(timeout_s=150, measure=_hybrid),
     "linear-7b": GpuPiece(timeout_s=180, measure=partial(_linear, index=0)),
     "linear-1.5b": GpuPiece(timeout_s=180, measure=partial(_linear, index=1)),
     "experts": GpuPiece(timeout_s=150, measure=_experts),

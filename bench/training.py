@@ -105,9 +105,9 @@ def measure_ceilings() -> dict[str, float]:
     """Return the device's rates: copies in GB/s, counting bytes read and written, and matrix products in TFLOP/s."""
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    copy = _timed(lambda: target.copy_(source))
+    copy = timed(lambda: target.copy_(source))
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = _timed(lambda: left @ right)
+    product = timed(lambda: left @ right)
     return {"copy_gb_s": 2 * 4 * (1 << 29) / copy.seconds / 1e9, "matmul_tflops": 2 * 8192**3 / product.seconds / 1e12}
 
 
@@ -164,14 +164,14 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
         log_probs = ((hidden_states @ weight.t()).float() / 0.9).log_softmax(dim=-1)
         backward(log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(dim=-1))
 
-    timed = {}
+    outcomes = {}
     for call in (ours, naive):
         hidden_states.grad = weight.grad = None
         clear_device()
         before = torch.cuda.memory_allocated()
-        result = _timed(call)
-        timed[call] = replace(result, peak_bytes=result.peak_bytes - before)
-    fast, slow = timed[ours], timed[naive]
+        result = timed(call)
+        outcomes[call] = replace(result, peak_bytes=result.peak_bytes - before)
+    fast, slow = outcomes[ours], outcomes[naive]
     label = f"scores, {num_tokens} x {vocab} x {hidden}"
     # Three products of the hidden states and the matrix, and a fourth because logits are recomputed.
     floor_s = 8.0 * num_tokens * vocab * hidden / (1e12 * measure_ceilings()["matmul_tflops"])
@@ -207,7 +207,7 @@ def measure_phases() -> Iterator[Figure]:
     with alone() as topology:
         chunks = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
         optimizer = build_optimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
-        _randomise(chunks[0])
+        randomise(chunks[0])
         optimizer.adopt_weights()
         weight_bytes = sum(tensor.nbytes for tensor in optimizer.parameters().values())
         state_bytes = 3 * sum(shard.master.nbytes for shard in optimizer.shards().values())
@@ -248,22 +248,22 @@ def _pinned_rates() -> tuple[float, float]:
     num_bytes = 1 << 30
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    down = _timed(lambda: host.copy_(device, non_blocking=True))
-    up = _timed(lambda: device.copy_(host, non_blocking=True))
+    down = timed(lambda: host.copy_(device, non_blocking=True))
+    up = timed(lambda: device.copy_(host, non_blocking=True))
     return num_bytes / down.seconds / 1e9, num_bytes / up.seconds / 1e9
 
 
 def _measure_ours(workload: TrainWorkload) -> Timed:
     with alone() as topology:
         (model,) = build_chunks(workload.shape, topology, ActorConfig(pool="gpu"), device="cuda")
-        _randomise(model)
+        randomise(model)
         batch = micro_batch(workload, topology)
         clear_device()
         assert isinstance(model, PolicyModel), type(model)
-        return _timed(partial(_step, model, batch))
+        return timed(partial(step, model, batch))
 
 
-def _step(model: PolicyModel, batch: DeviceMicroBatch) -> None:
+def step(model: PolicyModel, batch: DeviceMicroBatch) -> None:
     model.zero_grad(set_to_none=True)
     scores = model(batch)
     (-scores.logprobs.mean()).backward()
@@ -287,7 +287,7 @@ def _measure_transformers(workload: TrainWorkload, *, is_compiled: bool) -> Time
     )
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    _randomise(model)
+    randomise(model)
     run = torch.compile(model) if is_compiled else model
     ids = torch.randint(shape.vocab, (workload.num_sequences, workload.sequence_tokens), device="cuda")
 
@@ -296,7 +296,7 @@ def _measure_transformers(workload: TrainWorkload, *, is_compiled: bool) -> Time
         run(input_ids=ids, labels=ids).loss.backward()
 
     clear_device()
-    return _timed(step)
+    return timed(step)
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def micro_batch(
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -356,13 +356,13 @@ def _randomise(model: torch.nn.Module) -> None:
             parameter.normal_(0.0, STD)
 
 
-def _timed(call: Callable[[], object]) -> Timed:
-    for _ in range(_NUM_WARMUPS):
+def timed(call: Callable[[], object], *, warmups: int = _NUM_WARMUPS, repeats: int = _NUM_REPEATS) -> Timed:
+    for _ in range(warmups):
         call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(_NUM_REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()

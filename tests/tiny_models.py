@@ -40,6 +40,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -69,12 +77,18 @@ _MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 }
 
 FAMILIES = tuple(_MODELS)
 VARIANTS = {"moonlight": "deepseek_v3"}
 """Models of a family that have other tensors, by name: Moonlight's queries come from the hidden state."""
-HYBRIDS = ("qwen3_next",)
+SEEING = ("qwen3_5", "qwen3_5_moe")
+"""Families whose files have tensors for images as well, which are not read."""
+HYBRIDS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", *SEEING)
 """Families with gated delta nets."""
 QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
@@ -105,9 +119,18 @@ _UNWRITTEN: dict[str, dict[str, object]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-    "qwen3_next": {"full_attention_interval": 2},
+    **{key: {"full_attention_interval": 2} for key in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")},
 }
 """Fields that SGLang reads and transformers does not write."""
+_IMAGES: dict[str, object] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 
 def write_tiny_model(
@@ -146,15 +169,10 @@ def write_tiny_model(
     sizes |= _own_sizes(family, layers=layers, heads=heads, ffn=ffn)
     if rope is not None:
         sizes["rope_parameters"] = rope
-    config = config_class(
-        **sizes,
-        tie_word_embeddings=tied or family == "gemma3_text",
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    model = model_class(config)
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    shared: dict[str, object] = {"tie_word_embeddings": tied or family == "gemma3_text", "dtype": "float32"}
+    parts = {"text_config": sizes | shared, "vision_config": _IMAGES} if family in SEEING else sizes
+    model = model_class(config_class(**parts, **shared))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
@@ -167,10 +185,17 @@ def write_tiny_model(
             if name.endswith("sinks"):
                 parameter.copy_(parameter.bfloat16())  # as engines have them, whatever their dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if unwritten := _UNWRITTEN.get(VARIANTS.get(family, family)):
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | unwritten))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"] if family in SEEING else config
+    text |= _UNWRITTEN.get(text["model_type"], {})
+    path.write_text(json.dumps(config))
     return read_model_shape(folder)
+
+
+def is_read(name: str) -> bool:
+    """Whether a tensor of a file is one of the text."""
+    return not name.startswith("model.visual.")
 
 
 def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, object]:
@@ -199,28 +224,35 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
             return {**windows, **experts, "rope_parameters": _TRUNCATED_YARN}
         case "gemma3_text":
             return {**windows, "query_pre_attn_scalar": 24}
-        case "qwen3_next":
-            return _hybrid_sizes(layers=layers, ffn=ffn)
+        case _ if family in HYBRIDS:
+            return _hybrid_sizes(family, layers=layers, ffn=ffn)
         case _:
             return _WIDTHS.get(family, {})
 
 
-def _hybrid_sizes(*, layers: int, ffn: int) -> dict[str, object]:
-    """Return the fields of a mixture with gated delta nets in every other layer."""
+def _hybrid_sizes(family: str, *, layers: int, ffn: int) -> dict[str, object]:
+    """Return the fields of a model with gated delta nets in every other layer."""
     kinds = ["linear_attention", "full_attention"] * layers
-    return {
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": ffn // 2,
-        "shared_expert_intermediate_size": ffn // 2,
+    sizes: dict[str, object] = {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 16,
         "layer_types": kinds[:layers],
-        "full_attention_interval": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     }
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    if family == "qwen3_next":
+        sizes["full_attention_interval"] = 2
+    else:
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    if family not in ("qwen3_5", "qwen3_5_text"):
+        sizes |= {
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": ffn // 2,
+            "shared_expert_intermediate_size": ffn // 2,
+        }
+    return {**sizes, "rope_parameters": rope}
 
 
 def write_random_adapter(

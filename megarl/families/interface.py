@@ -26,6 +26,7 @@ documentation names it.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -276,7 +277,7 @@ class Family(ABC):
 
 def critic_architecture(language_model: str) -> str:
     """Return transformers' name for a model with the same layers and one output per token."""
-    return language_model.replace("ForCausalLM", "ForSequenceClassification")
+    return re.sub("For(CausalLM|ConditionalGeneration)$", "ForSequenceClassification", language_model)
 
 
 def _rope(shape: ModelShape) -> dict[str, object]:

@@ -70,6 +70,14 @@ class PackedSequences(PackedSeqParams):
         return chunks_of(self.lengths if self.part is None else self.part.lengths, self.starts.device)
 
     @cached_property
+    def whole_starts(self) -> Tensor:
+        """Starts of the whole sequences. [S + 1], int64; one tensor for all layers, by which kernels know it again"""
+        if self.part is None:
+            return self.starts.long()
+        starts = np.cumsum([0, *self.part.lengths], dtype=np.int64)
+        return torch.from_numpy(starts).to(device=self.starts.device, non_blocking=True)
+
+    @cached_property
     def longest(self) -> int:
         return max(self.lengths)
 

@@ -176,7 +176,7 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
     if shape.has_post_norms:
         attention.linear_proj = with_post_norm(attention.linear_proj)
         feed_forward.linear_fc2 = with_post_norm(feed_forward.linear_fc2)
-    _set_attention(spec, shape, is_te=is_te)
+    _set_attention(spec, shape, is_te=is_te, is_fused=is_fused)
     if is_adapted:
         columns = ColumnParallelLinear
         if is_te:
@@ -191,7 +191,7 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
     return spec
 
 
-def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
+def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool, is_fused: bool) -> None:
     """Set the attention of a layer, or what is in its place; all layers of the model are of one kind."""
     attention, is_near = spec.submodules.self_attention.submodules, bool(shape.window_layers)
     attention.core_attention = partial(
@@ -210,7 +210,7 @@ def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool) -> None:
         spec.submodules.input_layernorm = RMSNorm
         spec.submodules.self_attention = ModuleSpec(
             module=GatedDeltaNet,
-            params={"widths": shape.delta},
+            params={"widths": shape.delta, "is_fused": is_fused},
             submodules=DeltaSubmodules(in_proj=linear, out_proj=attention.linear_proj),
         )
     if shape.latent is not None:

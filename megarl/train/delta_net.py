@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.families.shape import DeltaWidths
 from megarl.train.attention import PackedSequences
+from megarl.train.delta_kernels import delta_rule_by_kernels, is_installed
 from megarl.train.delta_rule import delta_rule, short_convolution
 
 _NORM_EPS = 1e-6
@@ -46,11 +47,13 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         widths: DeltaWidths,
+        is_fused: bool = True,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None, "a delta net without its groups"
         del layer_number, cp_comm_type
         self.widths, self._groups = widths, pg_collection
+        self.has_kernels = is_fused and is_installed()
         num_ranks = pg_collection.tp.size()
         self.in_proj = submodules.in_proj(
             config.hidden_size,
@@ -129,17 +132,17 @@ class GatedDeltaNet(MegatronModule):
         # Rounded as engines round it.
         convolved = torch.unflatten(convolved.to(projected.dtype).to(dtype), -1, (by_key.shape[1], -1))
         query, key, value = torch.split(convolved, [widths.key, widths.key, per_key * widths.value], dim=-1)
-        query, key = (_unit(each).repeat_interleave(per_key, dim=1) for each in (query, key))
+        query, key = _unit(query), _unit(key)
+        value = torch.unflatten(value, -1, (per_key, widths.value)).flatten(1, 2)
         bias, rate = (each.view(-1, per_key)[mine].to(dtype) for each in (self.dt_bias, self.A_log))
-        decay = -rate.exp() * F.softplus(speed.to(dtype) + bias)
-        output = delta_rule(
-            query * widths.key**-0.5,
-            key,
-            torch.unflatten(value, -1, (per_key, widths.value)).flatten(1, 2),
-            decay.flatten(1),
-            torch.sigmoid(strength.to(dtype)).flatten(1),
-            chunks,
-        ).to(projected.dtype)
+        decay = (-rate.exp() * F.softplus(speed.to(dtype) + bias)).flatten(1)
+        numbers = decay, torch.sigmoid(strength.to(dtype)).flatten(1)
+        if self.has_kernels and projected.is_cuda and projected.dtype != dtype:
+            rounded = (each.to(projected.dtype) for each in (query, key, value))
+            output = delta_rule_by_kernels(*rounded, *numbers, sequences.whole_starts)
+        else:
+            query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
+            output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks).to(projected.dtype)
         gate = torch.unflatten(gate, -1, (per_key, widths.value)).flatten(1, 2)
         gated = self._gated(output.to(dtype), gate.to(dtype)).to(projected.dtype)
         if part is not None:

@@ -53,11 +53,12 @@ class HookPoint:
 
 def hook_points(shape: ModelShape) -> tuple[HookPoint, ...]:
     """Return all hook points of a model, in the order of its forward pass."""
-    tensors = canonical_tensors(shape)
+    owned: defaultdict[str, list[str]] = defaultdict(list)
+    for tensor in canonical_tensors(shape):
+        owned[tensor.rpartition(".")[0]].append(tensor)
 
     def point(name: str, *modules: str) -> HookPoint:
-        candidates = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
-        return HookPoint(name=name, weights=tuple(tensor for tensor in candidates if tensor in tensors))
+        return HookPoint(name=name, weights=tuple(tensor for module in modules for tensor in owned[module]))
 
     embedding, final = _module(rooted(EMBEDDING, shape)), _module(rooted(FINAL_NORM, shape))
     points = [point(embedding, embedding)]

@@ -224,6 +224,16 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     # Without the layer that predicts a second token.
     "qwen3-next-80b-a3b": 79_674_391_296,
+    # Without what sees images, too.
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.6-35b-a3b": 34_660_610_688,
+    "qwen3.5-122b-a10b": 122_111_526_912,
+    "qwen3.5-397b-a17b": 396_346_350_336,
     "glm-4.5-air": 106_852_251_264,
     "glm-4.5": 352_797_829_024,
     "glm-4.6": 352_797_829_024,
@@ -252,12 +262,13 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "active"),
-    # Published as 3.3B, 22B and 2.7B; a token meets all of a dense model.
+    # Published as 3.3B, 22B, 2.7B and 17B; a token meets all of a dense model.
     [
         ("qwen3-30b-a3b", 3_353_032_704),
         ("qwen3-235b-a22b", 22_190_763_520),
         ("qwen1.5-moe-a2.7b", 2_689_173_504),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3.5-397b-a17b", 17_349_040_896),
     ],
 )
 def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: int) -> None:
@@ -279,6 +290,8 @@ def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: in
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"),
         ("google/gemma-3-1b-it", "gemma-3-1b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+        ("Qwen/Qwen3.5-9B-Base", "qwen3.5-9b"),
     ],
 )
 def test_folders_and_hub_names_are_recognised(path: str, name: str | None) -> None:

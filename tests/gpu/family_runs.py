@@ -41,6 +41,8 @@ MODELS = {
     "gpt_oss": "gpt-oss-20b",
     "gemma3_text": "gemma-3-1b",
     "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3_5_text": "qwen3.5-4b",
+    "qwen3_5_moe_text": "qwen3.5-35b-a3b",
 }
 """A public model of each family, whose layers are made narrow."""
 ENGINE = {
@@ -94,6 +96,7 @@ def narrow(name: str, *, vocab: int, dtype: str) -> ModelShape:
         scaling = replace(scaling, factor=4.0, original_max_position=512)
     shape = replace(
         shape,
+        family=name,
         num_layers=4,
         hidden=512,
         ffn_hidden=256 if experts else 1024,

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 20
 MOST_KL = 0.015
-MIXTURES = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+MIXTURES = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, GptOssForCausalLM, MixtralForCaus
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.roles import OptimizerConfig
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.types import TrainSample
 from tests.tiny_models import load_adapted
@@ -66,6 +68,7 @@ class Reference:
         )
         # transformers gives the padding token no gradient; a trainer that packs sequences has no such token.
         self._model.model.embed_tokens.padding_idx = None
+        self._root = family_of(model.shape).root
         self._config = optimizer
         self._algorithm = algorithm
         self._temperature = temperature
@@ -131,7 +134,8 @@ class Reference:
         return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
 
     def weights(self) -> dict[str, Tensor]:
-        return checkpoint_weights(self._model)
+        weights = checkpoint_weights(self._model)
+        return {re.sub(r"^model\.", self._root, name): weight for name, weight in weights.items()}
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ CASES = {
     "gpt_oss": ("TP2-EP2-ETP1", "CP2-EP2"),
     "gemma3_text": ("PP2-VPP2", "CP2"),
     "qwen3_next": ("CP2-TP2-EP4-ETP1",),
+    "qwen3_5_text": ("PP2-VPP2",),
+    "qwen3_5_moe": ("TP2-EP2",),
 }
 SLOW_CASES = {
     "deepseek_v2": ("TP1", "EP2-PP2", "CP2-EP2"),
@@ -44,6 +46,10 @@ SLOW_CASES = {
     "gpt_oss": ("TP1", "EP2-PP2"),
     "gemma3_text": ("TP1", "TP2-SP"),
     "qwen3_next": ("TP1", "TP2-SP", "PP2-VPP2", "CP2-EP2", "EP2-PP2"),
+    "qwen3_5": ("TP1", "TP2-SP", "CP2"),
+    "qwen3_5_text": ("TP2-SP", "CP2"),
+    "qwen3_5_moe": ("TP1", "CP2-TP2-EP4-ETP1", "EP2-PP2"),
+    "qwen3_5_moe_text": ("TP2-EP2", "CP2-EP2"),
 }
 
 
@@ -65,4 +71,4 @@ def test_an_update_is_that_of_transformers(family: str, split: str, cluster: Clu
     assert_same_logprobs(assembled(outcome.logprobs[0] for outcome in outcomes), old)
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
     assert outcomes[0].stats.loss == pytest.approx(loss, abs=TOLERANCE)
-    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
+    assert outcomes[0].stats.grad_norm == pytest.approx(grad_norm, rel=TOLERANCE, abs=TOLERANCE)

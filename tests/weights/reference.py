@@ -25,7 +25,7 @@ Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]
 
 PADDING = -1
-HYBRIDS = ("qwen3_next",)
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
 UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", *HYBRIDS)
 """Families that this reference does not know; `test_families.py` and engines compare them."""
 _BIAS = "e_score_correction_bias"
@@ -51,7 +51,9 @@ _EXPERTS = {
     "mixtral": Experts(num=4, per_token=2, is_normalized=True),
     "qwen2_moe": Experts(num=4, per_token=2, is_normalized=False, shared=96),
     "qwen3_moe": Experts(num=4, per_token=2, is_normalized=True),
-    "qwen3_next": Experts(num=4, per_token=2, is_normalized=True, shared=32),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), Experts(num=4, per_token=2, is_normalized=True, shared=32)
+    ),
 }
 
 

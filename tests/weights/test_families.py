@@ -26,7 +26,7 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.repository import ROOT
-from tests.tiny_models import FAMILIES, write_tiny_model
+from tests.tiny_models import FAMILIES, is_read, write_tiny_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,7 +60,8 @@ def test_every_family_has_a_tiny_model() -> None:
 @pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen2", True)])
 def test_a_folder_comes_back_as_it_was(tmp_path: Path, family: str, tied: bool) -> None:
     shape = write_tiny_model(tmp_path, family, tied=tied, layers=4, max_shard_size="100KB")
-    model = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    files = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    model = {name: tensor for name, tensor in files.items() if is_read(name)}
     for index, parallel in enumerate(SPLITS):
         returned = tmp_path / f"returned {index}"
         returned.mkdir()

@@ -31,7 +31,7 @@ from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.codecs import as_files
 from megarl.weights.executors.hf import read_header, tensor_files
 from megarl.weights.executors.tensors import box_of, check_holding, specs_of, torch_dtype
-from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.canonical import canonical_tensors, rooted
 from megarl.weights.layouts.sglang import sglang_layout
 from megarl.weights.layouts.stored import StoredTensor, held_in, stored_tensors
 
@@ -58,7 +58,7 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
     save_file(as_files(numbers), model / "model.safetensors", metadata={"format": "pt"})
-    yield _names("transformers", _saved(model, work / "saved"), tiny)
+    yield _names("transformers", _saved(model, work / "saved", tiny), tiny)
     # SGLang does not load experts with biases by sets; only a publish fills them.
     has_sets = tiny.experts is not None and not tiny.has_biases
     splits = ((1, 1), (2, 1), (2, 2)) if has_sets else ((1, 1), (2, 1))
@@ -95,15 +95,20 @@ def file_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _stored(folder: Path) -> dict[str, StoredTensor]:
-    return stored_tensors({name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()})
+    return stored_tensors(_header(folder))
 
 
-def _saved(model: Path, saved: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model that transformers makes of the configuration, and saves."""
+def _header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: entry for path in tensor_files(folder) for name, entry in read_header(path).items()}
+
+
+def _saved(model: Path, saved: Path, shape: ModelShape) -> dict[str, StoredTensor]:
+    """Return the tensors of a model that transformers makes of the configuration, of text alone, and saves."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
-    return _stored(saved)
+    header = _header(saved).items()
+    return stored_tensors({rooted(name, shape) if name.startswith("model.") else name: entry for name, entry in header})
 
 
 def numbered(extents: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -138,8 +138,8 @@ class GatedDeltaNet(MegatronModule):
         decay = (-rate.exp() * F.softplus(speed.to(dtype) + bias)).flatten(1)
         numbers = decay, torch.sigmoid(strength.to(dtype)).flatten(1)
         if self.has_kernels and projected.is_cuda and projected.dtype != dtype:
-            rounded = (each.to(projected.dtype) for each in (query, key, value))
-            output = delta_rule_by_kernels(*rounded, *numbers, sequences.whole_starts)
+            query, key, value = query.to(projected.dtype), key.to(projected.dtype), value.to(projected.dtype)
+            output = delta_rule_by_kernels(query, key, value, *numbers, sequences.whole_starts)
         else:
             query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
             output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks).to(projected.dtype)

@@ -17,7 +17,10 @@ from tests.planner.runs import write_run
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
-GPU_OF = dict.fromkeys(("dapo_70b_async", "grpo_235b", "grpo_deepseek_v3", "grpo_glm45_air", "grpo_gptoss_20b"), "h200")
+GPU_OF = dict.fromkeys(
+    ("dapo_70b_async", "grpo_235b", "grpo_deepseek_v3", "grpo_glm45_air", "grpo_gptoss_20b", "grpo_qwen35_35b_a3b"),
+    "h200",
+)
 PUBLIC = [
     "sft_7b",
     "sft_70b",
@@ -28,6 +31,7 @@ PUBLIC = [
     "grpo_deepseek_v3",
     "grpo_glm45_air",
     "grpo_gptoss_20b",
+    "grpo_qwen35_35b_a3b",
     "dapo_32b",
     "dapo_70b_async",
     "grpo_32b_32k",

@@ -39,4 +39,4 @@ def test_every_family_is_in_a_recipe_or_in_an_example() -> None:
     recipes = "".join(path.read_text().lower() for path in (ROOT / "recipes").glob("*.yaml"))
     shown = {family_of(PUBLIC_MODELS[name]).name for name in EXAMPLES}
     shown |= {family_of(shape).name for name, shape in PUBLIC_MODELS.items() if f"models/{name}" in recipes}
-    assert {family.name for family in FAMILIES} - shown == set()
+    assert {family.name for family in FAMILIES if family.models} - shown == set()

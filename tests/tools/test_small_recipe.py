@@ -37,6 +37,7 @@ LARGE = (
     "grpo_deepseek_v3",
     "grpo_glm45_air",
     "grpo_gptoss_20b",
+    "grpo_qwen35_35b_a3b",
     "dapo_32b",
 )
 

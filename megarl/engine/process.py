@@ -288,9 +288,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         flags += ["--enable-deterministic-inference", *(["--disable-radix-cache"] if spec.device == "cpu" else [])]
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
-    overrides: dict[str, object] = json.loads(spec.quantization) if spec.quantization else {}
-    overrides |= {"quantization_config": None} if spec.is_dequantized and not spec.quantization else {}
-    overrides |= {"logit_scale": 1 / spec.temperature} if spec.temperature != 1 else {}
+    overrides = _model_overrides(spec)
     flags += ["--json-model-override-args", json.dumps(overrides)] if overrides else []
     if spec.shares_devices and spec.device == "cuda" and config.gives_up_memory:
         # Frozen models give up their weights as well, and no publish restores these.
@@ -304,6 +302,15 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     return [sys.executable, "-m", f"megarl.engine.{module}", *words]
 
 
+def _model_overrides(spec: EngineSpec) -> dict[str, object]:
+    """Return the fields that replace those of config.json: of several such options SGLang takes the last one alone."""
+    overrides: dict[str, object] = json.loads(spec.quantization) if spec.quantization else {}
+    overrides |= {"quantization_config": None} if spec.is_dequantized and not spec.quantization else {}
+    overrides |= {"logit_scale": 1 / spec.temperature} if spec.temperature != 1 else {}
+    is_adapted = spec.adapters is not None and spec.adapters.has_shared_expert
+    return overrides | ({"has_adapted_shared_expert": True} if is_adapted else {})
+
+
 def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
     """Return the options by which SGLang never unloads an adapter of its own accord: that blocks all loads."""
     options: dict[str, str | int] = {
@@ -314,8 +321,6 @@ def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
         "--lora-backend": "torch_native" if device == "cpu" else "triton",
     }
     words = [str(word) for option in options.items() for word in option]
-    if adapters.has_shared_expert:
-        words += ["--json-model-override-args", json.dumps({"has_adapted_shared_expert": True})]
     return ["--enable-lora", "--lora-strict-loading", *words, "--lora-target-modules", *adapters.modules]
 
 

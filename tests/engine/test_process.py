@@ -18,13 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.lora import SERVED_AS
 from megarl.config.native import owned, read_library
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.log import last_message
-from megarl.engine.process import EngineProcess, EngineSpec, command_line, deadlines_of, graph_sizes
+from megarl.engine.process import (
+    EngineAdapters,
+    EngineProcess,
+    EngineSpec,
+    command_line,
+    deadlines_of,
+    graph_sizes,
+)
 from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.families import PUBLIC_MODELS
@@ -108,6 +116,14 @@ def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_pat
     assert options["--json-model-override-args"] == '{"quantization_config": {}}'
     plain = words_of(replace(spec, quantization=None))
     assert not {"--quantization", "--json-model-override-args"} & set(plain)
+
+
+def test_adapters_of_a_shared_expert_and_another_field_of_the_model_are_one_option(tmp_path: Path) -> None:
+    """SGLang takes the last of several such options alone."""
+    adapters = EngineAdapters(rank=4, modules=tuple(SERVED_AS.values()), num_loaded=1)
+    words = words_of(replace(engine_spec(tmp_path / "model", tmp_path), adapters=adapters, temperature=0.5))
+    (at,) = (index for index, word in enumerate(words) if word == "--json-model-override-args")
+    assert json.loads(words[at + 1]) == {"logit_scale": 2.0, "has_adapted_shared_expert": True}
 
 
 READ_BY_SGLANG = """

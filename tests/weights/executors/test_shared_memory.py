@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -60,3 +61,22 @@ def test_an_engine_sees_a_trainers_tensors_as_they_change_and_nothing_is_left_wh
     finally:
         trainer.kill()
         trainer.join()
+
+
+def test_memory_of_a_gpu_is_opened_on_the_readers_own_and_waits_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is opened on the GPU that it belongs to, which the reader may not see."""
+    opened: list[list[object]] = []
+
+    def new_shared(*fields: object) -> torch.UntypedStorage:
+        opened.append(list(fields))
+        return torch.arange(4, dtype=torch.float32).untyped_storage()
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared)
+    # As `_share_cuda_` describes it: device, memory, bytes, offset, counter, its offset, event, whether to wait for it.
+    handle = [5, {"base64": "bQ=="}, 16, 0, {"base64": "Yw=="}, 0, {"base64": "ZQ=="}, True]
+    view = {"storage": 0, "offset": 1, "shape": [3], "strides": [1], "dtype": "float32"}
+    tensors = open_tensors(json.dumps({"kind": "cuda", "handles": [handle], "views": {"a": view}}).encode())
+    assert tensors["a"].tolist() == [1, 2, 3]
+    assert opened == [[0, b"m", 16, 0, b"c", 0, b"e", False]]

@@ -55,6 +55,8 @@ def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(
     write_programs(programs, entered)
     monkeypatch.setenv("PATH", f"{programs}:{MEGARL.parent}:{os.environ['PATH']}")
     container = [] if image is None else ["--container", image, "--mount", str(cluster.folder)]
+    # The image's programs are those of this environment, which may be in /tmp itself.
+    container += [] if image is None else ["--mount", str(ROOT), "--mount", sys.prefix]
     megarl(tmp_path, "data", "make", "arithmetic", "--out", "data/arithmetic")
     settings = {
         "model.path": "data/arithmetic/model",

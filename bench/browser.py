@@ -48,16 +48,17 @@ class Page:
             case "Log.entryAdded" if message["params"]["entry"]["level"] == "error":
                 self.complaints.append(message["params"]["entry"]["text"])
 
-    async def open(
-        self, url: str, *, width: int = 1280, height: int = 800, colours: Literal["light", "dark"] = "light"
-    ) -> None:
+    async def open(self, url: str, *, width: int = 1280, height: int = 800) -> None:
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
+        await self.show_in("light")
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
         await self.call("Page.navigate", url=url)
+
+    async def show_in(self, colours: Literal["light", "dark"]) -> None:
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
 
     async def evaluate(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)

@@ -94,6 +94,7 @@ async def _endless_body(hostile: _Hostile) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         while True:
             yield b" " * 65536
+            await asyncio.sleep(0.01)  # leaves time to the others, whatever becomes of it
 
     with suppress(httpx.HTTPError):
         headers = {"Authorization": f"Bearer {hostile.access.key}"}

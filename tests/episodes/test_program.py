@@ -20,7 +20,7 @@ from megarl.errors import EnvironmentLostError
 from megarl.system.proc import read_stat
 from megarl.tools.quickstart.calculator import SHAPE, call_text
 from megarl.tools.quickstart.tiny_model import write_config
-from megarl.types import JsonValue, Rollout, Score
+from megarl.types import JsonValue, Score, TokenArray
 from tests.episodes.scripted import ScriptedSession
 from tests.episodes.templates import family_tokenizer, sum_prompt
 from tests.episodes.test_play import ScriptedSampler
@@ -159,32 +159,38 @@ def test_a_program_that_is_not_there_is_refused_before_the_run_and_no_score_duri
         asyncio.run(_play(there, tokenizer, []))
 
 
-async def _rollout(config: EnvironmentConfig, folder: Path, *texts: str) -> tuple[Rollout, ScriptedSampler]:
-    """Play an episode of the quickstart's model."""
+_SAID = [(call_text((3, 4)), "7"), ("?",), (call_text((3, 4)), call_text((4, 3)), "7")]
+"""What the quickstart's model says in three episodes."""
+
+
+async def _histories(config: EnvironmentConfig, folder: Path) -> list[TokenArray]:
+    """Play episodes of the quickstart's model; return what it had read before each of its turns."""
     write_config(folder, SHAPE)
     plain = load_tokenizer(folder, vocab=SHAPE.vocab)
     tokenizer = plain.with_tools([tool.as_function for tool in await asyncio.to_thread(tools_of, config)])
-    sampler = ScriptedSampler(tokenizer, *texts)
     player = await open_player(
         config, tokenizer, admission=Admission(max_running=1, max_open=1), retried=lambda _: None
     )
+    found = []
     try:
-        return await player.rollout(sum_prompt(tokenizer), sampler, max_tokens=240), sampler
+        for texts in _SAID:
+            sampler = ScriptedSampler(tokenizer, *texts)
+            rollout = await player.rollout(sum_prompt(tokenizer), sampler, max_tokens=240)
+            assert rollout.text == texts[-1]
+            found += sampler.histories
     finally:
         await player.close()
+    return found
 
 
-@pytest.mark.parametrize("texts", [(call_text((3, 4)), "7"), ("?",), (call_text((3, 4)), call_text((4, 3)), "7")])
 async def test_the_quickstart_agent_shows_the_model_the_tokens_that_its_warm_start_had(
-    texts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     histories = []
     for name in ("quickstart_tools", "quickstart_agent"):
         config = read_recipe(ROOT / "recipes" / f"{name}.yaml", []).recipe.environment
         assert config is not None
-        rollout, sampler = await _rollout(config, tmp_path / name, *texts)
-        histories.append(sampler.histories)
-        assert rollout.text == texts[-1]
-    assert len(histories[0]) == len(histories[1]) == len(texts)
+        histories.append(await _histories(config, tmp_path / name))
+    assert len(histories[0]) == len(histories[1]) == sum(map(len, _SAID))
     assert all(np.array_equal(tools, agent) for tools, agent in zip(*histories, strict=True))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
 from megarl.planner.complete import complete
+from megarl.planner.deployment import StepWorkload, find_shapes
 from megarl.planner.fit import PlanAnswer, PlanQuestion, answer, answer_for, check_fit, size
-from megarl.planner.hardware import GPUS
+from megarl.planner.hardware import GPUS, gpu_of
 from megarl.planner.limits import HOUR_S, with_limits
 from tests.planner.recipes import make_recipe
 from tests.repository import ROOT
@@ -21,15 +23,23 @@ SMALL = ("gpu_rehearsal", "gpu_smoke", "gpu_smoke_sft", "gsm8k_smollm")
 """Recipes of models that another run writes."""
 
 
+def shape_of(name: str) -> str | None:
+    return "qwen2.5-0.5b" if name in SMALL else None
+
+
+@cache
 def plan_of(name: str, *overrides: str) -> PlanAnswer:
-    shape = "qwen2.5-0.5b" if name in SMALL else None
-    return answer(ROOT / "recipes" / f"{name}.yaml", overrides, PlanQuestion(shape_name=shape))
+    return answer(ROOT / "recipes" / f"{name}.yaml", overrides, PlanQuestion(shape_name=shape_of(name)))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in ON_GPUS])
 def test_no_recipe_loses_more_than_an_hour_or_misses_a_deadline(name: str) -> None:
-    planned = plan_of(name)
-    recipe, sizes = planned.recipe, planned.plan.sizes
+    """Planned as a run does it, without the moves of a publish."""
+    recipe = read_recipe(ROOT / "recipes" / f"{name}.yaml", []).recipe
+    shapes = find_shapes(recipe.model, recipe.roles, name=shape_of(name), algorithm=recipe.algorithm)
+    workload = StepWorkload.half(recipe.data, recipe.sampling)
+    completed, deployment = complete(recipe, shapes, gpu_of(recipe.cluster))
+    sizes = size(completed, deployment, workload, publish_s=0.0)
     timing, outside, limits = sizes.timing, sizes.run_time, sizes.limits
     assert timing is not None
     assert outside is not None
@@ -44,8 +54,7 @@ def test_no_recipe_loses_more_than_an_hour_or_misses_a_deadline(name: str) -> No
     # An update that outlasts the other half is given up.
     assert limited.checkpoint.time_to_save_s >= 2 * (timing.copy_s + timing.save_s)
     longest = int(0.9 * recipe.sampling.max_response_tokens)
-    workload = replace(planned.plan.workload, mean_response_tokens=longest)
-    completed, deployment = complete(recipe, planned.plan.shapes, planned.plan.gpu)
+    workload = replace(workload, mean_response_tokens=longest)
     at_length = size(completed, deployment, workload, publish_s=0.0).timing
     assert at_length is not None
     of_actor = sum(phase.seconds for phase in at_length.phases if phase.name in ("update", "old log-probabilities"))

@@ -129,14 +129,17 @@ def _work(names: Sequence[str], first: int, stride: int, seconds: float, reports
     deadline, due = now + seconds, now + _REPORT_EVERY_S
     counts: Counter[str] = Counter()
     failures: list[Failure] = []
+    without = set(names)  # a world without a history has one, however slow the machine is
     for name, failure in histories(names, first, stride):
         counts[name] += 1
+        without.discard(name)
         failures += [failure] if failure is not None else []
         now = time.monotonic()
-        if now > due or now > deadline:
+        ends = now > deadline and not without
+        if now > due or ends:
             reports.put((counts, failures))
             counts, failures, due = Counter(), [], now + _REPORT_EVERY_S
-        if now > deadline:
+        if ends:
             return
 
 

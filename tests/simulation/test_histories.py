@@ -15,8 +15,8 @@ from tests.simulation.judges import run_judge
 from tests.simulation.talks import TalkPlan, run_talk
 from tests.simulation.tools import run_bench
 
-_NUM_HISTORIES, _NUM_TALKS, _NUM_FLEETS, _NUM_TOOLS, _NUM_JUDGES, _NUM_PARTS = 240, 300, 100, 300, 100, 4
-"""About half a minute of one core. `make simulate` takes other seeds for as long as it is told."""
+_NUM_HISTORIES, _NUM_TALKS, _NUM_FLEETS, _NUM_TOOLS, _NUM_JUDGES, _NUM_PARTS = 120, 150, 50, 150, 50, 4
+"""About a quarter of a minute of one core. `make simulate` takes other seeds for as long as it is told."""
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,12 @@ pytestmark = pytest.mark.needs("chromium")
 
 
 @asynccontextmanager
-async def shown(
-    folder: Path, *, view: str, colours: Literal["light", "dark"] = "light", width: int = 1280
-) -> AsyncIterator[Page]:
+async def shown(folder: Path, *, view: str, width: int = 1280) -> AsyncIterator[Page]:
     server = PageServer(folder, port=0)
     await server.start()
     try:
         async with open_browser() as page:
-            await page.open(f"{server.link}#{view}", colours=colours, width=width)
+            await page.open(f"{server.link}#{view}", width=width)
             await page.until("document.getElementById('name')?.textContent === 'sample'")
             yield page
             assert not page.complaints
@@ -34,15 +32,17 @@ async def shown(
         await server.close()
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_curves_are_drawn_in_both_colours(tmp_path: Path, colours: Literal["light", "dark"]) -> None:
+def test_curves_are_drawn_in_both_colours(tmp_path: Path) -> None:
     async def main() -> None:
-        async with shown(make_run(tmp_path / "run"), view="curves", colours=colours) as page:
+        async with shown(make_run(tmp_path / "run"), view="curves") as page:
             num_cards = await page.until("document.querySelectorAll('.card svg path').length")
             assert num_cards >= 15
-            ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-            is_dark = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 3 * 64
-            assert is_dark == (colours == "dark")
+            schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+            for colours in schemes:
+                await page.show_in(colours)
+                ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+                is_dark = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 3 * 64
+                assert is_dark == (colours == "dark")
             await page.evaluate("document.getElementById('tab-timeline').click()")
             assert await page.until("document.querySelectorAll('rect.bar').length") >= 12
             # Seconds of a step: generate, pause, update, pause, publish, pause; producers waited for 0.5 of them.
@@ -55,14 +55,13 @@ def test_curves_are_drawn_in_both_colours(tmp_path: Path, colours: Literal["ligh
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("view", ["curves", "rollouts"])
-def test_a_link_to_a_view_shows_the_head_as_well(tmp_path: Path, view: str) -> None:
+def test_a_link_to_a_view_shows_the_head_as_well(tmp_path: Path) -> None:
     async def main() -> None:
-        async with shown(make_run(tmp_path / "run"), view=view) as page:
+        async with shown(make_run(tmp_path / "run"), view="rollouts") as page:
             await page.until("document.querySelectorAll('.card svg path').length >= 15")
             # What a browser does with the fragment once the page is long enough to scroll.
-            await page.evaluate("location.replace('#'); location.replace('#" + view + "')")
-            await page.until("location.hash === '#" + view + "'")
+            await page.evaluate("location.replace('#'); location.replace('#rollouts')")
+            await page.until("location.hash === '#rollouts'")
             assert await page.evaluate("scrollY") == 0
             assert await page.evaluate("document.getElementById('name').getBoundingClientRect().top") > 0
 

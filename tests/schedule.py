@@ -2,7 +2,8 @@
 
 A test says by its fixtures what it starts: `real_engines`, `real_ranks`, `real_ray` and `whole_run` start nothing
 themselves, and every test or fixture that does asks for one of them. A test with one of them is `heavy`, which
-`make test-quick` leaves out; a test without is stopped where it would start one.
+`make test-quick` leaves out; a test without is stopped where it would start one. A test that needs a browser is heavy
+as well.
 
 A file is not divided, so that fixtures of a module are made once, except that tests which share engines and tests which
 join a Ray are together across files. What takes longest comes first; the light rest fills the gaps.
@@ -60,7 +61,7 @@ def fixtures_of(item: pytest.Item) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         names = fixtures_of(item)
-        if not set(HEAVY).isdisjoint(names):
+        if not set(HEAVY).isdisjoint(names) or any("chromium" in mark.args for mark in item.iter_markers("needs")):
             item.add_marker("heavy")
         group = next((_SHARED[name] for name in names if name in _SHARED), None)
         if group is not None and hasattr(config, "workerinput"):

@@ -57,11 +57,11 @@ def test_curves_are_drawn_in_both_colours(tmp_path: Path) -> None:
 
 def test_a_link_to_a_view_shows_the_head_as_well(tmp_path: Path) -> None:
     async def main() -> None:
-        async with shown(make_run(tmp_path / "run"), view="rollouts") as page:
+        async with shown(make_run(tmp_path / "run"), view="curves") as page:
             await page.until("document.querySelectorAll('.card svg path').length >= 15")
             # What a browser does with the fragment once the page is long enough to scroll.
-            await page.evaluate("location.replace('#'); location.replace('#rollouts')")
-            await page.until("location.hash === '#rollouts'")
+            await page.evaluate("location.replace('#'); location.replace('#curves')")
+            await page.until("location.hash === '#curves'")
             assert await page.evaluate("scrollY") == 0
             assert await page.evaluate("document.getElementById('name').getBoundingClientRect().top") > 0
 

@@ -45,6 +45,7 @@ def test_curves_are_drawn_in_both_colours(tmp_path: Path) -> None:
                 assert is_dark == (colours == "dark")
             await page.evaluate("document.getElementById('tab-timeline').click()")
             assert await page.until("document.querySelectorAll('rect.bar').length") >= 12
+            assert await page.evaluate("location.hash") == "#timeline"
             # Seconds of a step: generate, pause, update, pause, publish, pause; producers waited for 0.5 of them.
             idle = await page.evaluate("[...document.querySelectorAll('text.idle')].map((one) => one.textContent)")
             assert idle[:2] == ["idle 8 %", "idle 67 %"]

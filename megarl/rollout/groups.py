@@ -2,27 +2,24 @@
 
 `SampledGroups` asks engines, `GivenGroups` takes answers of the data set. In a synchronous run `RetainedGroups` holds
 the groups of the step by the position of their prompt, and a loop looks there first: so they survive lost trainer ranks
-in memory, and the end of the driver in the run's folder. Groups whose tokens were lost with a node are sampled again:
+(and with `journal` the end of the driver). Groups whose tokens were lost with a node are sampled again:
 the same seeds give the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from megarl.checkpoint.carried import remove_open_step, take_open_step, write_open_step
 from megarl.cluster.tasks import beside
 from megarl.data.prompts import Demonstrations
 from megarl.engine.fleet import Fleet
-from megarl.errors import FleetError, QuarantineError, WorkerError
+from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.stages import Generator, Scorer
@@ -33,8 +30,6 @@ _MAX_QUARANTINED_IN_A_ROW = 16
 _MAX_SKIPPED = 4
 """Times that each prompt of the quarantine may be drawn again before any other is answered."""
 _WATCH_EVERY_S = 0.5
-JOURNAL_EVERY_S = 2.0
-"""Answers of so long are lost with a driver that is killed, and as much as a write takes."""
 
 
 @dataclass(eq=False)
@@ -145,28 +140,34 @@ class RetainedGroups:
 
     def __init__(self) -> None:
         self._is_used = False
-        self._version: PolicyVersion | None = None
+        self.version: PolicyVersion | None = None
+        """None before anything is asked for."""
+        self.num_steps = 0
+        """Steps whose groups were begun or forgotten."""
         self._groups: dict[int, asyncio.Future[ScoredGroup]] = {}
         """By the position of the prompt in the stream."""
-        self._written: set[int] = set()
-        """Positions of the groups of this version that are in the run's folder."""
-        self._writing = asyncio.Lock()
 
     async def get(
         self, prompt: Prompt, version: PolicyVersion, sample: Callable[[Prompt], Awaitable[ScoredGroup]]
     ) -> ScoredGroup:
         """Return the group of a prompt, sampled now if there is none. A cancelled caller leaves it under way."""
-        if version != self._version:
+        if version != self.version:
             await self.cancel()
-            self._version, self._groups, self._written = version, {}, set()
+            self.begin(version)
         group = self._groups.get(prompt.position)
         if group is None:
             group = self._groups[prompt.position] = asyncio.ensure_future(sample(prompt))
         return await asyncio.shield(group)
 
+    def begin(self, version: PolicyVersion, groups: Sequence[ScoredGroup] = ()) -> None:
+        """Begin a step with these groups of its version."""
+        self.version = version
+        self.num_steps += 1
+        self._groups = {scored.group.prompt.position: _done(scored) for scored in groups}
+
     def finished(self, version: PolicyVersion) -> tuple[ScoredGroup, ...]:
         """Return the groups of this version that are there, in the order of their prompts."""
-        if version != self._version:
+        if version != self.version:
             return ()
         done = [group for _, group in sorted(self._groups.items()) if group.done() and not group.cancelled()]
         return tuple(group.result() for group in done if group.exception() is None and self._is_served(group))
@@ -174,7 +175,7 @@ class RetainedGroups:
     def forget(self) -> None:
         """Forget the groups that are there: they were trained on. The next step may have the same version, as while a
         critic warms up."""
-        self._written = set()
+        self.num_steps += 1
         self._groups = {position: group for position, group in self._groups.items() if not group.done()}
 
     async def finish(self) -> int:
@@ -189,70 +190,6 @@ class RetainedGroups:
             if is_lost or not self._is_served(group):
                 del self._groups[position]
         return len(self._groups)
-
-    async def leave(self, run_folder: Path, version: PolicyVersion, *, identity: str) -> None:
-        """Write the groups of this version, but for those that are written, for the next start of the run."""
-        async with self._writing:
-            groups = [each for each in self.finished(version) if each.group.prompt.position not in self._written]
-            if not groups:
-                return
-            writing = asyncio.ensure_future(
-                asyncio.to_thread(
-                    write_open_step,
-                    run_folder,
-                    groups,
-                    version=version,
-                    identity=identity,
-                    is_continued=bool(self._written),
-                )
-            )
-            try:
-                await asyncio.shield(writing)
-            finally:
-                await asyncio.wait([writing])  # a thread cannot be cancelled
-            if version == self._version:
-                self._written |= {each.group.prompt.position for each in groups}
-
-    @asynccontextmanager
-    async def journalled(self, run_folder: Path, *, identity: str, warn: Callable[[str], None]) -> AsyncIterator[None]:
-        """Write groups as they are finished inside the block: a driver that is killed takes none with it."""
-        async with beside(partial(self._journal, run_folder, identity, warn)):
-            yield
-        remove_open_step(run_folder)  # all steps are taken
-
-    async def _journal(self, run_folder: Path, identity: str, warn: Callable[[str], None]) -> None:
-        pause_s, has_warned = JOURNAL_EVERY_S, False
-        while True:
-            await asyncio.sleep(pause_s)
-            if self._version is None:
-                continue
-            began = time.monotonic()
-            try:
-                await self.leave(run_folder, self._version, identity=identity)
-            except (OSError, WorkerError) as error:
-                if not has_warned:
-                    warn(f"answers of this step would be lost with the driver: {error}")
-                has_warned = True
-            # Tokens are fetched from their nodes for it: at most a tenth of the time.
-            pause_s = max(JOURNAL_EVERY_S, 9 * (time.monotonic() - began))
-
-    def take_left(
-        self,
-        run_folder: Path,
-        version: PolicyVersion,
-        *,
-        identity: str,
-        prompt_at: Callable[[int], Prompt],
-        warn: Callable[[str], None],
-    ) -> int:
-        """Begin with the groups that a preempted run left, unless something was asked already; return how many."""
-        if self._version is not None:
-            return 0
-        left = take_open_step(run_folder, version=version, identity=identity, prompt_at=prompt_at, warn=warn)
-        if left:
-            self._version = version
-            self._groups = {scored.group.prompt.position: _done(scored) for scored in left}
-        return len(left)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -291,7 +228,7 @@ class RetainedGroups:
         """Whether all tokens were chosen by the version that the group was asked for with."""
         if group.exception() is not None:
             return True
-        served = {self._version, DEMONSTRATION}
+        served = {self.version, DEMONSTRATION}
         return all(served.issuperset(np.unique(rollout.versions)) for rollout in group.result().group.rollouts)
 
 

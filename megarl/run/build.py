@@ -12,7 +12,8 @@ from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
-from megarl.rollout.groups import GivenGroups, RetainedGroups, SampledGroups
+from megarl.rollout.groups import GivenGroups, SampledGroups
+from megarl.rollout.journal import GroupJournal
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.checkpoint_writer import saved_models
@@ -41,8 +42,8 @@ class LoopBuilder:
     resume: ResumePoint | None
     saved: Callable[[int], None]
     """Called with every saved step."""
-    retained: RetainedGroups
-    """Groups of the step that the ranks before these were lost in."""
+    journal: GroupJournal
+    """Has groups of the step that the ranks or the driver before these were lost in."""
 
     def loop(self) -> Loop:
         recipe, resume = self.recipe, self.resume
@@ -69,7 +70,7 @@ class LoopBuilder:
             resumed=None if resume is None else resume.state,
             is_lost=lambda: trainers.is_lost,
             saved=self.saved,
-            marked=self.retained.forget,
+            marked=self.journal.retained.forget,
         )
         stages = Stages(
             prompts=prompts,
@@ -130,7 +131,7 @@ class LoopBuilder:
             self.workers,
             RolloutTask.of(self.recipe, self.inputs.shape),
             self.observer,
-            retained=self.retained if is_synchronous else None,
+            retained=self.journal.retained if is_synchronous else None,
             fleet=self.roles.serving.fleet,
             demonstrations=None if needs.self_play_steps is None else Demonstrations(self.inputs.tokenizer),
         )
@@ -139,13 +140,7 @@ class LoopBuilder:
         """Begin with the groups of this step that a preempted run of this folder left."""
         if self.resume is None:
             return
-        num_left = self.retained.take_left(
-            self.recipe.run_folder.absolute(),
-            self._start.version,
-            identity=self.inputs.answers_digest(self.recipe.model_dump_json()),
-            prompt_at=prompts.at,
-            warn=self.observer.warned,
-        )
+        num_left = self.journal.take_left(self._start.version, prompt_at=prompts.at)
         if num_left:
             self.observer.noted(f"{num_left} groups of the step are kept from before the run was stopped")
 

@@ -20,6 +20,7 @@ from megarl.observe.observer import Observer
 from megarl.ranks.start import running_trainers
 from megarl.rollout.frozen import FrozenRole
 from megarl.rollout.groups import RetainedGroups
+from megarl.rollout.journal import GroupJournal
 from megarl.rollout.worker import RolloutSource
 from megarl.run.build import LoopBuilder
 from megarl.run.inputs import Inputs
@@ -65,15 +66,16 @@ class RankSets:
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, self.observer, claim=self.mirror_claim)
+        self._journal = GroupJournal(
+            retained=self._retained,
+            run_folder=recipe.run_folder.absolute(),
+            identity=self.inputs.answers_digest(recipe.model_dump_json()),
+            warn=self.observer.warned,
+        )
 
     async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
-        journalled = self._retained.journalled(
-            self.recipe.run_folder.absolute(),
-            identity=self.inputs.answers_digest(self.recipe.model_dump_json()),
-            warn=self.observer.warned,
-        )
-        async with self._retained.watched(lambda: _can_answer(started.serving)), journalled:
+        async with self._retained.watched(lambda: _can_answer(started.serving)), self._journal.kept():
             await self._replace_lost(first, started)
 
     async def _replace_lost(self, first: ResumePoint | None, started: StartedRoles) -> None:
@@ -156,7 +158,7 @@ class RankSets:
                 preemption=started.preemption,
                 resume=point,
                 saved=lambda step: self._note_saved(step, started),
-                retained=self._retained,
+                journal=self._journal,
             )
             loop = builder.loop()
             if point is not None:
@@ -182,9 +184,8 @@ class RankSets:
         num_groups = len(self._retained.finished(version))
         if not num_groups:
             return
-        identity = self.inputs.answers_digest(self.recipe.model_dump_json())
         try:
-            await self._retained.leave(self.recipe.run_folder.absolute(), version, identity=identity)
+            await self._journal.write(version)
         except (OSError, WorkerError) as failure:
             self.observer.warned(f"{num_groups} groups of the next step are not kept: {failure}")
             return

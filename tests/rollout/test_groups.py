@@ -3,91 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import httpx
 import pytest
 
-from megarl.checkpoint.carried import OPEN_STEP_FOLDER
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
-from megarl.rollout import groups as groups_module
 from megarl.rollout.generator import Sampling
-from megarl.rollout.groups import RetainedGroups, SampledGroups
+from megarl.rollout.groups import SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
-from tests.engine.engines import scripted_fleet
 from tests.observe.samples import scored_group, step_summary
-from tests.values import versioned_group
-
-TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
-
-
-class Engines:
-    """A `RolloutSource` that answers when it may, with the version that it serves."""
-
-    def __init__(self) -> None:
-        self.fleet = scripted_fleet(lambda _: httpx.Response(500))
-        self.version = PolicyVersion(3)
-        self.asked: list[int] = []
-        self.failures: dict[int, Exception] = {}
-        self.may_answer = asyncio.Event()
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self.fleet.committed_version
-
-    @version.setter
-    def version(self, version: PolicyVersion) -> None:
-        self.fleet.committed_version = version
-
-    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
-        self.asked.append(prompt.position)
-        await self.may_answer.wait()
-        if prompt.position in self.failures:
-            raise self.failures[prompt.position]
-        return AnsweredPrompt(scored=versioned_group(prompt.position, self.version), seconds=0.0)
-
-    async def announce(self) -> None: ...
-
-    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
-        return []
-
-
-class Asking:
-    """One loop after the other."""
-
-    def __init__(self) -> None:
-        self.engines = Engines()
-        self.retained = RetainedGroups()
-
-    async def ask(self, *positions: int) -> list[ScoredGroup | BaseException | None]:
-        source = SampledGroups(self.engines, TASK, Observer(()), retained=self.retained, fleet=self.engines.fleet)
-        prompts = [versioned_group(position, 0).group.prompt for position in positions]
-        return await asyncio.gather(*map(source.scored_group, prompts), return_exceptions=True)
-
-    def take_left(self, folder: Path) -> int:
-        """Begin with what another driver left for version 3."""
-        return self.retained.take_left(
-            folder,
-            PolicyVersion(3),
-            identity="a run",
-            prompt_at=lambda position: versioned_group(position, 0).group.prompt,
-            warn=pytest.fail,
-        )
-
-    async def lose(self, *positions: int) -> None:
-        """Ask in a loop whose ranks are lost before an answer comes."""
-        loop = asyncio.create_task(self.ask(*positions))
-        while len(self.engines.asked) < len(positions):
-            await asyncio.sleep(0)
-        loop.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loop
+from tests.rollout.asking import Asking
 
 
 @pytest.fixture
@@ -169,84 +98,6 @@ async def test_a_step_that_is_trained_is_forgotten(asking: Asking) -> None:
     assert asking.retained.finished(PolicyVersion(3)) == ()
     await asking.ask(7)
     assert asking.engines.asked == [7, 8, 7]
-
-
-async def test_what_was_answered_is_left_to_another_driver(asking: Asking, tmp_path: Path) -> None:
-    asking.engines.may_answer.set()
-    await asking.ask(8, 7)
-    asking.engines.may_answer.clear()
-    under_way = asyncio.create_task(asking.ask(9))
-    while 9 not in asking.engines.asked:
-        await asyncio.sleep(0)
-    under_way.cancel()
-    assert asking.retained.finished(PolicyVersion(4)) == ()
-    left = asking.retained.finished(PolicyVersion(3))
-    assert [scored.group.prompt.position for scored in left] == [7, 8]
-    await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
-    await asking.retained.cancel()
-
-    later = Asking()
-    assert later.take_left(tmp_path) == 2
-    assert later.take_left(tmp_path) == 0
-    later.engines.may_answer.set()
-    assert await later.retained.finish() == 2
-    await later.ask(7, 8, 9)
-    assert later.engines.asked == [9]
-
-
-async def test_a_driver_that_is_killed_leaves_what_was_answered(
-    asking: Asking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is called at its end: the answers are in the folder as they come, those of the step that goes on."""
-    monkeypatch.setattr(groups_module, "JOURNAL_EVERY_S", 0.01)
-    asking.engines.may_answer.set()
-    async with asking.retained.journalled(tmp_path, identity="a run", warn=pytest.fail):
-        asking.engines.version = PolicyVersion(2)
-        await asking.ask(5, 6)
-        await until(lambda: asking.retained._written == {5, 6})
-        asking.engines.version = PolicyVersion(3)
-        await asking.ask(7, 8)
-        await until(lambda: asking.retained._written == {7, 8})
-        await asking.ask(9)
-        await until(lambda: asking.retained._written == {7, 8, 9})
-        assert parts_in(tmp_path) == 2
-        shutil.copytree(tmp_path, tmp_path / "killed")
-    assert not parts_in(tmp_path), "a run that is done leaves nothing"
-    later = Asking()
-    assert later.take_left(tmp_path / "killed") == 3
-    later.engines.may_answer.set()
-    await later.ask(7, 8, 9, 10)
-    assert later.engines.asked == [10]
-
-
-async def test_a_disk_that_takes_no_answers_is_told_once(asking: Asking, tmp_path: Path) -> None:
-    told: list[str] = []
-    asking.engines.may_answer.set()
-    (tmp_path / "file").write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_module, "JOURNAL_EVERY_S", 0.01)
-        async with asking.retained.journalled(tmp_path / "file", identity="a run", warn=told.append):
-            await asking.ask(7)
-            await until(lambda: bool(told))
-            await asyncio.sleep(0.1)
-    assert len(told) == 1
-
-
-def parts_in(folder: Path) -> int:
-    return len(list((folder / OPEN_STEP_FOLDER).glob("*/part.json")))
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
-async def test_what_another_driver_left_is_not_taken_once_something_was_asked(asking: Asking, tmp_path: Path) -> None:
-    asking.engines.may_answer.set()
-    await asking.ask(7)
-    await asking.retained.leave(tmp_path, PolicyVersion(3), identity="a run")
-    assert asking.take_left(tmp_path) == 0
 
 
 def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:

@@ -27,7 +27,6 @@ from megarl.config.model import read_model_shape
 from megarl.config.reward import ExactRewardConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
-from megarl.engine.dispatch import divide_engines
 from megarl.observe.observer import Observer
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
@@ -180,7 +179,7 @@ async def _workers(
     import ray
 
     from megarl.rollout.host import WorkerSetup
-    from megarl.rollout.workers import RolloutWorkers
+    from megarl.rollout.workers import RolloutWorkers, divide_engines
 
     fleet = fleet_of(ports, max_outstanding=num_open)
     node = str(ray.get_runtime_context().get_node_id())

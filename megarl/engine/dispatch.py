@@ -16,7 +16,6 @@ from typing import Generic, Protocol, TypeVar
 _NUM_REMEMBERED_PREFIXES = 65_536  # of prompts and of episodes under way
 _IMBALANCE = 8
 """An engine with a cached prefix may have `max_outstanding` / 8 more requests than the least busy one."""
-_NUM_LENT = 2
 _MAX_ENTRIES = 8
 """Entries per engine in the heap of loads, above which those that no longer hold are removed."""
 _LEAST_REQUESTS = 8
@@ -181,25 +180,6 @@ class Dispatcher(Generic[EngineT]):
     def _rebuild(self) -> None:
         self._loads = [(self._engines[index].num_outstanding, index) for index in self._live]
         heapify(self._loads)
-
-
-def divide_engines(nodes: Sequence[str], *, per_node: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the node and the engines of every worker. `nodes` has that of each engine.
-
-    A node has at most as many workers as engines.
-    """
-    divided = []
-    for node in dict.fromkeys(nodes):
-        there = [index for index, of_engine in enumerate(nodes) if of_engine == node]
-        num_workers = min(per_node, len(there))
-        divided += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
-    return divided
-
-
-def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
-    """Return engines of other workers, for requests that those of the worker itself cannot take: the next ones."""
-    others = [index % num_engines for index in range(own[-1] + 1, own[-1] + num_engines)]
-    return frozenset([index for index in others if index not in own][:_NUM_LENT])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from megarl.cluster.tasks import logged_task
 from megarl.cluster.worker_group import exit_detail
 from megarl.data.evaluation_files import EvaluatedRollout
 from megarl.data.rollout_files import SampledRollout
-from megarl.engine.dispatch import Dispatcher, lent_engines
+from megarl.engine.dispatch import Dispatcher
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineStatus
 from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
@@ -50,8 +50,29 @@ _MAX_FAILURES = 5
 _MAX_LOST = 3
 """Workers that may be lost with one prompt: it may be the cause."""
 _MAX_CALLS = 1000
+_NUM_LENT = 2
+"""Engines of other workers that a worker may use when it has no live one."""
 _OVERFULL = 2
 """Groups that a worker holds, as a multiple of those that it can have under way at once: long ones end late."""
+
+
+def divide_engines(nodes: Sequence[str], *, per_node: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the node and the engines of every worker. `nodes` has that of each engine.
+
+    A node has at most as many workers as engines.
+    """
+    divided = []
+    for node in dict.fromkeys(nodes):
+        there = [index for index, of_engine in enumerate(nodes) if of_engine == node]
+        num_workers = min(per_node, len(there))
+        divided += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
+    return divided
+
+
+def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
+    """Return engines of other workers, for requests that those of the worker itself cannot take: the next ones."""
+    others = [index % num_engines for index in range(own[-1] + 1, own[-1] + num_engines)]
+    return frozenset([index for index in others if index not in own][:_NUM_LENT])
 
 
 class WorkerLostError(Exception):

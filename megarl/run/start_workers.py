@@ -12,7 +12,6 @@ import ray
 
 from megarl.config.recipe import Recipe
 from megarl.config.reward import RewardConfig
-from megarl.engine.dispatch import divide_engines
 from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -21,7 +20,7 @@ from megarl.rollout.frozen import FrozenAccess, FrozenEngines, FrozenRole, model
 from megarl.rollout.generator import Vocabulary
 from megarl.rollout.host import WorkerSetup
 from megarl.rollout.worker import RolloutSource, RolloutWorker, cache_sizes
-from megarl.rollout.workers import RolloutWorkers
+from megarl.rollout.workers import RolloutWorkers, divide_engines
 from megarl.run.inputs import Inputs
 from megarl.serving.frozen import ScoredAfterGeneration, SleepingModels
 from megarl.serving.phases import SharedPhases

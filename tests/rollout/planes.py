@@ -16,7 +16,6 @@ from megarl.cluster.local_ray import private_ray
 from megarl.config.model import read_model_shape
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engine.dispatch import divide_engines
 from megarl.engine.fleet import Fleet
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -32,7 +31,7 @@ with private_ray():
 
     from megarl.cluster.local_ray import LocalRay, local_ray
     from megarl.rollout.host import WorkerSetup
-    from megarl.rollout.workers import RolloutWorkers
+    from megarl.rollout.workers import RolloutWorkers, divide_engines
 
 NUM_ENGINES = 4
 NUM_ROLLOUTS = 4

@@ -21,11 +21,11 @@ JOURNAL_EVERY_S = 2.0
 
 @dataclass(eq=False, kw_only=True)
 class GroupJournal:
-    retained: RetainedGroups
     run_folder: Path
     identity: str
     """Digest of all that answers depend on: groups with another one are not taken."""
     warn: Callable[[str], None]
+    retained: RetainedGroups = field(default_factory=RetainedGroups)
     _num_steps: int = field(default=0, init=False)
     """Steps that were begun or forgotten when `_written` began."""
     _written: set[int] = field(default_factory=set, init=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.resume import ResumePoint
@@ -13,7 +14,6 @@ from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.groups import GivenGroups, SampledGroups
-from megarl.rollout.journal import GroupJournal
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.checkpoint_writer import saved_models
@@ -26,6 +26,9 @@ from megarl.run.saver import RunSaver
 from megarl.serving.connect import Roles, publisher_of
 from megarl.stages import Publisher, Stages, Trainer
 from megarl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from megarl.rollout.journal import GroupJournal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.ranks.start import running_trainers
 from megarl.rollout.frozen import FrozenRole
-from megarl.rollout.groups import RetainedGroups
 from megarl.rollout.journal import GroupJournal
 from megarl.rollout.worker import RolloutSource
 from megarl.run.build import LoopBuilder
@@ -59,7 +58,6 @@ class RankSets:
     mirror_claim: str | None = None
     """Returned by `claim_mirror`."""
     _saved_steps: list[int] = field(default_factory=list, init=False)
-    _retained: RetainedGroups = field(default_factory=RetainedGroups, init=False)
     _damaged: set[Path] = field(default_factory=set, init=False)
     """Checkpoints that ranks found damaged."""
 
@@ -67,11 +65,11 @@ class RankSets:
         recipe = self.recipe
         self.mirroring = Mirroring(recipe.checkpoint, recipe.run_folder, self.observer, claim=self.mirror_claim)
         self._journal = GroupJournal(
-            retained=self._retained,
             run_folder=recipe.run_folder.absolute(),
             identity=self.inputs.answers_digest(recipe.model_dump_json()),
             warn=self.observer.warned,
         )
+        self._retained = self._journal.retained
 
     async def take_steps(self, first: ResumePoint | None, started: StartedRoles) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""

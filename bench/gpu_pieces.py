@@ -190,6 +190,13 @@ def _hybrid(_: PieceOptions, report: Report) -> None:
         report(figure)
 
 
+def _prefixes(_: PieceOptions, report: Report, *, index: int) -> None:
+    from bench.prefixes import measure_prefixes
+
+    for figure in measure_prefixes(index):
+        report(figure)
+
+
 def _linear(_: PieceOptions, report: Report, *, index: int) -> None:
     from bench.linear_layers import measure_linear_layers
 
@@ -281,6 +288,8 @@ PIECES: Mapping[str, GpuPiece] = {
     "step-135m": GpuPiece(timeout_s=240, measure=partial(_step, index=2)),
     "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
     "hybrid": GpuPiece(timeout_s=150, measure=_hybrid),
+    "prefixes-1.5b": GpuPiece(timeout_s=110, measure=partial(_prefixes, index=0)),
+    "prefixes-7b": GpuPiece(timeout_s=120, measure=partial(_prefixes, index=1)),
     "linear-7b": GpuPiece(timeout_s=180, measure=partial(_linear, index=0)),
     "linear-1.5b": GpuPiece(timeout_s=180, measure=partial(_linear, index=1)),
     "experts": GpuPiece(timeout_s=150, measure=_experts),

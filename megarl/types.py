@@ -106,6 +106,8 @@ class Episode:
 
     rows: tuple[int, ...] = ()
     """Where rows begin that carry their whole context. Tokens before the first of them continue the group's prompt."""
+    shared: tuple[tuple[int, int], ...] = ()
+    """An earlier row of the episode for every row, -1 for none, and the tokens with which both begin; () is nothing."""
     turns: tuple[Turn, ...] = ()
     """In the order of their tokens; empty for a single response, which is one sampled turn."""
     ending: Ending | None = None
@@ -235,6 +237,16 @@ class TrainSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPositions:
+    """The positions of a micro-batch that are computed; others are equal to one of them in all that a model reads."""
+
+    computed: npt.NDArray[np.int64]
+    """[M], ascending."""
+    places: npt.NDArray[np.int32]
+    """[N], where each position, or its equal, is among those computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.bool_]]):
     """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
 
@@ -258,6 +270,8 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
     """None where every sequence is a whole sample."""
     routes: PackedRoutes | None = None
     """The experts of each position, where an engine's choice is to be followed."""
+    shared: SharedPositions | None = None
+    """None where every position is computed."""
 
     @property
     def targets(self) -> TokenArray:
@@ -281,7 +295,7 @@ class MiniBatch:
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    """Every rank has equally many; those of all ranks have one N."""
+    """Every rank has equally many; those of all ranks compute the same number of positions."""
     num_loss_tokens: int
     num_sequences: int
     """Episodes with a loss token, of however many rows: one that left the loss is not in its denominator."""

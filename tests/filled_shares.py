@@ -16,6 +16,7 @@ def pack(
     temperature: float,
     has_versions: bool = False,
     has_routes: bool = False,
+    shares_prefixes: bool = False,
     without: Collection[str] = (),
 ) -> Iterator[TrainBatch]:
     """Yield the filled shares of a step; the arguments are those of `make_shares`."""
@@ -25,6 +26,7 @@ def pack(
         temperature=temperature,
         has_versions=has_versions,
         has_routes=has_routes,
+        shares_prefixes=shares_prefixes,
         without=without,
     )
     return (share.fill() for share in shares)

@@ -10,7 +10,7 @@ import json
 import torch
 import torch.nn.functional as F
 
-from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
+from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_places, sum_rows
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors import kernels
@@ -63,6 +63,14 @@ def scores() -> float:
     return max(worst, distance(grad_rows(logits.clone(), columns, rows, 0.7), expected))
 
 
+def places() -> float:
+    order = torch.tensor([0, 2, 4, 1, 3, 5], dtype=torch.int32)
+    bounds = torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32)
+    values = torch.randn(6, 3, 200)
+    expected = torch.stack([values[order[first:end]].sum(dim=0) for first, end in ((0, 3), (3, 3), (3, 5), (5, 6))])
+    return distance(sum_places(values.transpose(1, 2).contiguous().transpose(1, 2), order, bounds), expected)
+
+
 def digests_in_one_launch() -> float:
     fp8 = torch.float8_e4m3fn
     mixed = (fp8, torch.float32, torch.bfloat16, fp8)
@@ -111,7 +119,7 @@ def fp8_blocks() -> float:
     return worst
 
 
-CHECKS = (activation, rotation, scores, digests_in_one_launch, fp8_blocks)
+CHECKS = (activation, rotation, scores, places, digests_in_one_launch, fp8_blocks)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

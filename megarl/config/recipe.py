@@ -177,6 +177,10 @@ class TrainConfig(Section):
     tokens_per_micro_batch: PositiveInt | None = None
     """Sequences are packed up to this many tokens; must hold the longest prompt + response. null: so many that a GPU
     computes several times as long as its host needs to start the work, if the plan finds memory for them."""
+    share_prefixes: bool = True
+    """Compute tokens once that rows of a micro-batch begin with: the prompt of a group, the history of an episode. The
+    gradients are the same. Rows stay apart where that is not exact: with `context` above 1, and in models with delta
+    nets; prompts also where an engine's experts are replayed."""
     max_staleness: NonNegativeInt = 0
     """Steps a trained token's policy may be behind the one that is trained; 0 generates and trains in turn, 1 generates
     the next step while this one is trained, more lets engines run further ahead."""

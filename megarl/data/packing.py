@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.config.section import round_up
+from megarl.data.prefixes import Prefix, Tree
 from megarl.errors import DataError
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
 _Number = TypeVar("_Number", int, float)
+_PARTS = (1, 2, 4, 8)
+"""Parts of a micro-batch that rows with a common beginning may fill: smaller ones are balanced better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,44 +61,138 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchPlan:
-    """The micro-batches of one optimizer update, as indices into the step's samples."""
+    """The micro-batches of one optimizer update, as indices into the step's rows."""
 
     members: tuple[int, ...]
     shares: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per data-parallel rank the samples of each of its micro-batches; every rank has equally many."""
+    """Per data-parallel rank the rows of each of its micro-batches; every rank has equally many."""
+    prefixes: tuple[tuple[tuple[Prefix, ...], ...], ...]
+    """The common beginning of each row of `shares` with an earlier one of its micro-batch; () where none has any."""
     num_tokens: int
-    """The length of every micro-batch."""
+    """The tokens that every micro-batch computes."""
 
 
 def plan_packs(
-    lengths: Sequence[int], packing: Packing, *, ends: Sequence[int] | None = None
+    lengths: Sequence[int],
+    packing: Packing,
+    *,
+    ends: Sequence[int] | None = None,
+    prefixes: Sequence[Prefix] | None = None,
 ) -> tuple[MiniBatchPlan, ...]:
     """Return the mini-batches of a step, in the order of its samples, of which `lengths` are the input tokens.
 
     The work is balanced over ranks. The micro-batches of a mini-batch are padded to one length. Where samples have
     several rows, `lengths` and the indices are those of rows, and `ends` has the end of each sample's among them.
+    Tokens of `prefixes` are computed once in a micro-batch, as far as that takes less time than rows apart.
     """
     assert lengths, "nothing to pack"
     if packing.sequence_multiple > 1:
+        assert prefixes is None, "shared prefixes of sequences that ranks share"
         lengths = [round_up(length, packing.sequence_multiple) for length in lengths]
-    costs = packing.cost.of(lengths)
-    longest, capacity = max(lengths), packing.tokens_per_micro_batch
-    assert longest <= capacity, f"a sample has {longest} tokens, a micro-batch {capacity}"
-    bounds = [0, *(range(1, len(lengths) + 1) if ends is None else ends)]
-    per_update = packing.samples_per_update or len(bounds) - 1
+    ends = range(1, len(lengths) + 1) if ends is None else ends
+    bounds = [0, *ends]
+    per_update = packing.samples_per_update or len(ends)
+    rows = _Rows(lengths=lengths, prefixes=prefixes if prefixes and any(each.row >= 0 for each in prefixes) else None)
     plans = []
-    for first in range(0, len(bounds) - 1, per_update):
-        members = range(bounds[first], bounds[min(first + per_update, len(bounds) - 1)])
-        shares = _divide(members, lengths, costs, packing)
-        fullest = max(_sum(bin_, lengths) for share in shares for bin_ in share)
-        plans.append(
-            MiniBatchPlan(
-                members=tuple(members),
-                shares=tuple(tuple(tuple(sorted(bin_)) for bin_ in share) for share in shares),
-                num_tokens=round_up(fullest, packing.pad_multiple),
-            )
-        )
+    for first in range(0, len(ends), per_update):
+        samples = bounds[first : first + per_update + 1]
+        plans.append(_plan(rows, samples, packing))
     return tuple(plans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    lengths: Sequence[int]
+    prefixes: Sequence[Prefix] | None
+    """None where no row shares anything."""
+
+    def shared(self, members: Sequence[int]) -> tuple[Prefix, ...]:
+        """Return what each of some ascending rows shares with an earlier one of them; () where none does."""
+        if self.prefixes is None or len(members) < 2:
+            return ()
+        found = tuple(map(Tree(self.prefixes).add, members))
+        return found if any(prefix.num_tokens for prefix in found) else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """Rows that stay together: single ones, episodes, or some with a common beginning."""
+
+    members: list[list[int]]
+    lengths: list[int]
+    """Tokens that are computed."""
+    squares: list[int]
+    """Pairs of tokens, in twice their number: the square of a row's length, less that of its prefix."""
+
+    def costs(self, cost: SequenceCost) -> list[float]:
+        pairs = zip(self.lengths, self.squares, strict=True)
+        return [cost.per_token * length + cost.per_squared_token * square for length, square in pairs]
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[int]], rows: _Rows) -> _Units:
+        units = cls(members=[], lengths=[], squares=[])
+        for group in groups:
+            total = [rows.lengths[row] for row in group]
+            shared = [prefix.num_tokens for prefix in rows.shared(group)]
+            units.members.append(list(group))
+            units.lengths.append(sum(total) - sum(shared))
+            units.squares.append(sum(each * each for each in total) - sum(each * each for each in shared))
+        return units
+
+
+def _plan(rows: _Rows, bounds: Sequence[int], packing: Packing) -> MiniBatchPlan:
+    """Plan one mini-batch; `bounds` are where its samples begin, and the end."""
+    members = range(bounds[0], bounds[-1])
+    capacity = packing.tokens_per_micro_batch
+    samples: list[Sequence[int]] = [range(*pair) for pair in pairwise(bounds)]
+    wholes = samples if packing.keeps_episodes else [[row] for row in members]
+    candidates = [_Units.of(wholes, rows)]
+    if (longest := max(candidates[0].lengths)) > capacity:
+        assert packing.keeps_episodes, f"a sample has {longest} tokens, a micro-batch {capacity}"
+        raise DataError(
+            f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
+            f"train.tokens_per_micro_batch from {capacity}, or use a loss per token"
+        )
+    if rows.shared(members):
+        candidates += [_Units.of(_bundles(wholes, rows, capacity // part), rows) for part in _PARTS]
+    divided = [(units, _divide(units, packing)) for units in candidates]
+    units, bins = min(divided, key=lambda pair: _slowest(pair[1], pair[0], packing))
+    shares = [[tuple(sorted(chain.from_iterable(map(units.members.__getitem__, bin_)))) for bin_ in s] for s in bins]
+    prefixes = [[rows.shared(micro_batch) for micro_batch in share] for share in shares]
+    fullest = max(
+        sum(map(rows.lengths.__getitem__, micro_batch)) - sum(prefix.num_tokens for prefix in shared)
+        for share, of_share in zip(shares, prefixes, strict=True)
+        for micro_batch, shared in zip(share, of_share, strict=True)
+    )
+    return MiniBatchPlan(
+        members=tuple(members),
+        shares=tuple(map(tuple, shares)),
+        prefixes=tuple(map(tuple, prefixes)),
+        num_tokens=round_up(fullest, packing.pad_multiple),
+    )
+
+
+def _bundles(wholes: Sequence[Sequence[int]], rows: _Rows, capacity: int) -> Iterator[list[int]]:
+    """Yield runs of consecutive units that share something, none longer than `capacity` unless it is a single one."""
+    assert rows.prefixes is not None, "nothing is shared"
+    bundle, num_tokens, tree = list[int](), 0, Tree(rows.prefixes)
+
+    def added(whole: Sequence[int]) -> tuple[int, bool]:
+        """Return the tokens that it adds to the bundle, and whether it shares some of those there."""
+        shared = [tree.add(row) for row in whole]
+        is_tied = any(prefix.num_tokens and prefix.row < len(bundle) for prefix in shared)
+        return sum(map(rows.lengths.__getitem__, whole)) - sum(prefix.num_tokens for prefix in shared), is_tied
+
+    for whole in wholes:
+        more, is_tied = added(whole)
+        if bundle and not (is_tied and num_tokens + more <= capacity):
+            yield bundle
+            bundle, num_tokens, tree = [], 0, Tree(rows.prefixes)
+            more, _ = added(whole)
+        bundle.extend(whole)
+        num_tokens += more
+    if bundle:
+        yield bundle
 
 
 def zigzag(starts: npt.NDArray[np.int32], context: int) -> npt.NDArray[np.int64]:
@@ -116,55 +214,29 @@ def runs(firsts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> n
     return np.repeat(firsts - before, lengths) + np.arange(lengths.sum())
 
 
-def plan_rows(lengths: Sequence[int], packing: Packing, *, ends: Sequence[int]) -> tuple[MiniBatchPlan, ...]:
-    """Return the mini-batches of samples of several rows: `ends` says after which rows a sample ends."""
-    if len(ends) == len(lengths) or not packing.keeps_episodes:
-        return plan_packs(lengths, packing, ends=ends)
-    starts = [0, *ends[:-1]]
-    # Each row is padded, not their sum.
-    lengths = [round_up(length, packing.sequence_multiple) for length in lengths]
-    together = [sum(lengths[start:end]) for start, end in zip(starts, ends, strict=True)]
-    if (longest := max(together)) > packing.tokens_per_micro_batch:
-        raise DataError(
-            f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
-            f"train.tokens_per_micro_batch from {packing.tokens_per_micro_batch}, or use a loss per token"
-        )
-
-    def expanded(episodes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(row for episode in episodes for row in range(starts[episode], ends[episode]))
-
-    return tuple(
-        replace(
-            plan,
-            members=expanded(plan.members),
-            shares=tuple(tuple(expanded(episodes) for episodes in share) for share in plan.shares),
-        )
-        for plan in plan_packs(together, packing)
-    )
-
-
-def _divide(members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], packing: Packing) -> list[_Bins]:
+def _divide(units: _Units, packing: Packing) -> list[_Bins]:
     """Return the micro-batches of every rank, the fullest first.
 
-    Dividing the samples over ranks balances their work; dividing whole micro-batches needs the fewest of them. The
+    Dividing the units over ranks balances their work; dividing whole micro-batches needs the fewest of them. The
     division whose slowest rank is done first is chosen.
     """
-    longest_first = sorted(members, key=lengths.__getitem__, reverse=True)
+    lengths, costs = units.lengths, units.costs(packing.cost)
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     whole = _share_out(_fill_all(longest_first, lengths, packing), costs, packing)
     if packing.data_parallel == 1:
         return whole
     balanced = _fill_ranks(longest_first, lengths, costs, packing)
-    return min((balanced, whole), key=lambda shares: _slowest(shares, lengths, packing))
+    return min((balanced, whole), key=lambda shares: _slowest(shares, units, packing))
 
 
-def _slowest(shares: Sequence[_Bins], lengths: Sequence[int], packing: Packing) -> float:
+def _slowest(shares: Sequence[_Bins], units: _Units, packing: Packing) -> float:
     """Return the work of the rank with the most of it, padding included."""
     cost = packing.cost
-    fullest = max(_sum(bin_, lengths) for share in shares for bin_ in share)
+    fullest = max(_sum(bin_, units.lengths) for share in shares for bin_ in share)
     padded = cost.per_token * len(shares[0]) * round_up(fullest, packing.pad_multiple)
     if not cost.per_squared_token:
         return padded
-    squares = (sum(lengths[i] * lengths[i] for bin_ in share for i in bin_) for share in shares)
+    squares = (sum(units.squares[i] for bin_ in share for i in bin_) for share in shares)
     return padded + cost.per_squared_token * max(squares)
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.packing import Packing, plan_rows
+from megarl.data.packing import MiniBatchPlan, Packing, plan_packs
+from megarl.data.prefixes import NOTHING, Prefix
 from megarl.routes import PackedRoutes
 from megarl.tokens import (
     COLUMNS,
@@ -32,7 +33,7 @@ from megarl.tokens import (
     is_repeated,
     num_true,
 )
-from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
+from megarl.types import FloatArray, MicroBatch, MiniBatch, SharedPositions, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
 UNUSED_IN_FORWARD = tuple(column.packed_as for column in COLUMNS if column.packed_as and column.is_single)
@@ -79,8 +80,10 @@ class ShareOfUpdate:
     """The part of one optimizer update: the rows of each micro-batch, and the counts of all ranks."""
 
     micro_batches: tuple[tuple[int, ...], ...]
+    prefixes: tuple[tuple[Prefix, ...], ...]
+    """See `MiniBatchPlan`."""
     num_tokens: int
-    """The length of every micro-batch."""
+    """The tokens that every micro-batch computes."""
     num_loss_tokens: int
     num_sequences: int
     sequence_multiple: int
@@ -138,12 +141,13 @@ class Share:
         widths = {**dict.fromkeys(self.columns, 0), **self.widths}
         mini_batches = []
         for update in self.updates:
-            rows = _rows(len(update.micro_batches), update.num_tokens, widths)
+            saved = [sum(prefix.num_tokens for prefix in each) for each in update.prefixes]
+            rows = _rows([update.num_tokens + each for each in saved], widths)
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
-                        _micro_batch(samples, members, row, update.sequence_multiple, has_routes=self.has_routes)
-                        for members, row in zip(update.micro_batches, rows, strict=True)
+                        _micro_batch(samples, *each, update.sequence_multiple, has_routes=self.has_routes)
+                        for each in zip(update.micro_batches, update.prefixes, rows, strict=True)
                     ),
                     num_loss_tokens=update.num_loss_tokens,
                     num_sequences=update.num_sequences,
@@ -165,6 +169,8 @@ class ModelPacking:
     has_routes: bool = False
     """The model follows the engine's choice of experts."""
     teacher_width: int = 0
+    shares_prefixes: bool = False
+    """Tokens that rows of a micro-batch have in common are computed once."""
 
     def for_update(self, samples: Sequence[TrainSample]) -> Iterator[Share]:
         return make_shares(
@@ -174,6 +180,7 @@ class ModelPacking:
             has_versions=self.has_versions,
             has_routes=self.has_routes,
             teacher_width=self.teacher_width,
+            shares_prefixes=self.shares_prefixes,
             without=_REMOTE,
         )
 
@@ -190,6 +197,7 @@ class ModelPacking:
             self.packing,
             temperature=self.temperature,
             has_routes=self.has_routes,
+            shares_prefixes=self.shares_prefixes,
             without=without,
             among=among,
         )
@@ -203,6 +211,7 @@ def make_shares(
     has_versions: bool = False,
     has_routes: bool = False,
     teacher_width: int = 0,
+    shares_prefixes: bool = False,
     without: Collection[str] = (),
     among: Sequence[int] | None = None,
 ) -> Iterator[Share]:
@@ -214,7 +223,8 @@ def make_shares(
     chosen = range(len(samples)) if among is None else among
     rows = [row for sample_id in chosen for row in _rows_of(sample_id, samples[sample_id])]
     ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
-    plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
+    prefixes = _prefixes(rows, samples, has_routes=has_routes) if shares_prefixes else None
+    plans = plan_packs([row.num_positions for row in rows], packing, ends=ends, prefixes=prefixes)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
     columns = _sent_columns(samples[0], has_versions=has_versions, without=without)
     singles = [column.packed_as for column in OF_CONTENT if column.packed_as and column.is_single]
@@ -243,18 +253,22 @@ def make_shares(
             places=tuple([(order[id(source)], index) for source, index in located]),
             widths=widths,
             has_routes=has_routes,
-            updates=tuple(
-                ShareOfUpdate(
-                    micro_batches=plan.shares[rank],
-                    num_tokens=plan.num_tokens,
-                    num_loss_tokens=num_loss_tokens,
-                    num_sequences=num_sequences,
-                    sequence_multiple=packing.sequence_multiple,
-                )
-                for plan, (num_loss_tokens, num_sequences) in zip(plans, counts, strict=True)
-            ),
+            updates=tuple(_part_of(plan, rank, *of_plan, packing) for plan, of_plan in zip(plans, counts, strict=True)),
             temperature=temperature,
         )
+
+
+def _part_of(
+    plan: MiniBatchPlan, rank: int, num_loss_tokens: int, num_sequences: int, packing: Packing
+) -> ShareOfUpdate:
+    return ShareOfUpdate(
+        micro_batches=plan.shares[rank],
+        prefixes=plan.prefixes[rank],
+        num_tokens=plan.num_tokens,
+        num_loss_tokens=num_loss_tokens,
+        num_sequences=num_sequences,
+        sequence_multiple=packing.sequence_multiple,
+    )
 
 
 def _sent_columns(
@@ -310,6 +324,31 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
     rows = [_RowOf(sample_id, 0, starts[0], num_first, continues_prompt=True)] if starts[0] else []
     bounds = zip(starts, (*starts[1:], num_tokens), strict=True)
     return [*rows, *(_RowOf(sample_id, start, end, end - start - 1, continues_prompt=False) for start, end in bounds)]
+
+
+def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_routes: bool) -> list[Prefix]:
+    """Return what each row has in common with an earlier one: the prompt, or the history of its episode.
+
+    An engine may send one prompt to other experts in each rollout, which only the ranks see.
+    """
+    prefixes: list[Prefix] = []
+    # By content: after a resume equal prompts may be other objects than before.
+    keys = {id(sample.prompt_ids): sample.prompt_ids.tobytes() for sample in samples}
+    firsts: dict[bytes, int] = {}
+    begin = 0
+    for index, row in enumerate(rows):
+        sample = samples[row.sample_id]
+        if index == 0 or rows[index - 1].sample_id != row.sample_id:
+            begin = index
+        shared = sample.rollout.episode.shared
+        if row.continues_prompt:
+            first = index if has_routes else firsts.setdefault(keys[id(sample.prompt_ids)], index)
+            prefixes.append(NOTHING if first == index else Prefix(first, len(sample.prompt_ids)))
+        elif shared and (earlier := Prefix(*shared[index - begin])).row >= 0:
+            prefixes.append(Prefix(begin + earlier.row, earlier.num_tokens))
+        else:
+            prefixes.append(NOTHING)
+    return prefixes
 
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleColumn:
@@ -378,19 +417,26 @@ _EMPTY = {each.name: np.zeros(0, _PACKED[each.name].dtype) for each in fields(Pa
 _LOADED = {column.packed_as: column.name for column in OF_CONTENT if column.packed_as is not None}
 
 
-def _rows(num_rows: int, num_tokens: int, widths: Mapping[str, int]) -> Iterator[_Row]:
+def _rows(lengths: Sequence[int], widths: Mapping[str, int]) -> Iterator[_Row]:
     """Yield zeros for each micro-batch. The columns of all are allocated at once: large arrays get large pages."""
-    shape = (num_rows, num_tokens)
-    token_ids = np.zeros(shape, np.int32)
+    total = sum(lengths)
+    token_ids = np.zeros(total, np.int32)
     columns = {
-        name: np.zeros((*shape, width) if width else shape, _PACKED[name].dtype) for name, width in widths.items()
+        name: np.zeros((total, width) if width else total, _PACKED[name].dtype) for name, width in widths.items()
     }
-    for row in range(num_rows):
-        yield _Row(token_ids=token_ids[row], columns={name: column[row] for name, column in columns.items()})
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        own = slice(end - length, end)
+        yield _Row(token_ids=token_ids[own], columns={name: column[own] for name, column in columns.items()})
 
 
 def _micro_batch(
-    samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row, sequence_multiple: int, *, has_routes: bool
+    samples: Mapping[int, ShareSample],
+    members: Sequence[int],
+    prefixes: Sequence[Prefix],
+    row: _Row,
+    sequence_multiple: int,
+    *,
+    has_routes: bool,
 ) -> MicroBatch:
     num_tokens = len(row.token_ids)
     starts, last_ids, response_starts, response_ends, sample_ids = [0], [], [], [], []
@@ -404,14 +450,7 @@ def _micro_batch(
         first = end - sample.num_tokens
         row.token_ids[start : first + 1] = sample.prompt_ids if len(sample.prompt_ids) else token_ids[:1]
         row.token_ids[first + 1 : end] = token_ids[-sample.num_tokens : -1]
-        for name, column in row.columns.items():
-            if name not in _LOADED:
-                column[first:end] = sample.columns[name]
-            elif (of_content := getattr(content, _LOADED[name])) is not None:
-                column[first:end] = of_content[sample.first : sample.end]
-            else:
-                # No engine returned it for a demonstration; a teacher's numbers must not be missing.
-                assert _PACKED[name].is_single, f"a response without {_LOADED[name]}"
+        _fill_columns(row.columns, sample, slice(first, end))
         if has_routes and content.routes is not None:
             before_last = len(content.routes) - len(content.token_ids) + sample.end
             routed.append((start, content.routes[before_last - sample.num_positions : before_last]))
@@ -442,7 +481,35 @@ def _micro_batch(
         **columns,
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
         routes=PackedRoutes(num_tokens=num_tokens, parts=tuple(routed)) if routed else None,
+        shared=_shared_positions(prefixes, row.token_ids, starts) if prefixes else None,
     )
+
+
+def _fill_columns(columns: Mapping[str, npt.NDArray[Any]], sample: ShareSample, positions: slice) -> None:
+    """Fill the positions that predict the sample's tokens."""
+    for name, column in columns.items():
+        if name not in _LOADED:
+            column[positions] = sample.columns[name]
+        elif (of_content := getattr(sample.content, _LOADED[name])) is not None:
+            column[positions] = of_content[sample.first : sample.end]
+        else:
+            # No engine returned it for a demonstration; a teacher's numbers must not be missing.
+            assert _PACKED[name].is_single, f"a response without {_LOADED[name]}"
+
+
+def _shared_positions(prefixes: Sequence[Prefix], token_ids: TokenArray, starts: Sequence[int]) -> SharedPositions:
+    """`starts`: of each row, perhaps of padding, then the end."""
+    spans = [(start, starts[row], length) for start, (row, length) in zip(starts, prefixes, strict=False)]
+    places, is_computed = np.empty(len(token_ids), np.int32), np.ones(len(token_ids), np.bool_)
+    for start, _, length in spans:
+        is_computed[start : start + length] = False
+    computed = np.flatnonzero(is_computed)
+    places[computed] = np.arange(len(computed))
+    for start, earlier, length in spans:
+        mine, equal = slice(start, start + length), slice(earlier, earlier + length)
+        assert np.array_equal(token_ids[mine], token_ids[equal]), f"rows at {earlier} and {start} differ in {length}"
+        places[mine] = places[equal]
+    return SharedPositions(computed=computed, places=places)
 
 
 def _packed_rows(members: Sequence[ShareSample], starts: npt.NDArray[np.int32]) -> PackedRows | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.data.prefixes import row_prefixes
 from megarl.episodes.protocol import Heard, SampledTurn
 from megarl.errors import RewardError
 from megarl.routes import join_routes
@@ -281,21 +282,20 @@ class Session:
             num_tokens += learnt[-1].turn.end
         if score is not None and score.tokens is not None:
             score = replace(score, tokens=self._in_rows(score.tokens, parts))
+        columns = join_tokens([part.tokens for part in parts])
+        versions = columns.pop("versions")
+        joined = join_routes(routes, self._num_prompt_tokens + num_tokens - 1)
+        prompt_ids = self._rows[0].token_ids[: self._num_prompt_tokens]
         episode = Episode(
             rows=tuple(starts),
+            shared=row_prefixes(prompt_ids, columns["token_ids"], starts, joined) if starts else (),
             turns=tuple(part.turn for part in parts),
             ending=ending,
             num_retries=num_retries,
             began=self._began,
         )
-        columns = join_tokens([part.tokens for part in parts])
-        versions = columns.pop("versions")
         return Rollout(
-            content=Content(
-                text=self._last_text,
-                routes=join_routes(routes, self._num_prompt_tokens + num_tokens - 1),
-                **columns,
-            ),
+            content=Content(text=self._last_text, routes=joined, **columns),
             versions=shared_if_equal(versions),
             loss_mask=_mask(parts),
             finish_reason=FinishReason.LENGTH if ending is Ending.LENGTH else FinishReason.STOP,

@@ -12,6 +12,7 @@ from megarl.data.packing import Packing
 from megarl.data.shares import ModelPacking
 from megarl.families.shape import ModelShape
 from megarl.planner.flops import sequence_cost
+from megarl.planner.sharing import sharing_obstacle
 from megarl.ranks.start import critic_shape
 
 
@@ -91,4 +92,5 @@ def _packing(
         temperature=recipe.sampling.temperature if needs.has_engines else 1.0,
         # In self-play groups have demonstrations among the rollouts.
         has_versions=recipe.train.max_staleness > 0 or needs.self_play_steps is not None,
+        shares_prefixes=sharing_obstacle(recipe.train, split, shape) is None,
     )

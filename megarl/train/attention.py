@@ -37,8 +37,10 @@ from megarl.train.long_attention import (
     rectangles_of,
 )
 from megarl.train.routing import RankRoutes
+from megarl.train.seen_keys import SeenKeys, attend_to_seen
 from megarl.train.softmax import Softmax, attend_on_host
 from megarl.train.topology import Topology
+from megarl.types import SharedPositions
 
 
 @dataclass(kw_only=True)
@@ -54,6 +56,8 @@ class PackedSequences(PackedSeqParams):
     """Set by the model, one for each base of frequencies; none leaves queries and keys unrotated."""
     part: ContextPart | None = None
     """None where the sequences are whole."""
+    seen: SeenKeys | None = None
+    """None where each sequence sees only its own keys."""
     routes: RankRoutes | None = None  # None where the router of a mixture chooses
     dropout_keys: Tensor | None = None  # [N], int32, see `lora.dropout_keys`; None where adapters get all inputs
 
@@ -67,33 +71,50 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def chunks(self) -> Chunks:
         """Chunks of the whole sequences."""
+        assert self.seen is None, "a state has no branches: layers with one share no prefixes"
         return chunks_of(self.lengths if self.part is None else self.part.lengths, self.starts.device)
 
     @cached_property
     def whole_starts(self) -> Tensor:
         """Starts of the whole sequences. [S + 1], int64; one tensor for all layers, by which kernels know it again"""
+        assert self.seen is None, "a state has no branches: layers with one share no prefixes"
         if self.part is None:
             return self.starts.long()
         starts = np.cumsum([0, *self.part.lengths], dtype=np.int64)
         return torch.from_numpy(starts).to(device=self.starts.device, non_blocking=True)
 
     @cached_property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @cached_property
     def rectangles(self) -> Rectangles | None:
         return rectangles_of(self.lengths)
 
 
-def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> PackedSequences:
+def packed_sequences(
+    starts: npt.NDArray[np.int32], topology: Topology, shared: SharedPositions | None = None
+) -> PackedSequences:
     """Return the sequences of a micro-batch as this rank has them; `starts` are those of the whole ones. [S + 1]"""
+    if shared is not None:
+        return _sharing_sequences(starts, topology, shared)
     own = starts // topology.context
     return PackedSequences(
         starts=torch.from_numpy(own).to(device=topology.device, dtype=torch.int32, non_blocking=True),
         lengths=np.diff(own).tolist(),
         part=context_part(starts, topology) if topology.context > 1 else None,
     )
+
+
+def _sharing_sequences(starts: npt.NDArray[np.int32], topology: Topology, shared: SharedPositions) -> PackedSequences:
+    """Return what each row computes: its end, whose queries see the keys of the whole row. Some compute nothing."""
+    assert topology.context == 1, f"shared prefixes on {topology.context} context-parallel ranks"
+    own = np.searchsorted(shared.computed, starts)
+    has_queries = np.diff(own) > 0
+    seen = SeenKeys.of(
+        shared.places[np.repeat(has_queries, np.diff(starts))],
+        num_keys=len(shared.computed),
+        query_lengths=np.diff(own)[has_queries],
+        key_lengths=np.diff(starts)[has_queries],
+        device=topology.device,
+    )
+    return PackedSequences(starts=seen.spans.query_starts, lengths=seen.spans.query_lengths, seen=seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +198,8 @@ class PackedAttention(torch.nn.Module):
             return attended.view(query.shape)
         if packed_seq_params.part is not None:
             return attend_to_all(query, key, value, packed_seq_params.part, softmax)
+        if packed_seq_params.seen is not None:
+            return attend_to_seen(query, key, value, packed_seq_params.seen, softmax)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, softmax)
         rectangles = packed_seq_params.rectangles
@@ -187,8 +210,8 @@ class PackedAttention(torch.nn.Module):
             and is_usable(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
         ):
             return attend_by_cudnn(query, key, value, rectangles, self.scale)
-        starts, longest = packed_seq_params.starts, packed_seq_params.longest
-        spans = Spans(query_starts=starts, key_starts=starts, most_queries=longest, most_keys=longest)
+        starts, lengths = packed_seq_params.starts, packed_seq_params.lengths
+        spans = Spans(query_starts=starts, key_starts=starts, query_lengths=lengths, key_lengths=lengths)
         return attend_by_flash(query, key, value, spans, softmax)
 
 

@@ -25,8 +25,16 @@ class Spans:
 
     query_starts: Tensor  # [S + 1], int32, on the device
     key_starts: Tensor  # [S + 1], int32, on the device
-    most_queries: int
-    most_keys: int
+    query_lengths: list[int]
+    key_lengths: list[int]
+
+    @property
+    def most_queries(self) -> int:
+        return max(self.query_lengths)
+
+    @property
+    def most_keys(self) -> int:
+        return max(self.key_lengths)
 
 
 def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, softmax: Softmax) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `logprob` and `layers`. Each value is read once; arithmetic is in float32.
+"""The Triton kernels of `logprob`, `layers` and `seen_keys`. Each value is read once; arithmetic is in float32.
 
 Imported on GPU machines only.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LOGIT_COLUMNS = 2048
 _GATE_COLUMNS = 1024
+_PLACE_COLUMNS = 512
 _NUM_WARPS = 8
 
 
@@ -91,6 +92,16 @@ def rotate(values: Tensor, cosines: Tensor, sines: Tensor, *, direction: float) 
         HEADS=triton.next_power_of_2(heads),
         HALF=triton.next_power_of_2(size // 2),
     )
+    return output
+
+
+def sum_places(values: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
+    """Return sums of rows of `values`: of those that `order` names between two of `bounds`. [bounds - 1, ...]"""
+    values = values.contiguous()
+    output = torch.empty((len(bounds) - 1, *values.shape[1:]), dtype=values.dtype, device=values.device)
+    columns = values[0].numel()
+    grid = (len(output), triton.cdiv(columns, _PLACE_COLUMNS))
+    _sum_places[grid](values, order, bounds, output, columns, COLUMNS=_PLACE_COLUMNS)
     return output
 
 
@@ -214,3 +225,25 @@ def _rotate(  # type: ignore[no-untyped-def]
     target = output + token * heads * 2 * half + head * 2 * half + channel
     tl.store(target, (first * cosine - second * sine).to(output.dtype.element_ty), mask=is_inside)
     tl.store(target + half, (second * cosine + first * sine).to(output.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _sum_places(  # type: ignore[no-untyped-def]
+    values,
+    order,
+    bounds,
+    output,
+    columns,
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_inside = column < columns
+    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    place = tl.load(bounds + row)
+    end = tl.load(bounds + row + 1)
+    while place < end:
+        source = tl.load(order + place).to(tl.int64)
+        total += tl.load(values + source * columns + column, mask=is_inside, other=0.0).to(tl.float32)
+        place += 1
+    tl.store(output + row.to(tl.int64) * columns + column, total.to(output.dtype.element_ty), mask=is_inside)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.train.logprob import (
+    Places,
     RowGradients,
     VocabShard,
     _add_product,
@@ -90,7 +91,7 @@ def _likeliest(logits: Tensor, num_top: int, vocab: int, shard: VocabShard) -> t
 
 
 def at_places(
-    score: Callable[[Tensor, Tensor, Head], Tensor], hidden: Tensor, targets: Tensor, places: Tensor | None, head: Head
+    score: Callable[[Tensor, Tensor, Head], Tensor], hidden: Tensor, targets: Tensor, places: Places | None, head: Head
 ) -> Tensor:
     """Return the scores at `places`, all positions if that is None, and 0 elsewhere. [N, ...]
 
@@ -98,8 +99,8 @@ def at_places(
     """
     if places is None:
         return score(hidden, targets, head)
-    scores = score(hidden[places], targets[places], head)
-    return scores.new_zeros((len(hidden), *scores.shape[1:])).index_copy(0, places, scores)
+    scores = score(hidden[places.hidden], targets[places.tokens], head)
+    return scores.new_zeros((len(targets), *scores.shape[1:])).index_copy(0, places.tokens, scores)
 
 
 def candidate_logprobs(hidden: Tensor, candidates: Tensor, head: Head) -> Tensor:

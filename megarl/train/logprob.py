@@ -36,6 +36,19 @@ class VocabShard:
     """The ranks that hold the other columns; None if this rank has all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The K of N tokens that are scored, and the hidden states that predict them: several may have the same."""
+
+    tokens: Tensor  # [K], int64
+    hidden: Tensor  # [K], int64 or int32
+
+    @classmethod
+    def of(cls, tokens: Tensor | None, computed: Tensor | None) -> Places | None:
+        """`computed` are the places of all N among the hidden states, [N]; None where each has its own."""
+        return None if tokens is None else cls(tokens, tokens if computed is None else computed[tokens])
+
+
 def vocab_shard(*, vocab: int, rows: int, rank: int, size: int, group: dist.ProcessGroup | None) -> VocabShard:
     """Return the columns of tensor-parallel rank `rank` of `size`, each with `rows` rows of the padded weight."""
     first = min(rank * rows, vocab)
@@ -49,7 +62,7 @@ def token_scores(
     *,
     shard: VocabShard,
     temperature: float,
-    scored: Tensor | None = None,  # [K], int64
+    scored: Places | None = None,
     has_float32_logits: bool = False,
     is_fused: bool = True,
     max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
@@ -64,14 +77,14 @@ def token_scores(
     logit_dtype = torch.float32 if has_float32_logits else weight.dtype
     chunk_tokens = _chunk_tokens(weight, logit_dtype, max_chunk_bytes)
     if scored is not None:
-        num_tokens, hidden, targets = len(hidden), hidden[scored], targets[scored]
+        num_tokens, hidden, targets = len(targets), hidden[scored.hidden], targets[scored.tokens]
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype, is_fused
     )
     if scored is None:
         return TokenScores(logprobs, entropy)
     nothing = torch.zeros(num_tokens, dtype=logprobs.dtype, device=logprobs.device)
-    return TokenScores(nothing.index_copy(0, scored, logprobs), nothing.index_copy(0, scored, entropy))
+    return TokenScores(*(nothing.index_copy(0, scored.tokens, column) for column in (logprobs, entropy)))
 
 
 class _LogprobContext(FunctionCtx):

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.data.packing import runs, zigzag
-from megarl.train.flash_attention import Spans, attend_by_flash
-from megarl.train.softmax import Softmax, attend_on_host
+from megarl.train.seen_keys import SeenKeys, attend_to_seen
+from megarl.train.softmax import Softmax
 from megarl.train.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -227,11 +227,7 @@ class ContextPart:
     places: Tensor  # [ranks * N], places of the tokens of all sequences among the gathered ones
     gathered: Tensor  # [ranks * N], the inverse: where each gathered token is in the sequences
     lengths: list[int]  # of the whole sequences
-    seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
-    query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
-    key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
-    query_lengths: list[int]
-    key_lengths: list[int]
+    seen: SeenKeys  # by each chunk, of the gathered ones
     whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
 
 
@@ -253,11 +249,13 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
         places=on_device(places, torch.int64),
         gathered=on_device(gathered, torch.int64),
         lengths=np.diff(starts).tolist(),
-        seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
-        query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
-        key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
-        query_lengths=query_lengths.tolist(),
-        key_lengths=key_lengths.tolist(),
+        seen=SeenKeys.of(
+            places[runs(np.repeat(starts[:-1], 2), key_lengths)],
+            num_keys=len(places),
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            device=topology.device,
+        ),
         whole=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=whole,
@@ -273,16 +271,5 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
     """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen).split((key.shape[-1], value.shape[-1]), dim=-1)
-    if query.device.type == "cuda":
-        spans = Spans(
-            query_starts=part.query_starts,
-            key_starts=part.key_starts,
-            most_queries=max(part.query_lengths),
-            most_keys=max(part.key_lengths),
-        )
-        return attend_by_flash(query, keys, values, spans, softmax)
-    columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
-    chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
-    outputs = [attend_on_host(q, k, v, softmax)[0].transpose(0, 1) for q, k, v in zip(*chunks, strict=True)]
-    return torch.cat(outputs)
+    keys, values = gathered.split((key.shape[-1], value.shape[-1]), dim=-1)
+    return attend_to_seen(query, keys, values, part.seen, softmax)

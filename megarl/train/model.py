@@ -22,12 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.data.packing import zigzag
+from megarl.data.packing import runs, zigzag
 from megarl.families.shape import ModelShape
 from megarl.tokens import PackedColumns
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
-from megarl.train.logprob import TokenScores, token_scores, vocab_shard
+from megarl.train.logprob import Places, TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
@@ -38,18 +38,22 @@ _COLUMNS = tuple(each.name for each in fields(PackedColumns))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
-    """This rank's N tokens of a micro-batch: all of them, or two chunks of each sequence (`data.packing.zigzag`)."""
+    """This rank's N tokens of a micro-batch: all of them, or two chunks of each sequence (`data.packing.zigzag`).
 
-    token_ids: Tensor  # [1, N], int64
-    positions: Tensor  # [1, N], int64
+    A model computes M of them, the others have the result of an equal one.
+    """
+
+    token_ids: Tensor  # [1, M], int64
+    positions: Tensor  # [1, M], int64
     sequences: PackedSequences
     episode_starts: Tensor  # [E + 1], int32
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
     loss_places: Tensor | None  # [K], int64, where `loss_mask` is True; None in a forward pass
+    computed_places: Tensor | None  # [N], int32, where each is among the M; None where all are computed
     temperature: float
     num_pack_tokens: int
-    """Tokens of the whole micro-batch, over all ranks that share it."""
+    """Tokens of the whole micro-batch that are computed, over all ranks that share it."""
 
     @property
     def candidates(self) -> Tensor | None:
@@ -66,9 +70,14 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     """Copy this rank's tokens to its device."""
     device, context = topology.device, topology.context
     mine = zigzag(micro_batch.sequence_starts, context)[topology.context_rank] if context > 1 else slice(None)
+    shared = micro_batch.shared
+    inputs = mine if shared is None else shared.computed
 
     def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(array[mine]).to(device=device, dtype=dtype, non_blocking=True)
+
+    def inputs_of(array: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array[inputs]).to(device=device, dtype=torch.int64, non_blocking=True)[None]
 
     def column(array: npt.NDArray[np.generic] | None) -> Tensor | None:
         """Return zeros for a column that every pass has and this one does not need."""
@@ -77,25 +86,38 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         return torch.zeros(num_tokens // context, device=device, dtype=torch.from_numpy(array).dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
-    has_loss = micro_batch.loss_mask.size > 0
-    sequences = packed_sequences(micro_batch.sequence_starts, topology)
+    sequences = packed_sequences(micro_batch.sequence_starts, topology, shared)
     if micro_batch.routes is not None:
-        sequences.routes = rank_routes(micro_batch.routes, mine, topology)
+        sequences.routes = rank_routes(micro_batch.routes, inputs, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     columns: dict[str, Any] = {name: column(getattr(micro_batch, name)) for name in _COLUMNS}
     return DeviceMicroBatch(
-        token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
-        positions=tensor(micro_batch.positions, torch.int64)[None],
+        token_ids=inputs_of(micro_batch.token_ids),
+        positions=inputs_of(micro_batch.positions),
         sequences=sequences,
         episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
-        # Found on the host: on a GPU it would have to be waited for.
-        loss_places=torch.from_numpy(np.flatnonzero(micro_batch.loss_mask[mine])).to(device) if has_loss else None,
+        loss_places=_loss_places(micro_batch, mine, device),
+        computed_places=None if shared is None else tensor(shared.places),
         temperature=temperature,
-        num_pack_tokens=num_tokens,
+        num_pack_tokens=num_tokens if shared is None else len(shared.computed),
         **columns,
     )
+
+
+def _loss_places(micro_batch: MicroBatch, mine: npt.NDArray[np.int64] | slice, device: torch.device) -> Tensor | None:
+    """Return the places of loss tokens, found on the host: on a GPU they would have to be waited for.
+
+    In a forward pass those of all response tokens where prompts are shared, or None.
+    """
+    if micro_batch.loss_mask.size:
+        places = np.flatnonzero(micro_batch.loss_mask[mine])
+    elif micro_batch.shared is None:
+        return None
+    else:
+        places = runs(micro_batch.response_starts, micro_batch.response_ends - micro_batch.response_starts)
+    return torch.from_numpy(places).to(device)
 
 
 def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
@@ -200,7 +222,8 @@ class PolicyModel(Model):
         temperature, is_float32, is_fused = micro_batch.temperature, self.has_float32_head, self.is_fused
         head = Head(weight, shard, temperature=temperature, has_float32_logits=is_float32, is_fused=is_fused)
         # A pass without gradients is about all tokens of the responses, or about those that are learnt.
-        places = micro_batch.loss_places if torch.is_grad_enabled() or self.teaching is not None else None
+        is_about_loss = torch.is_grad_enabled() or self.teaching is not None or micro_batch.computed_places is not None
+        places = Places.of(micro_batch.loss_places if is_about_loss else None, micro_batch.computed_places)
         if self.teaching is not None:
             return at_places(self.teaching, hidden[:, 0], micro_batch.targets, places, head)
         scores = token_scores(
@@ -229,7 +252,10 @@ class ValueModel(Model):
 
     def forward(self, micro_batch: DeviceMicroBatch) -> Tensor:
         hidden = self.decode(micro_batch)
-        return self._values(hidden) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        values, places = self._values(hidden), micro_batch.computed_places
+        return values if places is None else values[places]
 
     def _values(self, hidden: Tensor) -> Tensor:
         # Every tensor-parallel rank computes every value: the head's gradients are equal and need no sum.

@@ -45,6 +45,7 @@ from megarl.train.long_attention import ContextPart
 from megarl.train.lora import attach_adapters
 from megarl.train.model import Model, named_weights
 from megarl.train.optimizer import ModelOptimizer
+from megarl.train.seen_keys import SeenKeys
 from megarl.train.softmax import Softmax
 from megarl.train.topology import Topology, joined_topology
 from megarl.weights.algebra.slices import Layout
@@ -295,11 +296,12 @@ def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSe
             places=places,
             gathered=places,
             lengths=[tokens * size],
-            seen=torch.empty(sum(keys), dtype=torch.int64),
-            query_starts=torch.empty(3, dtype=torch.int32),
-            key_starts=torch.empty(3, dtype=torch.int32),
-            query_lengths=lengths,
-            key_lengths=keys,
+            seen=SeenKeys(
+                places=torch.empty(sum(keys), dtype=torch.int32),
+                order=torch.empty(sum(keys), dtype=torch.int32),
+                bounds=torch.empty(tokens * size + 1, dtype=torch.int32),
+                spans=_spans(lengths, keys),
+            ),
             whole=PackedSequences(starts=starts, lengths=[tokens]),
         )
     rotation = Rotation(cosines=angles, sines=angles.clone())
@@ -350,14 +352,17 @@ class _Normed(torch.autograd.Function):
 
 def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen).split((key.shape[-1], value.shape[-1]), dim=-1)
-    return _flash(query, keys, values, max(part.key_lengths), softmax)
+    keys, values = gathered.index_select(0, part.seen.places).split((key.shape[-1], value.shape[-1]), dim=-1)
+    return _flash(query, keys, values, part.seen.spans.most_keys, softmax)
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, longest: int, softmax: Softmax) -> Tensor:
-    starts = torch.empty(2, dtype=torch.int32)
-    spans = Spans(query_starts=starts, key_starts=starts, most_queries=longest, most_keys=longest)
-    return attend_by_flash(query, keys, values, spans, softmax)
+    return attend_by_flash(query, keys, values, _spans([longest], [longest]), softmax)
+
+
+def _spans(query_lengths: list[int], key_lengths: list[int]) -> Spans:
+    starts = torch.empty(len(query_lengths) + 1, dtype=torch.int32)
+    return Spans(query_starts=starts, key_starts=starts, query_lengths=query_lengths, key_lengths=key_lengths)
 
 
 def main(what: str, path: Path) -> None:

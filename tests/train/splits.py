@@ -81,6 +81,7 @@ def packed(
     has_versions: bool = False,
     is_forward: bool = False,
     has_routes: bool = False,
+    shares_prefixes: bool = False,
 ) -> Shares:
     packing = Packing(
         data_parallel=world // actor.model_parallel,
@@ -97,6 +98,7 @@ def packed(
         temperature=TEMPERATURE,
         has_versions=has_versions,
         has_routes=has_routes,
+        shares_prefixes=shares_prefixes,
         without=without,
     )
     return Shares.of(shares, ranks_per_share=actor.tensor * actor.context)

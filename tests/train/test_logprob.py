@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.train.logprob import token_scores, vocab_shard
+from megarl.train.logprob import Places, token_scores, vocab_shard
 from megarl.types import FloatArray
 from tests.train.cluster import Cluster
 from tests.train.jobs import ScoreInputs, ScoreOutcome, score_vocab_shards
@@ -98,7 +98,13 @@ def test_scores_of_some_positions_are_those_of_all_and_others_cost_no_logits(pla
     def scored(at: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         hidden, head = states.clone().requires_grad_(), weight.clone().requires_grad_()
         scores = token_scores(
-            hidden, head, targets, shard=shard, temperature=0.7, scored=at, max_chunk_bytes=4 * VOCAB * 3
+            hidden,
+            head,
+            targets,
+            shard=shard,
+            temperature=0.7,
+            scored=Places.of(at, None),
+            max_chunk_bytes=4 * VOCAB * 3,
         )
         loss = torch.where(is_chosen, scores.logprobs + 0.3 * scores.entropy, 0.0).sum()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -139,7 +139,7 @@ def test_a_kernel_without_sinks_gets_them_from_its_sums(
     window, has_sinks = KINDS[kind]
     inputs = random_inputs(value_width, has_sinks=has_sinks)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    spans = Spans(query_starts=starts, key_starts=starts, most_queries=12, most_keys=12)
+    spans = Spans(query_starts=starts, key_starts=starts, query_lengths=LENGTHS, key_lengths=LENGTHS)
     over = Softmax(scale=0.4, window=window, sinks=inputs[3])
     found = attend_by_flash(inputs[0], inputs[1], inputs[2], spans, over)
     grad = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))

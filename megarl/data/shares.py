@@ -119,6 +119,12 @@ class Share:
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
 
+    @property
+    def shared_lengths(self) -> list[int]:
+        """The tokens of each row that are computed with another one."""
+        prefixes = (prefix for update in self.updates for micro_batch in update.prefixes for prefix in micro_batch)
+        return [prefix.num_tokens for prefix in prefixes if prefix.num_tokens]
+
     def load(self) -> dict[int, ShareSample]:
         """Load the responses; return the rows by their indices."""
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megarl.algo.algorithm import PolicyGradient, Sft
 from megarl.config.recipe import Recipe
 from megarl.data.packing import SequenceCost
 from megarl.data.rollout_files import write_samples
-from megarl.data.shares import row_lengths
+from megarl.data.shares import Share, row_lengths
 from megarl.errors import MachineError, NumericsError
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_named
@@ -134,10 +134,19 @@ class ModelsTrainer:
         columns = self._of_step("old_logprobs", "teacher", "advantages")
         if self.passes is not None and "reference_logprobs" not in self.passes.fetched:
             columns |= self._of_step("reference_logprobs")
-        update = await actor.compute_shares(ActorCalls.update, self.packings.actor.for_update(samples), columns)
+        shared: list[int] = []
+
+        def counted(shares: Iterable[Share]) -> Iterator[Share]:
+            for share in shares:
+                shared.extend(share.shared_lengths)
+                yield share
+
+        shares = counted(self.packings.actor.for_update(samples))
+        update = await actor.compute_shares(ActorCalls.update, shares, columns)
         work = training_work(
             [length for sample in samples for length in row_lengths(sample)],
             update.usage["actor"],
+            shared=shared,
             cost=self.packings.actor.packing.cost,
             epochs=self.epochs,
             num_ranks=len(actor),
@@ -195,9 +204,17 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
 
 
 def training_work(
-    lengths: Sequence[int], usage: RankUsage, *, cost: SequenceCost, epochs: int, num_ranks: int
+    lengths: Sequence[int],
+    usage: RankUsage,
+    *,
+    cost: SequenceCost,
+    epochs: int,
+    num_ranks: int,
+    shared: Sequence[int] = (),
 ) -> TrainingWork:
-    """Return the work of all sequences of a step; padding is not counted."""
+    """Return the work of all sequences of a step, less that of their `shared` beginnings; padding is not counted."""
     gpu = None if usage.gpu_name is None else gpu_named(usage.gpu_name)
     peak = None if gpu is None else num_ranks * gpu.flops
-    return TrainingWork(flops=_PASSES * epochs * sum(cost.of(lengths)), peak_flops_per_second=peak)
+    return TrainingWork(
+        flops=_PASSES * epochs * (sum(cost.of(lengths)) - sum(cost.of(shared))), peak_flops_per_second=peak
+    )

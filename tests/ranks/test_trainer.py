@@ -264,9 +264,16 @@ def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
 COST = sequence_cost(PUBLIC_MODELS["qwen2.5-7b"])
 
 
-def work_of(lengths: list[int], *, epochs: int = 1, num_ranks: int = 1, gpu: str | None = None) -> TrainingWork:
+def work_of(
+    lengths: list[int], *, shared: list[int] | None = None, epochs: int = 1, num_ranks: int = 1, gpu: str | None = None
+) -> TrainingWork:
     usage = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2, gpu_name=gpu)
-    return training_work(lengths, usage, cost=COST, epochs=epochs, num_ranks=num_ranks)
+    return training_work(lengths, usage, cost=COST, epochs=epochs, num_ranks=num_ranks, shared=shared or [])
+
+
+def test_a_beginning_that_is_computed_once_is_counted_once() -> None:
+    apart, together = work_of([300, 200]).flops, work_of([300, 200], shared=[150]).flops
+    assert apart - together == pytest.approx(work_of([150]).flops)
 
 
 def test_a_token_costs_six_per_weight_and_a_long_sequence_more() -> None:

@@ -34,10 +34,21 @@ from megarl.config.environment import ChatEnvironmentConfig, ClassEnvironmentCon
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engine.batches import PARTIAL, Line
 from megarl.episodes.admission import Admission
-from megarl.episodes.build import build_dialogue, open_environments
+from megarl.episodes.build import build_dialogue, open_agents, open_environments
 from megarl.episodes.chat_endpoint import Access, ChatEndpoint
 from megarl.episodes.play import Agency, Player, Tools, tools_of
-from megarl.episodes.protocol import Call, Observation, Row, TokenSession, ToolSchema, Transcript
+from megarl.episodes.processes import PROGRAM
+from megarl.episodes.protocol import (
+    Agents,
+    Call,
+    Environment,
+    Environments,
+    Observation,
+    Row,
+    TokenSession,
+    ToolSchema,
+    Transcript,
+)
 from megarl.episodes.session import Session
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
@@ -59,6 +70,34 @@ _LONG, _SHORT = 4096, 8
 """Tokens of answers; their difference gives the cost of one."""
 _FAR = 4096
 """Open files of a process beside those of its episodes."""
+_CLASS = '''
+import asyncio
+
+class Calculator:
+    def __init__(self, ground_truth: str, **_row):
+        self.truth = ground_truth
+    async def add(self, a: int, b: int) -> str:
+        """Add two numbers."""
+        await asyncio.sleep(3600)
+        return str(a + b)
+    async def score(self, transcript) -> float:
+        return float(transcript.last_text.strip() == self.truth)
+'''
+_AGENT = """
+import asyncio, httpx
+
+client, places = httpx.AsyncClient(timeout=None), asyncio.Semaphore(64)
+
+async def run(task, base_url, api_key):
+    chat = [{"role": "user", "content": task["prompt"]}]
+    async with places:
+        reply = await client.post(
+            f"{base_url}/chat/completions", json={"messages": chat, "max_tokens": 64},
+            headers={"Authorization": f"Bearer {api_key}"})
+    text = reply.json()["choices"][0]["message"]["content"]
+    await asyncio.sleep(3600)
+    return float(text == task["ground_truth"])
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +141,11 @@ def measure_agents(*, num_requests: int = 512, num_idle: int = 10_000) -> list[P
 
 
 async def _measure(folder: Path, pool: ProcessPoolExecutor, *, num_requests: int, num_idle: int) -> list[PlaneFigure]:
-    config = ClassEnvironmentConfig(kind="class", path=CALCULATOR, call_format="llama", max_turns=1 << 20)
+    path = folder / "calculator.py"
+    path.write_text(_CLASS)
+    config = ClassEnvironmentConfig(
+        kind="class", path=path, call_format="llama", max_turns=1 << 20, wall_s=3600, call_deadline_s=3600
+    )
     tools = await asyncio.to_thread(tools_of, config)
     tokenizer = load_tokenizer(folder, vocab=SHAPE.vocab, tools=[tool.as_function for tool in tools])
     letter, (end_id, *_) = int(tokenizer.encode([_LETTER])[0][0]), tokenizer.eos_ids
@@ -114,9 +157,10 @@ async def _measure(folder: Path, pool: ProcessPoolExecutor, *, num_requests: int
         figures += await _overheads(tokenizer, port, pool, num_requests=num_requests)
         figures += await _first_tokens(tokenizer, port, pool)
         figures += await _idle_agents(tokenizer, port, pool, before, num_idle=num_idle)
+        figures += await _idle_functions(tokenizer, port, folder, before, num_idle=num_idle)
     with _engine(letter, pace_s=0.0, said=call_ids) as port:
         figures += await _idle_environments(tokenizer, port, config, tools, before, num_idle=num_idle)
-    return [*figures, await _environment_process(config)]
+    return [*figures, await _own_process(config)]
 
 
 # The endpoint's own cost.
@@ -208,31 +252,54 @@ async def _idle_environments(
     *,
     num_idle: int,
 ) -> list[PlaneFigure]:
-    """Each episode has called a tool that does not answer; the processes of tools are measured alone."""
-    waiting = _WaitingEnvironments(tools)
-    player = _player(Tools(waiting, build_dialogue(config, tokenizer), config), config, tokenizer)
+    """Each episode has called a tool that does not answer."""
+    environments = _CountedEnvironments(await open_environments(config), tools)
+    player = _player(Tools(environments, build_dialogue(config, tokenizer), config), config, tokenizer)
     async with _playing(tokenizer, port, player, num_groups=num_idle // _GROUP):
-        while waiting.num_waiting < num_idle // _GROUP * _GROUP:
+        while environments.num_called < num_idle // _GROUP * _GROUP:
             await asyncio.sleep(0.1)
         held = await _held(before)
-    return _idle_figures("episode that waits for a tool", held, num_idle)
+    return _idle_figures("episode of an async class that waits for its tool", held, num_idle)
 
 
-async def _environment_process(config: ClassEnvironmentConfig, *, count: int = 8) -> PlaneFigure:
-    """Return the memory of one process of a class, shared pages divided by those that share them."""
-    environments = await open_environments(config)
+async def _idle_functions(
+    tokenizer: Tokenizer, port: int, folder: Path, before: int, *, num_idle: int
+) -> list[PlaneFigure]:
+    """Each agent, an async function, has had a turn and waits."""
+    path = folder / "agent.py"
+    path.write_text(_AGENT)
+    config = ChatEnvironmentConfig(kind="chat", path=path, max_turns=1 << 20, wall_s=3600, memory_gib=None)
+    agents = _CountedAgents(await open_agents(config, tokenizer.with_tools(())))
+    player = _player(Agency(agents, max_turns=config.max_turns), config, tokenizer)
+    async with _playing(tokenizer, port, player, num_groups=num_idle // _GROUP):
+        while agents.num_turns < num_idle // _GROUP * _GROUP:
+            await asyncio.sleep(0.1)
+        held = await _held(before)
+    return _idle_figures("async agent of `chat` that waits", held, num_idle)
+
+
+async def _own_process(config: ClassEnvironmentConfig, *, count: int = 8) -> PlaneFigure:
+    """Return the memory of a process of one episode."""
+    environments = await open_environments(config.model_copy(update={"episodes_per_process": 1}))
     try:
         row: Row = {"ground_truth": "7"}
         opened = [await environments.open(row) for _ in range(count)]
-        children = [
-            each for each in psutil.Process().children() if "megarl.episodes.worker" in " ".join(each.cmdline())
-        ]
-        num_bytes = sum(each.memory_full_info().pss for each in children) / len(children)
+        num_bytes = sum(_memory_of(each) for each in _workers()) / count
         for each in opened:
             await each.close()
     finally:
         await environments.close()
-    return PlaneFigure(name="process of a class", value=num_bytes / 1e6, unit="MB")
+    return PlaneFigure(name="process of one episode", value=num_bytes / 1e6, unit="MB")
+
+
+def _workers() -> list[psutil.Process]:
+    """Return the processes that run classes and agents."""
+    return [each for each in psutil.Process().children() if PROGRAM in " ".join(each.cmdline())]
+
+
+def _memory_of(process: psutil.Process) -> int:
+    """Return its memory, shared pages divided by those that share them."""
+    return int(process.memory_full_info().pss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +310,17 @@ class _Held:
 
 
 async def _held(before: int, *, window_s: float = 10.0) -> _Held:
+    """Measure this process and those of classes and agents."""
     gc.collect()
-    num_bytes = resident_bytes() - before
-    began_cpu, began = time.process_time(), time.monotonic()
+    num_bytes = resident_bytes() - before + sum(map(_memory_of, _workers()))
+    began_cpu, began = _cpu_s(), time.monotonic()
     await asyncio.sleep(window_s)
-    return _Held(num_bytes=num_bytes, cpu_share=(time.process_time() - began_cpu) / (time.monotonic() - began))
+    return _Held(num_bytes=num_bytes, cpu_share=(_cpu_s() - began_cpu) / (time.monotonic() - began))
+
+
+def _cpu_s() -> float:
+    times = [each.cpu_times() for each in _workers()]
+    return time.process_time() + float(sum(each.user + each.system for each in times))
 
 
 def _idle_figures(name: str, held: _Held, num_idle: int) -> list[PlaneFigure]:
@@ -258,26 +331,58 @@ def _idle_figures(name: str, held: _Held, num_idle: int) -> list[PlaneFigure]:
     ]
 
 
-class _WaitingEnvironments:
-    """`Environments` whose tools take for ever."""
+class _CountedEnvironments:
+    """Environments that count the calls."""
 
-    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+    def __init__(self, inner: Environments, tools: Sequence[ToolSchema]) -> None:
+        self._inner = inner
         self.tools = tools
-        self.num_waiting = 0
-        self.opening = None
+        self.num_called = 0
 
-    async def open(self, row: Row) -> _WaitingEnvironments:
-        return self
+    async def open(self, row: Row) -> Environment:
+        environment = await self._inner.open(row)
+        return _CountedEnvironment(environment, self)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _CountedEnvironment:
+    opening = None
+
+    def __init__(self, inner: Environment, counted: _CountedEnvironments) -> None:
+        self._inner = inner
+        self._counted = counted
+        self.tools = counted.tools
 
     async def call(self, call: Call) -> Observation:
-        self.num_waiting += 1
-        await asyncio.Event().wait()
-        raise AssertionError("nothing ends the wait")
+        self._counted.num_called += 1
+        return await self._inner.call(call)
 
     async def score(self, transcript: Transcript) -> Score | None:
         raise AssertionError("no episode is over")
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _CountedAgents:
+    """Agents that keep the sessions."""
+
+    def __init__(self, inner: Agents) -> None:
+        self._inner = inner
+        self._sessions: list[TokenSession] = []
+
+    async def run(self, row: Row, session: TokenSession) -> Score | None:
+        self._sessions.append(session)
+        return await self._inner.run(row, session)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(session.num_sampled for session in self._sessions)
+
+    async def close(self) -> None:
+        await self._inner.close()
 
 
 # The worker.

@@ -52,6 +52,11 @@ USER_WORKER = EnvVar(
     default="",
     reason="Marks a process that runs a user's code, such as a reward worker, and all that it starts.",
 )
+USER_PROGRAM = EnvVar(
+    name="MEGARL_USER_PROGRAM",
+    default="",
+    reason="Marks a program that is the agent of an episode, and all that it starts.",
+)
 ONE_CARD = EnvVar(
     name="MEGARL_ONE_CARD",
     default="",

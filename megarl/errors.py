@@ -11,6 +11,7 @@
     │   └── FinishedError        the run took all its steps before; nothing is left to do
     ├── MachineError         5   ports, devices, packages, processes of this machine
     │   └── EnvironmentLostError     the environment of one episode is gone or does not answer
+    │       └── NeighbourError       its process ended because of another episode, which shared it
     ├── PreemptedError      75   the run was asked to stop; requeue it
     │   └── StoppedError   130   Ctrl-C: saved as for a preemption
     ├── FleetError          76   no engine that can generate is left
@@ -99,6 +100,10 @@ class MachineError(MegarlError):
 
 
 class EnvironmentLostError(MachineError):
+    pass
+
+
+class NeighbourError(EnvironmentLostError):
     pass
 
 

@@ -84,7 +84,7 @@ class BuiltInToolsConfig(Section):
 
 class ClassEnvironmentConfig(_WithTools):
     kind: Literal["class"]
-    """A Python class, one instance per episode in a process of its own: public methods with types and a docstring are
+    """A Python class, one instance per episode: public methods with types and a docstring are
     tools, `score(transcript)` scores."""
     path: Path | None = None
     """Your Python file; a change of it during the run is an error. null has only `tools`, and `reward` scores."""
@@ -93,17 +93,21 @@ class ClassEnvironmentConfig(_WithTools):
     tools: BuiltInToolsConfig = BuiltInToolsConfig()
     """Tools that megarl brings, beside those of the class."""
     workers: PositiveInt = 64
-    """Episodes that a rollout worker has open at the same time, each with a process."""
+    """Processes that a rollout worker has at the same time."""
+    episodes_per_process: PositiveInt | None = None
+    """Episodes that share a process. null: one, or, where all methods of the class are `async`, as many as fit half of
+    `memory_gib`, in as many processes as there are cores."""
     episodes_per_worker: PositiveInt = 100
-    """After this many a fresh process replaces the worker, so that leaked memory is freed."""
+    """After this many a fresh process replaces one that is not shared, so that leaked memory is freed. A shared one is
+    replaced when half of its memory is used and its episodes are over."""
     memory_gib: PositiveFloat | None = 4
     """Address space of one process; null sets no limit."""
     cpu_s: PositiveInt | None = 120
-    """CPU time of one call, all threads together; null sets no limit."""
+    """CPU time of one call, in a process of its own that of all threads together; null sets no limit."""
 
     @property
     def most_open(self) -> int | None:
-        return self.workers
+        return None if self.episodes_per_process is None else self.workers * self.episodes_per_process
 
 
 class McpEnvironmentConfig(_WithTools):
@@ -182,17 +186,19 @@ class ChatEnvironmentConfig(_Episode):
     call_format: CallFormat = "auto"
     """The same key as in `class`."""
     workers: PositiveInt = 64
-    """Agents that a rollout worker runs at the same time, each with a process."""
+    """The same key as in `class`."""
+    episodes_per_process: PositiveInt | None = None
+    """The same key as in `class`: an agent that is `async` shares."""
     episodes_per_worker: PositiveInt = 100
     """The same key as in `class`."""
     memory_gib: PositiveFloat | None = 4
     """The same key as in `class`."""
     cpu_s: PositiveInt | None = 600
-    """CPU time of one agent, all threads together; null sets no limit."""
+    """CPU time of one agent, in a process of its own that of all threads together; null sets no limit."""
 
     @property
     def most_open(self) -> int | None:
-        return self.workers
+        return None if self.episodes_per_process is None else self.workers * self.episodes_per_process
 
 
 class CommandEnvironmentConfig(_Episode):

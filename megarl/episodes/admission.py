@@ -55,6 +55,11 @@ class Admission:
         """Time of the same in which they had no turn."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    def limit(self, most_open: int | None) -> None:
+        """Bound the open episodes by the processes that there are for them."""
+        if most_open is not None:
+            self.max_open = min(self.max_open, most_open)
+
     def place(self) -> EpisodePlace:
         """Return the place of one episode, which is waited for where it is entered."""
         return EpisodePlace(self)

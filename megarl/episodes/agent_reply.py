@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from secrets import token_hex
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -76,10 +77,10 @@ class AgentReply:
     async def end(self, answer: ModelAnswer) -> web.StreamResponse:
         """Send the answer, or the rest of it; return when the client's side has it."""
         if not self._request.is_streamed:
-            self._response = web.json_response(self._dialect.whole(self._request, answer))
-            await self._within_time(self._response.prepare(self._http))
-            await self._within_time(self._response.write_eof())
-            return self._response
+            content = msgspec.json.encode(self._dialect.whole(self._request, answer))
+            response = web.Response(body=content, content_type="application/json")
+            await self._within_time(self._sent(response))
+            return response
         if self._stream is None:
             await self._begin(answer.id, answer.num_prompt_tokens)
         if not answer.text.startswith(self._said):
@@ -87,6 +88,10 @@ class AgentReply:
         await self._say(answer.text)
         assert self._stream is not None, "it was begun"
         return await self._finish(self._stream.end(answer))
+
+    async def _sent(self, response: web.Response) -> None:
+        await response.prepare(self._http)
+        await response.write_eof()
 
     async def fail(self, status: int, message: str) -> web.StreamResponse:
         """Send an error."""

@@ -17,7 +17,8 @@ from megarl.config.environment import ChatEnvironmentConfig, CommandEnvironmentC
 from megarl.config.section import GIB
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.chat_endpoint import ChatEndpoint
-from megarl.episodes.class_environments import ask_process, open_pool, read_score, take_process
+from megarl.episodes.class_environments import read_score
+from megarl.episodes.processes import EpisodeProcesses, ProcessLimits
 from megarl.episodes.program import ProgramTask
 from megarl.episodes.protocol import Row, TokenSession
 from megarl.episodes.worker import EnvironmentTask, LoadedClass, score_answer
@@ -49,13 +50,14 @@ def agent_task(config: ChatEnvironmentConfig | CommandEnvironmentConfig) -> Envi
                 result=config.result,
                 memory_bytes=int(config.memory_gib * GIB),
                 max_processes=config.max_processes,
+                cpu_s=config.cpu_s,
             )
             return EnvironmentTask(
                 classes=[],
                 program=program,
                 has_user_class=False,
                 memory_bytes=None,
-                cpu_s=config.cpu_s,
+                cpu_s=None,
                 call_deadline_s=config.wall_s,
             )
         case _:
@@ -70,20 +72,27 @@ class ChatAgents:
         config: ChatEnvironmentConfig | CommandEnvironmentConfig,
         tokenizer: Tokenizer,
         *,
+        gives_way: bool,
         host: str,
         log_path: Path | None = None,
     ) -> None:
+        """`gives_way`: the agent's function is `async`, or a program runs beside others."""
         self._is_program = isinstance(config, CommandEnvironmentConfig)
         self._wall_s = config.wall_s
         self._endpoint = ChatEndpoint(tokenizer, call_format=config.call_format, host=host)
-        self._pool = open_pool(
-            agent_task(config),
+        limits = ProcessLimits(
             workers=config.workers,
+            episodes_per_process=config.episodes_per_process if isinstance(config, ChatEnvironmentConfig) else None,
             episodes_per_worker=config.episodes_per_worker
             if isinstance(config, ChatEnvironmentConfig)
             else _PROGRAMS_PER_WORKER,
-            log_path=log_path,
         )
+        self._processes = EpisodeProcesses(agent_task(config), limits, gives_way=gives_way, log_path=log_path)
+
+    @property
+    def most_open(self) -> int | None:
+        """Episodes that can be open; None: as many as there is memory for."""
+        return self._processes.most_open
 
     async def start(self) -> None:
         await self._endpoint.start()
@@ -101,7 +110,7 @@ class ChatAgents:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _run(self, row: Row, session: TokenSession, folder: str | None) -> Score | None:
-        process = await take_process(self._pool)
+        process = await self._processes.take(str(row.get("uid")))
         is_usable = False
         try:
             async with self._endpoint.episode(session) as access:
@@ -110,17 +119,17 @@ class ChatAgents:
                     arguments |= {"base_url": access.base_url, "api_key": access.key}
                 else:
                     arguments |= {"folder": folder, "variables": dict(access.variables)}
-                answer = await ask_process(process, "run", timeout_s=self._wall_s, arguments=arguments)
+                answer = await process.ask("run", timeout_s=self._wall_s, arguments=arguments)
                 is_usable = True
         finally:
-            self._pool.give(process, is_usable=is_usable)
+            process.give(is_usable)
         if "error" in answer:
             raise EnvironmentLostError(f"agent {answer['error']}")
         answer.pop("id")
         return read_score(answer) if answer else None
 
     async def close(self) -> None:
-        self._pool.close()
+        self._processes.close()
         await self._endpoint.close()
 
 

@@ -32,10 +32,11 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.built_in.python import START_TIMEOUT_S
 from megarl.episodes.built_in.search import ensure_index, index_path
-from megarl.episodes.class_environments import PROGRAM, ClassEnvironments, open_pool
+from megarl.episodes.class_environments import ClassEnvironments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.harbor.build import check_harbor, open_box_agents, open_harbor
 from megarl.episodes.openenv_environments import open_openenv
+from megarl.episodes.processes import PROGRAM, EpisodeProcesses, ProcessLimits
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem, RewardError
@@ -87,8 +88,8 @@ async def open_agents(
     """Return the agents of a run, which reach the model at `host`; a ConfigError if their code cannot be loaded."""
     match config:
         case ChatEnvironmentConfig() | CommandEnvironmentConfig():
-            await _check_agent(config)
-            agents = ChatAgents(config, tokenizer, host=host, log_path=log_path)
+            gives_way = await _check_agent(config)
+            agents = ChatAgents(config, tokenizer, gives_way=gives_way, host=host, log_path=log_path)
             await agents.start()
             return agents
         case FunctionEnvironmentConfig():
@@ -99,15 +100,22 @@ async def open_agents(
             assert_never(config)
 
 
-async def _check_agent(config: ChatEnvironmentConfig | CommandEnvironmentConfig) -> None:
+async def _check_agent(config: ChatEnvironmentConfig | CommandEnvironmentConfig) -> bool:
+    """Return whether agents can share a process; a ConfigError if there is none."""
     if isinstance(config, CommandEnvironmentConfig):
         if (message := _missing_program(config.command)) is not None:
             raise ConfigError("recipe", (Problem(key="environment.command", message=message),))
-        return
+        return True
     if not config.path.is_file():
         message = f"{config.path} is not a file; name your Python file"
         raise ConfigError("recipe", (Problem(key="environment.path", message=message),))
-    await _reported(agent_task(config), None)
+    report = await _reported(agent_task(config), None)
+    if not report["gives_way"] and (config.episodes_per_process or 1) > 1:
+        message = (
+            f"{config.name} in {config.path} is not async, so that agents cannot share a process; leave the key out"
+        )
+        raise ConfigError("recipe", (Problem(key="environment.episodes_per_process", message=message),))
+    return bool(report["gives_way"])
 
 
 def _missing_program(command: Sequence[str]) -> str | None:
@@ -120,14 +128,13 @@ def _missing_program(command: Sequence[str]) -> str | None:
     return None
 
 
-async def _reported(task: EnvironmentTask, log_path: Path | None) -> tuple[ToolSchema, ...]:
-    """Start one process; return the tools that it reports, or raise a ConfigError if it cannot load the code."""
+async def _reported(task: EnvironmentTask, log_path: Path | None) -> Mapping[str, object]:
+    """Start one process; return what it reports, or raise a ConfigError if it cannot load the code."""
     values = cast("Mapping[str, object]", task)
     try:
-        report = await try_loading(PROGRAM, values, section="environment", log_path=log_path)
+        return await try_loading(PROGRAM, values, section="environment", log_path=log_path)
     except UserLoadError as error:
         raise ConfigError("recipe", (error.problem,)) from None
-    return tuple(ToolSchema(**tool) for tool in cast("list[dict[str, Any]]", report["tools"]))
 
 
 def check_environment(config: EnvironmentConfig | None) -> list[Problem]:
@@ -204,10 +211,16 @@ async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> 
             ensure_index, search.documents, text_key=search.text_key, title_key=search.title_key, index=index
         )
     task = _class_task(config)
-    tools = await _reported(task, log_path)
-    pool = open_pool(task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path)
+    report = await _reported(task, log_path)
+    tools = tuple(ToolSchema(**tool) for tool in cast("list[dict[str, Any]]", report["tools"]))
+    limits = ProcessLimits(
+        workers=config.workers,
+        episodes_per_process=config.episodes_per_process,
+        episodes_per_worker=config.episodes_per_worker,
+    )
+    processes = EpisodeProcesses(task, limits, gives_way=bool(report["gives_way"]), log_path=log_path)
     prepare_s = 0.0 if config.tools.python is None else START_TIMEOUT_S
-    return ClassEnvironments(pool, tools=tools, call_deadline_s=config.call_deadline_s, prepare_s=prepare_s)
+    return ClassEnvironments(processes, tools=tools, call_deadline_s=config.call_deadline_s, prepare_s=prepare_s)
 
 
 def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:
@@ -234,6 +247,9 @@ def _built_in(tools: BuiltInToolsConfig, call_deadline_s: float) -> Iterator[Loa
 
 
 def _file_problems(config: ClassEnvironmentConfig) -> Iterator[Problem]:
+    if config.tools.python is not None and (config.episodes_per_process or 1) > 1:
+        message = "a sandbox belongs to one episode and keeps others waiting; leave it out beside tools.python"
+        yield Problem(key="environment.episodes_per_process", message=message)
     if config.path is None and config.tools == BuiltInToolsConfig():
         yield Problem(key="environment", message="has neither a path nor tools; name your Python file")
     if config.path is not None and not config.path.is_file():

@@ -27,7 +27,9 @@ from megarl.config.environment import (
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Template, Tokenizer, ToolFunction
 from megarl.episodes.admission import Admission, most_open
+from megarl.episodes.agents import ChatAgents
 from megarl.episodes.build import build_dialogue, open_agents, open_environments
+from megarl.episodes.class_environments import ClassEnvironments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import (
     Agents,
@@ -42,7 +44,15 @@ from megarl.episodes.protocol import (
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import DataError, EnvironmentLostError, MegarlError, QuarantineError, RewardError, ScoreLostError
+from megarl.errors import (
+    DataError,
+    EnvironmentLostError,
+    MegarlError,
+    NeighbourError,
+    QuarantineError,
+    RewardError,
+    ScoreLostError,
+)
 from megarl.stages import Scorer
 from megarl.system.foreign import one_line
 from megarl.system.network import LOOPBACK, address_in
@@ -52,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 256
 """Above it the environment or its score is broken: the run stops, whatever `on_error` says about single episodes."""
+_NEIGHBOUR = "neighbour_lost"
 _MAX_TRACES = 16
 """Unexpected errors of a worker that are logged with their stack."""
 
@@ -59,9 +70,11 @@ _MAX_TRACES = 16
 class _LostError(Exception):
     """A failure of the infrastructure; the episode is retried."""
 
-    def __init__(self, ending: Ending, reason: str) -> None:
+    def __init__(self, ending: Ending, reason: str, *, is_own: bool = True) -> None:
+        """`is_own`: it was not another episode that ended a process which both shared."""
         super().__init__(ending, reason)
         self.ending = ending
+        self.is_own = is_own
         self.reason = one_line(reason)  # a server may have written it, and it reaches logs and terminals
 
 
@@ -116,6 +129,10 @@ class Player:
                 self._num_lost = 0
                 return session.finish(played.ending, played.score, num_retries=len(lost))
             except _LostError as error:
+                if not error.is_own:
+                    logger.info("episode lost its neighbour prompt=%s reason=%s", prompt.uid, error.reason)
+                    self._retried(_NEIGHBOUR)
+                    continue
                 lost.append(error)
                 logger.info("episode lost prompt=%s ending=%s reason=%s", prompt.uid, error.ending, error.reason)
                 self._count(error)
@@ -144,6 +161,8 @@ class Player:
         try:
             async with scope:
                 return await self._surroundings.play(prompt, session)
+        except NeighbourError as error:
+            raise _LostError(Ending.ENV_LOST, str(error), is_own=False) from error
         except EnvironmentLostError as error:
             raise _LostError(Ending.ENV_LOST, str(error)) from error
         except ScoreLostError as error:
@@ -257,10 +276,14 @@ async def open_player(
     if has_agent(config):
         assert isinstance(config, AgentEnvironmentConfig | HarborEnvironmentConfig)
         agents = await open_agents(config, tokenizer, host=host, log_path=log_path)
+        if isinstance(agents, ChatAgents):
+            admission.limit(agents.most_open)
         surroundings: Tools | Agency = Agency(agents, max_turns=config.max_turns)
     else:
         assert isinstance(config, ToolEnvironmentConfig)
         environments = await open_environments(config, log_path=log_path)
+        if isinstance(environments, ClassEnvironments):
+            admission.limit(environments.most_open)
         if tuple(tool.as_function for tool in environments.tools) != tuple(tokenizer.tools):
             await environments.close()
             raise DataError("environment: its tools are not those that the prompts name; start the run again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TypedDict, cast
+from uuid import uuid4
 
 from megarl.config.section import MIB
-from megarl.env import USER_WORKER, current_environment
+from megarl.env import USER_PROGRAM, current_environment
 from megarl.system.foreign import one_line, read_json
 from megarl.system.proc import descendants, kill_marked, resident_bytes
 from megarl.types import JsonValue
@@ -40,6 +42,7 @@ class ProgramTask(TypedDict):
     """The file that it writes its score to."""
     memory_bytes: int
     max_processes: int
+    cpu_s: int | None
 
 
 class ProgramError(Exception):
@@ -47,18 +50,24 @@ class ProgramError(Exception):
 
 
 def run_program(
-    task: ProgramTask, folder: Path, row: Mapping[str, JsonValue], variables: Mapping[str, str]
+    task: ProgramTask,
+    folder: Path,
+    row: Mapping[str, JsonValue],
+    variables: Mapping[str, str],
+    *,
+    is_over: threading.Event | None = None,
 ) -> JsonValue:
     """Run the program in a folder; return the score that it wrote, None where it writes none.
 
-    A ProgramError if it fails.
+    A ProgramError if it fails, or if `is_over` says that nobody waits for it any more.
     """
+    mark = uuid4().hex
     given = json.dumps(row) if task["is_given_row"] else str(row["prompt"])
     try:
         process = subprocess.Popen(  # noqa: S603 - the user's own program, no shell
             task["command"],
             cwd=folder,
-            env={**current_environment(), **variables},
+            env={**current_environment(), **variables, USER_PROGRAM.name: mark},
             # A pipe: what was read from it cannot be read again by what the program starts for the model.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,11 +84,14 @@ def run_program(
     writing.start()
     reading.start()
     try:
-        excess = _watch(process, task)
+        if task["cpu_s"] is not None:
+            with suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (task["cpu_s"], resource.RLIM_INFINITY))
+        excess = _watch(process, task, is_over)
     finally:
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        kill_marked(USER_WORKER.name, USER_WORKER.read())  # what has left the program's session
+        kill_marked(USER_PROGRAM.name, mark)  # what has left the program's session
         process.wait()
         reading.join(_OUTPUT_GRACE_S)
     if excess is not None:
@@ -105,9 +117,11 @@ def _pass_on(stdout: IO[bytes], tail: bytearray) -> None:
             del tail[:-_TAIL_BYTES]
 
 
-def _watch(process: subprocess.Popen[bytes], task: ProgramTask) -> str | None:
+def _watch(process: subprocess.Popen[bytes], task: ProgramTask, is_over: threading.Event | None) -> str | None:
     """Wait until the program ends; return the limit that it exceeds."""
     while True:
+        if is_over is not None and is_over.is_set():
+            return "was ended: nobody waits for it"
         with suppress(subprocess.TimeoutExpired):
             process.wait(_WATCH_INTERVAL_S)
             return None

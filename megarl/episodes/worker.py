@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +27,9 @@ from megarl.episodes.protocol import Observation, PreparedTool, ToolSchema, Tran
 from megarl.reward.protocol import check_result, finite_list, type_name
 from megarl.system.foreign import finite32
 from megarl.system.proc import limited_time
+from megarl.system.shared_worker import Answer, BlockedError, CpuTimeError, SharedLoop, Within
 from megarl.system.user_code import describe_error
-from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve
+from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve_in_turn, start
 from megarl.types import JsonValue
 
 MAX_RESULT_CHARACTERS = 1 << 20
@@ -35,6 +38,7 @@ _ROW = ("uid", "data_source", "ground_truth", "extra_info", "prompt", "messages"
 _MEMORY_KEY = "environment.memory_gib"
 RESERVED = ("score", "close")
 """Methods that are not tools."""
+_MAX_PROGRAMS = 4096
 _NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -59,69 +63,152 @@ class EnvironmentTask(TypedDict):
     call_deadline_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeCode(LoadedCode):
+    answer: Answer
+    """Answers a request where other episodes share the process."""
+
+
 class _Classes:
-    """The classes of a task, and their instances of one episode after the other."""
+    """The classes of a task."""
 
     def __init__(self, task: EnvironmentTask) -> None:
-        self._task = task
+        self.task = task
         self._loaded = [_load_class(each, place) for place, each in enumerate(task["classes"])]
-        self._methods: dict[str, tuple[int, ToolMethod]] = {}
+        self.methods: dict[str, tuple[int, ToolMethod]] = {}
         for place, cls in enumerate(self._loaded):
             for name, method in tool_methods(cls).items():
-                if name in self._methods:
-                    other = self._loaded[self._methods[name][0]]
+                if name in self.methods:
+                    other = self._loaded[self.methods[name][0]]
                     raise UserError("path", f"two tools have the name {name}: of {other.__name__} and {cls.__name__}")
-                self._methods[name] = (place, method)
+                self.methods[name] = (place, method)
         if task["has_user_class"]:
             cls = self._loaded[-1]
             if not callable(getattr(cls, "score", None)):
                 raise UserError("path", f"{cls.__name__} has no method score(self, transcript); it returns the reward")
             _check_start(cls)
-        self._instances: list[object] = []
 
     @property
-    def schemas(self) -> list[dict[str, object]]:
-        return [asdict(method.schema) for _, method in self._methods.values()]
+    def report(self) -> dict[str, object]:
+        return {"tools": [asdict(method.schema) for _, method in self.methods.values()], "gives_way": self._gives_way}
 
-    def open(self, row: Mapping[str, JsonValue]) -> dict[str, object]:
-        self.close()
-        for cls, task in zip(self._loaded, self._task["classes"], strict=True):
-            self._instances.append(cls(**_named(cls, {**row, **task["options"]})))
-        return {}
+    @property
+    def _gives_way(self) -> bool:
+        """Whether all that an episode calls is `async`, but for constructors."""
+        called = [getattr(self._loaded[place], name) for name, (place, _) in self.methods.items()]
+        called += [getattr(cls, name) for cls in self._loaded for name in RESERVED if hasattr(cls, name)]
+        return all(map(inspect.iscoroutinefunction, called))
 
-    def call(self, name: str, arguments: Mapping[str, JsonValue], runner: asyncio.Runner) -> dict[str, object]:
-        place, method = self._methods[name]
+    def instances(self, row: Mapping[str, JsonValue]) -> Iterator[object]:
+        """Make an instance of each class for an episode."""
+        for cls, task in zip(self._loaded, self.task["classes"], strict=True):
+            yield cls(**_named(cls, {**row, **task["options"]}))
+
+
+class _Surroundings:
+    """The instances of one episode."""
+
+    def __init__(self, classes: _Classes) -> None:
+        self._classes = classes
+        self._task = classes.task
+        self._path = Path(classes.task["classes"][-1]["path"])
+        self._instances: list[object] = []
+
+    def reply(self, request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
+        """Answer a request in a process of the episode's own."""
+        arguments = cast("dict[str, JsonValue]", request.get("arguments", {}))
+        match request["does"]:
+            case "call":
+                return self._call(str(request["name"]), arguments, runner)
+            case "score":
+                scorer = self._scorer(arguments)
+                return {} if scorer is None else scored(partial(finished, scorer, runner), self._path)
+            case "open" | "close" as does:
+                try:
+                    for step in self._steps(does, arguments):
+                        step()
+                except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+                    return self._failure(does, error)
+                return {}
+            case other:
+                raise AssertionError(f"unknown request {other}")
+
+    async def answer(self, request: Mapping[str, object], within: Within) -> Reply:
+        """Answer a request in a process that others share."""
+        arguments = cast("dict[str, JsonValue]", request.get("arguments", {}))
+        deadline_s = self._task["call_deadline_s"]
+        match request["does"]:
+            case "call":
+                return await self._call_beside(str(request["name"]), arguments, within)
+            case "score":
+                scorer = self._scorer(arguments)
+                return {} if scorer is None else await scored_beside(_result(scorer), self._path, within, deadline_s)
+            case "open" | "close" as does:
+                try:
+                    for step in self._steps(does, arguments):
+                        await within(deadline_s, _result(step))
+                except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+                    return self._failure(does, error)
+                return {}
+            case other:
+                raise AssertionError(f"unknown request {other}")
+
+    def _steps(self, does: str, arguments: Mapping[str, JsonValue]) -> Iterator[Callable[[], object]]:
+        """Yield what is done to end the episode before, and to begin one."""
+        instances, self._instances = self._instances, []
+        yield from (closing for each in instances if callable(closing := getattr(each, "close", None)))
+        if does == "open":
+            making = self._classes.instances(arguments)
+            yield from (lambda: self._instances.append(next(making)) for _ in self._task["classes"])
+
+    def _failure(self, does: str, error: BaseException) -> Reply:
+        return {"error": f"{does} {describe_error(error, self._path, memory_key=_MEMORY_KEY)}"}
+
+    def _scorer(self, arguments: Mapping[str, JsonValue]) -> Callable[[], object] | None:
+        if not self._task["has_user_class"]:
+            return None
+        scorer = cast("Callable[[Transcript], object]", self._instances[-1].score)  # type: ignore[attr-defined]
+        return partial(scorer, _transcript(arguments))
+
+    def _call(self, name: str, arguments: Mapping[str, JsonValue], runner: asyncio.Runner) -> Reply:
+        place, method = self._classes.methods[name]
+        instance = self._instances[place]
         try:
             read = method.read(arguments)
-        except BadArgumentsError as error:
-            return _failed(f"{name}: {error}")
-        path, instance = Path(self._task["classes"][place]["path"]), self._instances[place]
-        try:
             if isinstance(instance, PreparedTool):
                 instance.prepare()
             with limited_time(self._task["call_deadline_s"]):
                 return _observed(finished(partial(getattr(instance, name), **read), runner))
-        except TimeoutError:
-            return _failed(f"{name} gave no result within {self._task['call_deadline_s']:g} s")
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-            if getattr(error, "is_machine_fault", False):
-                return {"lost": f"{name}: {error}"}
-            return _failed(f"{name} {_error_text(error, path)}")
+            return self._failed_call(name, error)
 
-    def score(self, transcript: Transcript, runner: asyncio.Runner) -> dict[str, object]:
-        if not self._task["has_user_class"]:
-            return {}
-        path = Path(self._task["classes"][-1]["path"])
-        scorer = cast("Callable[[Transcript], object]", self._instances[-1].score)  # type: ignore[attr-defined]
-        return scored(partial(scorer, transcript), runner, path)
+    async def _call_beside(self, name: str, arguments: Mapping[str, JsonValue], within: Within) -> Reply:
+        place, method = self._classes.methods[name]
+        try:
+            read = method.read(arguments)
+            calling = _result(partial(getattr(self._instances[place], name), **read))
+            return _observed(await within(self._task["call_deadline_s"], calling))
+        except (BlockedError, CpuTimeError) as error:
+            return {"lost": f"{name}: {error}", "is_crowded": True}
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
+            return self._failed_call(name, error)
 
-    def close(self) -> dict[str, object]:
-        instances, self._instances = self._instances, []
-        for instance in instances:
-            closing = getattr(instance, "close", None)
-            if callable(closing):
-                closing()
-        return {}
+    def _failed_call(self, name: str, error: BaseException) -> Reply:
+        if isinstance(error, BadArgumentsError):
+            return _failed(f"{name}: {error}")
+        if isinstance(error, TimeoutError):
+            return _failed(f"{name} gave no result within {self._task['call_deadline_s']:g} s")
+        if getattr(error, "is_machine_fault", False):
+            return {"lost": f"{name}: {error}"}
+        path = Path(self._task["classes"][self._classes.methods[name][0]]["path"])
+        return _failed(f"{name} {_error_text(error, path)}")
+
+
+async def _result(call: Callable[[], object]) -> object:
+    value = call()
+    return await value if inspect.isawaitable(value) else value
 
 
 def score_answer(value: object) -> dict[str, object]:
@@ -136,51 +223,53 @@ def score_answer(value: object) -> dict[str, object]:
     return {**answer, "turns": rewards}
 
 
-def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> dict[str, object]:
+def scored(call: Callable[[], object], path: Path) -> dict[str, object]:
     """Return the answer of a scoring call."""
     try:
-        value = finished(call, runner)
+        value = call()
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
         return {"error": describe_error(error, path, memory_key=_MEMORY_KEY)}
     return score_answer(value)
 
 
-def _load(values: Mapping[str, object]) -> LoadedCode:
+async def scored_beside(scoring: Awaitable[object], path: Path, within: Within, seconds: float) -> dict[str, object]:
+    """Return the answer of a scoring call in a process that others share."""
+    try:
+        value = await within(seconds, scoring)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
+        is_crowded = isinstance(error, BlockedError | CpuTimeError)
+        return {"error": describe_error(error, path, memory_key=_MEMORY_KEY), "is_crowded": is_crowded}
+    return score_answer(value)
+
+
+def _load(values: Mapping[str, object]) -> EpisodeCode:
     task = cast("EnvironmentTask", values)
     files = [Path(each["path"]) for each in task["classes"]]
     if "program" in task:
-        return LoadedCode(files=[], report={"tools": []}, reply=partial(_program_reply, task["program"]))
+        program = task["program"]
+        return EpisodeCode(
+            files=[],
+            report={"tools": [], "gives_way": True},
+            reply=lambda request, _: _program_reply(program, request),
+            answer=partial(_program_answer, program, ThreadPoolExecutor(_MAX_PROGRAMS)),
+        )
     if "agent" in task:
-        return LoadedCode(files=files, report={"tools": []}, reply=_agent_replies(task))
+        return _agent_code(task, files)
     classes = _Classes(task)
-    return LoadedCode(files=files, report={"tools": classes.schemas}, reply=_class_replies(classes, task))
+    episodes: dict[object, _Surroundings] = {}
+
+    def answer(request: Mapping[str, Any], within: Within) -> Coroutine[Any, Any, Reply]:
+        episode = request["episode"]
+        if request["does"] == "close":
+            return episodes.pop(episode, _Surroundings(classes)).answer(request, within)
+        return episodes.setdefault(episode, _Surroundings(classes)).answer(request, within)
+
+    return EpisodeCode(files=files, report=classes.report, reply=_Surroundings(classes).reply, answer=answer)
 
 
-_Replies = Callable[[Mapping[str, object], asyncio.Runner], Reply]
-
-
-def _class_replies(classes: _Classes, task: EnvironmentTask) -> _Replies:
-    path = Path(task["classes"][-1]["path"])
-
-    def reply(request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
-        arguments = cast("dict[str, JsonValue]", request.get("arguments", {}))
-        match request["does"]:
-            case "call":
-                return classes.call(str(request["name"]), arguments, runner)
-            case "score":
-                return classes.score(_transcript(arguments), runner)
-            case "open" | "close" as does:
-                try:
-                    return classes.open(arguments) if does == "open" else classes.close()
-                except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
-                    return {"error": f"{does} {describe_error(error, path, memory_key=_MEMORY_KEY)}"}
-            case other:
-                raise AssertionError(f"unknown request {other}")
-
-    return reply
-
-
-def _agent_replies(task: EnvironmentTask) -> _Replies:
+def _agent_code(task: EnvironmentTask, files: Sequence[Path]) -> EpisodeCode:
     (loaded,) = task["classes"]
     path, name = Path(loaded["path"]), task["agent"]
     module = load_module(path, name="megarl_user_agent")
@@ -192,20 +281,43 @@ def _agent_replies(task: EnvironmentTask) -> _Replies:
     except TypeError as error:
         raise UserError("name", f"{name} in {path} must take task, base_url and api_key: {error}") from None
 
-    def reply(request: Mapping[str, object], runner: asyncio.Runner) -> Reply:
-        arguments = cast("dict[str, object]", request["arguments"])
-        return scored(partial(run, **arguments), runner, path)
+    def called(request: Mapping[str, Any]) -> Callable[[], object]:
+        return partial(cast("Callable[..., object]", run), **request["arguments"])
 
-    return reply
+    def reply(request: Mapping[str, Any], runner: asyncio.Runner) -> Reply:
+        return scored(partial(finished, called(request), runner), path)
+
+    async def answer(request: Mapping[str, Any], within: Within) -> Reply:
+        if request["does"] == "close":
+            return {}  # its run was cancelled
+        return await scored_beside(_result(called(request)), path, within, task["call_deadline_s"])
+
+    gives_way = inspect.iscoroutinefunction(run)
+    return EpisodeCode(files=files, report={"tools": [], "gives_way": gives_way}, reply=reply, answer=answer)
 
 
-def _program_reply(program: ProgramTask, request: Mapping[str, object], _: asyncio.Runner) -> Reply:
-    arguments = cast("dict[str, Any]", request["arguments"])
+def _program_reply(program: ProgramTask, request: Mapping[str, Any], is_over: threading.Event | None = None) -> Reply:
+    arguments = request["arguments"]
     try:
-        written = run_program(program, Path(arguments["folder"]), arguments["task"], arguments["variables"])
+        written = run_program(
+            program, Path(arguments["folder"]), arguments["task"], arguments["variables"], is_over=is_over
+        )
     except ProgramError as error:
         return {"error": str(error)}
     return {} if program["result"] is None else score_answer(written)
+
+
+async def _program_answer(
+    program: ProgramTask, threads: ThreadPoolExecutor, request: Mapping[str, Any], _: Within
+) -> Reply:
+    if request["does"] == "close":
+        return {}
+    is_over = threading.Event()
+    try:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, _program_reply, program, request, is_over)
+    finally:
+        is_over.set()  # a program whose time is over is ended
 
 
 def _load_class(task: LoadedClass, place: int) -> type:
@@ -350,5 +462,16 @@ def _without_titles(schema: JsonValue) -> JsonValue:
     return {key: _without_titles(item) for key, item in schema.items() if key != "title" or isinstance(item, dict)}
 
 
+def main() -> None:
+    started = start(_load)
+    if started is None:
+        return
+    if "witness" not in started.task:
+        serve_in_turn(started)
+        return
+    assert isinstance(started.code, EpisodeCode), "it was loaded here"
+    asyncio.run(SharedLoop(started).serve(started.code.answer))
+
+
 if __name__ == "__main__":
-    serve(_load)
+    main()

@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +84,14 @@ class ForeignReplyError(NoReplyError):
 class UserProcess:
     """One process of `python -m module SOCKET TASK`. `load` is called first."""
 
-    def __init__(self, module: str, task: Mapping[str, object], *, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        task: Mapping[str, object],
+        *,
+        log_path: Path | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.report: dict[str, object] = {}
         """The first message of a worker that has loaded the code."""
         self.num_uses = 0
@@ -102,7 +109,7 @@ class UserProcess:
             stdin=subprocess.DEVNULL,
             stdout=_STDERR if log_path is None else subprocess.PIPE,
             stderr=_STDERR if log_path is None else subprocess.STDOUT,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *pass_fds),
             env={**current_environment(), USER_WORKER.name: self._mark},
             start_new_session=True,
         )
@@ -245,7 +252,7 @@ class UserPool:
         self._slots = asyncio.Semaphore(workers)
         self._idle: list[UserProcess] = []
         self._busy: set[UserProcess] = set()
-        self._sources = _SourceWatch()
+        self._sources = SourceWatch()
         self.is_closed = False
 
     async def take(self) -> UserProcess:
@@ -257,14 +264,14 @@ class UserPool:
         process = None
         try:
             # Running workers have the old code, new ones would have the new.
-            _refuse_change(self._sources.changed())
+            refuse_change(self._sources.changed())
             if self.is_closed:
                 raise NoReplyError("has no worker process: the run is over")
             process = self._idle.pop() if self._idle else UserProcess(self._module, self._task, log_path=self._log_path)
             self._busy.add(process)
             if not process.report:
                 await process.load(section=self._section)
-                _refuse_change(self._sources.note(process.report["sources"]))
+                refuse_change(self._sources.note(process.report["sources"]))
         except BaseException:
             self._drop(process)
             raise
@@ -304,7 +311,7 @@ class _Source:
     """Modification time and size: cheaper to compare than the digest. None if the file is gone."""
 
 
-class _SourceWatch:
+class SourceWatch:
     """The files that workers have imported: a change of one would make old and new workers differ."""
 
     def __init__(self) -> None:
@@ -330,7 +337,7 @@ class _SourceWatch:
         return None
 
 
-def _refuse_change(path: str | None) -> None:
+def refuse_change(path: str | None) -> None:
     if path is not None:
         raise RewardError(
             f"{path} changed during the run; scores before and after would not be comparable: start the run again"

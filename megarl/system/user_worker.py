@@ -49,27 +49,47 @@ class LoadedCode:
     """Returns the reply to a request."""
 
 
-def serve(load: Callable[[Mapping[str, object]], LoadedCode]) -> None:
-    """Run the command line `SOCKET TASK`: load the code, report, and reply until the other side closes the channel.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A worker that has loaded and reported its code."""
+
+    channel: Channel
+    task: Mapping[str, object]
+    code: LoadedCode
+
+
+def start(load: Callable[[Mapping[str, object]], LoadedCode]) -> Started | None:
+    """Read the command line `SOCKET TASK`, load the code and report it; None if that cannot be done.
 
     A task has `memory_bytes` and `cpu_s`, the limit of each request, or None for them.
     """
     descriptor, text = sys.argv[1:]
     task: dict[str, object] = json.loads(text)
-    channel = _Channel(int(descriptor))
+    channel = Channel(int(descriptor))
     _limit_memory(task["memory_bytes"])
     try:
         code = load(task)
     except UserError as error:
         channel.send({"key": error.key, "error": str(error)})
-        return
+        return None
     digests = {path: digest for file in code.files for path, digest in sources(file)}
     channel.send({"sources": digests, **code.report})
-    own = os.getpid()
+    return Started(channel=channel, task=task, code=code)
+
+
+def serve(load: Callable[[Mapping[str, object]], LoadedCode]) -> None:
+    """Load the code, and reply to one request after the other until the other side closes the channel."""
+    started = start(load)
+    if started is not None:
+        serve_in_turn(started)
+
+
+def serve_in_turn(started: Started) -> None:
+    channel, own = started.channel, os.getpid()
     with asyncio.Runner() as runner:
         while (request := channel.receive()) is not None:
-            _grant_cpu(task["cpu_s"])
-            reply = code.reply(request, runner)
+            _grant_cpu(started.task["cpu_s"])
+            reply = started.code.reply(request, runner)
             if os.getpid() != own:
                 # The user's code forked, and the child returned here too: the parent replies.
                 os._exit(0)
@@ -95,26 +115,26 @@ async def _finish(value: Awaitable[object]) -> object:
     return await value
 
 
-class _Channel:
+class Channel:
     """The messages with the process that started this one."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
+        self.socket = socket.socket(fileno=descriptor)
         # Processes that the user's code starts must not inherit the channel.
-        self._socket.set_inheritable(False)
-        threading.Thread(target=_exit_with_parent, args=(self._socket,), daemon=True).start()
+        self.socket.set_inheritable(False)
+        threading.Thread(target=_exit_with_parent, args=(self.socket,), daemon=True).start()
 
     def send(self, message: Mapping[str, object]) -> None:
         payload = json.dumps(message).encode()
-        self._socket.sendall(LENGTH.pack(len(payload)) + payload)
+        self.socket.sendall(LENGTH.pack(len(payload)) + payload)
 
     def receive(self) -> dict[str, object] | None:
         """Return the next message; None if the other side has closed the channel."""
-        header = self._socket.recv(LENGTH.size, socket.MSG_WAITALL)
+        header = self.socket.recv(LENGTH.size, socket.MSG_WAITALL)
         if len(header) < LENGTH.size:
             return None
         (size,) = LENGTH.unpack(header)
-        message: dict[str, object] = json.loads(self._socket.recv(size, socket.MSG_WAITALL))
+        message: dict[str, object] = json.loads(self.socket.recv(size, socket.MSG_WAITALL))
         return message
 
 

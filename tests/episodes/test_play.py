@@ -20,7 +20,7 @@ from megarl.episodes.admission import Admission
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.play import MAX_LOST_IN_A_ROW, EpisodeSetup, Player, Tools, open_player, tools_of
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
-from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
+from megarl.errors import DataError, EnvironmentLostError, NeighbourError, QuarantineError, RewardError, ScoreLostError
 from megarl.tokens import SampledTokens
 from megarl.types import DEMONSTRATION, Ending, FinishReason, Prompt, Rollout, Score, TokenArray, TurnKind
 from tests.episodes.conftest import CALCULATOR
@@ -366,6 +366,18 @@ def test_turns_are_admitted_by_what_the_caches_of_engines_hold_and_episodes_by_t
         return [await admitted(*sizes) for sizes in held]
 
     assert asyncio.run(all_admitted()) == [(running, 40) for running in (64, 64, 8, 1, 16, 72)]
+
+
+@pytest.mark.parametrize("on_error", ["retry", "mask", "fail"])
+def test_an_episode_that_another_one_took_down_is_played_again_and_costs_no_attempt(
+    on_error: str, tmp_path: Path
+) -> None:
+    faults = [*[NeighbourError("gone")] * (MAX_LOST_IN_A_ROW + 1), None]
+    here = table(tmp_path, *[call_of(3, 4)] * len(faults), "7", faults=faults)
+    rollout = here.play(CONFIG.model_copy(update={"on_error": on_error, "max_attempts": 1}))
+    assert rollout.score is not None
+    assert (rollout.score.value, rollout.score.is_masked, rollout.episode.num_retries) == (1.0, False, 0)
+    assert here.retried == ["neighbour_lost"] * (MAX_LOST_IN_A_ROW + 1)
 
 
 def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:

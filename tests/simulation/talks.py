@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,6 +34,7 @@ from megarl.episodes.class_environments import ClassEnvironments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.openenv_environments import OpenEnvEnvironments
 from megarl.episodes.play import Player, Tools
+from megarl.episodes.processes import EpisodeProcess
 from megarl.episodes.protocol import ToolSchema
 from megarl.errors import MegarlError, QuarantineError
 from megarl.reward.protocol import check_result
@@ -194,7 +195,7 @@ class HostileProcess:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
 
-    async def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    async def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, object]:
         talk = self._talk
         if talk.happens(0.03):
             talk.lose()
@@ -292,8 +293,8 @@ class HostileClient:
 
 def _environments(talk: Talk) -> Any:
     if talk.plan.kind == "class":
-        pool = SimpleNamespace(take=_taker(talk), give=lambda *_, **__: None, close=lambda: None)
-        return ClassEnvironments(cast("Any", pool), tools=(TOOL,), call_deadline_s=_TIMEOUT_S)
+        processes = SimpleNamespace(take=_taker(talk), most_open=None, close=lambda: None)
+        return ClassEnvironments(cast("Any", processes), tools=(TOOL,), call_deadline_s=_TIMEOUT_S)
     if talk.plan.kind == "openenv":
         session = SimpleNamespace(ws_connect=_connector(talk), close=None)
         return OpenEnvEnvironments(cast("Any", session), "ws://sim/ws", tool=STEP, timeout_s=_TIMEOUT_S)
@@ -323,8 +324,8 @@ class _Timed:
 
 
 def _taker(talk: Talk) -> Any:
-    async def take() -> HostileProcess:
-        return HostileProcess(talk)
+    async def take(_prompt: str) -> EpisodeProcess:
+        return EpisodeProcess(HostileProcess(talk), give=lambda _: None)
 
     return take
 

@@ -122,17 +122,20 @@ class Bench:
         return self.interpreters[-1]
 
     def play(self) -> None:
-        classes = copy(_classes())
-        classes.open({})
+        episode = worker._Surroundings(copy(_classes()))
+        self._ask(episode, "open")
         for serial in range(1, _CALLS + 1):
             num_started, self.is_disturbed, began = len(self.interpreters), False, self.world.now
-            reply = classes.call("python", {"code": str(serial)}, cast("Any", None))
+            reply = self._ask(episode, "call", code=str(serial))
             self._look(reply, serial, self.interpreters[num_started:], self.world.now - began)
             self.world.pause(self.chance.random())
-        classes.close()
+        self._ask(episode, "close")
         left = [each.pid for each in self.interpreters if each.is_alive]
         if left:
             self.broken.append(f"nothing is left: interpreters {left} still run")
+
+    def _ask(self, episode: worker._Surroundings, does: str, **arguments: str) -> dict[str, object]:
+        return episode.reply({"does": does, "name": "python", "arguments": arguments}, cast("Any", None))
 
     def _look(self, reply: dict[str, object], serial: int, started: list[Interpreter], seconds: float) -> None:
         text = str(reply.get("text", ""))

@@ -13,7 +13,6 @@ import json
 import threading
 import typing
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,6 @@ _ROW = ("uid", "data_source", "ground_truth", "extra_info", "prompt", "messages"
 _MEMORY_KEY = "environment.memory_gib"
 RESERVED = ("score", "close")
 """Methods that are not tools."""
-_MAX_PROGRAMS = 4096
 _NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -253,7 +251,7 @@ def _load(values: Mapping[str, object]) -> EpisodeCode:
             files=[],
             report={"tools": [], "gives_way": True},
             reply=lambda request, _: _program_reply(program, request),
-            answer=partial(_program_answer, program, ThreadPoolExecutor(_MAX_PROGRAMS)),
+            answer=partial(_program_answer, program),
         )
     if "agent" in task:
         return _agent_code(task, files)
@@ -307,15 +305,13 @@ def _program_reply(program: ProgramTask, request: Mapping[str, Any], is_over: th
     return {} if program["result"] is None else score_answer(written)
 
 
-async def _program_answer(
-    program: ProgramTask, threads: ThreadPoolExecutor, request: Mapping[str, Any], _: Within
-) -> Reply:
+async def _program_answer(program: ProgramTask, request: Mapping[str, Any], _: Within) -> Reply:
     if request["does"] == "close":
         return {}
     is_over = threading.Event()
     try:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, _program_reply, program, request, is_over)
+        return await loop.run_in_executor(None, _program_reply, program, request, is_over)
     finally:
         is_over.set()  # a program whose time is over is ended
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,9 @@ _SILENCE_S = 2 * BLOCK_S
 
 _CLOSE = {"does": "close", "name": "", "arguments": dict[str, object]()}
 
+_FIRST_EPISODES = 16
+"""A process takes so many before its memory is measured with episodes in it."""
+
 
 class NeighbourLostError(NoReplyError):
     """The process ended while another episode computed in it."""
@@ -55,6 +58,10 @@ class SharedProcess(UserProcess):
         self.num_episodes = 0
         self.num_bytes = 0
         """Its address space, as it said last."""
+        self.num_measured = 0
+        """Its episodes at that time."""
+        self.heard: Callable[[], None] = lambda: None
+        """Is called when it has said so."""
         self.is_stuck = False
         """Code of an episode does not end."""
         self._numbers = count(1)
@@ -135,6 +142,8 @@ class SharedProcess(UserProcess):
             raise ForeignReplyError("it is no object")
         if "id" not in message:
             self.num_bytes, self.is_stuck = int(message["num_bytes"]), bool(message["is_stuck"])
+            self.num_measured = self.num_episodes
+            self.heard()
             return
         _, reply = self._waiting.get(message["id"], (NOBODY, None))
         if reply is not None and not reply.done():
@@ -260,17 +269,24 @@ class SharedPool:
                 waiter.set_result(None)
                 return
 
+    def _wake_all(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
     def _with_room(self) -> SharedProcess | None:
         refuse_change(self._sources.changed())
         if self._is_closed:
             raise NoReplyError("has no worker process: the run is over")
         self._end_spent()
-        roomy = [each for each in self._processes if self._takes_more(each) and each.num_episodes < self._most_episodes]
+        roomy = [each for each in self._processes if self._takes_more(each) and each.num_episodes < self._most(each)]
         least = min(roomy, key=lambda each: each.num_episodes, default=None)
         is_another_wanted = least is None or (least.num_episodes > 0 and len(roomy) < self._num_wanted)
         if not is_another_wanted or len(self._processes) >= self._workers:
             return least
         process = self._start()
+        process.heard = self._wake_all
         self._processes[process] = loading = asyncio.create_task(self._load(process))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to tell
         return process
@@ -281,6 +297,13 @@ class SharedPool:
             if not process.num_episodes and (self._is_closed or not self._takes_more(process)):
                 del self._processes[process]
                 process.discard()
+
+    def _most(self, process: SharedProcess) -> int:
+        """Return how many episodes it may have until its memory is measured again.
+
+        With twice as many as took up half of its memory, it is full.
+        """
+        return min(self._most_episodes, max(_FIRST_EPISODES, 2 * process.num_measured))
 
     def _takes_more(self, process: SharedProcess) -> bool:
         return process.is_whole and not process.is_stuck and process.num_bytes < self._most_bytes
@@ -298,7 +321,6 @@ class SharedPool:
         """Kill every process and what it has started. May be called twice."""
         self._is_closed = True
         self._end_spent()
-        while self._waiting:
-            self._wake()
+        self._wake_all()
         for process in self._processes:
             process.kill()  # its episodes read the end of the channel, and give their places back

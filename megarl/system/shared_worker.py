@@ -16,6 +16,7 @@ import signal
 import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ BLOCK_S = 20.0
 _TICK_S = 0.25
 _LEAVE_S = 1.0
 """Time for code that is too late to end; code that does not keeps its process from taking more episodes."""
+_MAX_THREADS = 4096
 _MORE_S = 1.0
 """CPU time for code that is told that it has used up its own, until it is told again."""
 _BROKEN = 3
@@ -200,6 +202,8 @@ class SharedLoop:
     async def serve(self, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(partial(_make_task, self._loop))
+        # Code that waits in threads has one for each episode.
+        loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each episode may have connections
         self._loop.watch()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,10 @@ class Shared:
     async def waits(self, seconds: float) -> str:
         """Wait."""
         await asyncio.sleep(seconds)
+        return "waited"
+    async def waits_in_thread(self, seconds: float) -> str:
+        """Wait in a thread."""
+        await asyncio.to_thread(time.sleep, seconds)
         return "waited"
     async def sleeps(self) -> str:
         """Keep all others waiting."""
@@ -100,6 +105,10 @@ async def _ask(environment: ClassEnvironment, name: str, **arguments: JsonValue)
     return await environment.call(Call(name=name, arguments=arguments, id="call_0"))
 
 
+def _begun(name: str, environment: ClassEnvironment) -> asyncio.Task[Observation]:
+    return asyncio.create_task(_ask(environment, name, seconds=1.0))
+
+
 def _processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if WORKER in command_of(child)]
 
@@ -115,9 +124,10 @@ async def test_episodes_of_async_code_share_a_process_and_have_their_own_instanc
         assert [text[0] for text in texts] == [f"p{number}" for number in range(40)]
         assert [text[1] for text in texts] == ["2" if number == 3 else "1" for number in range(40)]
         assert len({text[2] for text in texts}) == 1
-        began = time.monotonic()
-        await asyncio.gather(*(_ask(each, "waits", seconds=1.0) for each in episodes))
-        assert time.monotonic() - began < 20, "one after the other"
+        for name in ("waits", "waits_in_thread"):
+            began = time.monotonic()
+            assert {(await one).text for one in [*map(partial(_begun, name), episodes)]} == {"waited"}
+            assert time.monotonic() - began < 20, "one after the other"
         score = await episodes[3].score(_SCORED)
         assert score is not None
         assert score.value == 2
@@ -127,7 +137,7 @@ async def test_episodes_of_async_code_share_a_process_and_have_their_own_instanc
 
 
 async def test_what_one_episode_does_reaches_no_other(write_class: Callable[[str], Path]) -> None:
-    async with _opened(write_class(_SHARED), call_deadline_s=4, cpu_s=1) as environments:
+    async with _opened(write_class(_SHARED), call_deadline_s=4) as environments:
         one, other = await _episode(environments, "one"), await _episode(environments, "other")
         assert (await _ask(one, "leaves")).text == "error: leaves raised SystemExit: 3"
         assert (await _ask(one, "forks")).text == "forked"
@@ -137,9 +147,16 @@ async def test_what_one_episode_does_reaches_no_other(write_class: Callable[[str
         await asyncio.sleep(0.5)
         assert (await _ask(one, "sleeps")).text == "error: sleeps gave no result within 4 s"
         assert (await waiting).text == "waited"
+        assert (await _ask(other, "counts")).text.startswith("other 1")
+
+
+async def test_cpu_time_is_counted_for_each_episode(write_class: Callable[[str], Path]) -> None:
+    async with _opened(write_class(_SHARED), call_deadline_s=300, cpu_s=1) as environments:
+        one, other = await _episode(environments, "one"), await _episode(environments, "other")
+        calls = [asyncio.create_task(_ask(each, "computes", seconds=0.6)) for each in (one, other)]
+        assert [(await call).text for call in calls] == ["computed", "computed"]
         with pytest.raises(EnvironmentLostError, match=r"more CPU time than environment\.cpu_s"):
             await _ask(one, "computes", seconds=2.0)
-        assert (await _ask(other, "computes", seconds=0.1)).text == "computed"
         assert (await _ask(other, "counts")).text.startswith("other 1")
 
 

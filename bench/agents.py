@@ -110,13 +110,15 @@ class Asking:
     count: int
     """Requests of each episode, one after the other."""
 
-    def body(self) -> bytes:
-        chat: list[JsonValue] = [{"role": "user", "content": "Say it."}]
+    def body(self, number: int) -> bytes:
+        """Return a request; all agents ask the same at a time, as those of a group do."""
+        text = f"Say it {number}."
+        chat: list[JsonValue] = [{"role": "user", "content": text}]
         limit = {"/v1/responses": "max_output_tokens"}.get(self.path, "max_tokens")
         asked: dict[str, JsonValue] = {"model": "policy", limit: self.num_tokens, "stream": self.is_streamed}
         match self.path:
             case "/v1/completions":
-                asked["prompt"] = "Say it."
+                asked["prompt"] = text
             case "/v1/responses":
                 asked["input"] = chat
             case _:
@@ -169,7 +171,8 @@ async def _measure(folder: Path, pool: ProcessPoolExecutor, *, num_requests: int
 async def _overheads(
     tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, num_requests: int
 ) -> list[PlaneFigure]:
-    figures = []
+    echo_s = await _cpu_of_echo(pool, num_requests=num_requests)
+    figures = [PlaneFigure(name="a bare echo: a request", value=1e3 * echo_s, unit="ms CPU")]
     for path in DIALECTS:
         for is_streamed in (False, True):
             asked = [
@@ -182,11 +185,41 @@ async def _overheads(
             token_s = (long_s - short_s) / (asked[1].num_tokens - asked[0].num_tokens)
             figures += [
                 PlaneFigure(name=f"{name}: a request", value=1e3 * short_s, unit="ms CPU", goal=1.0),
+                PlaneFigure(name=f"{name}: a request in echoes", value=short_s / echo_s, unit="x"),
                 PlaneFigure(
                     name=f"{name}: a token", value=1e6 * token_s, unit="us CPU", goal=None if is_streamed else 0.25
                 ),
             ]
     return figures
+
+
+async def _cpu_of_echo(pool: ProcessPoolExecutor, *, num_requests: int) -> float:
+    """Measure the least server that there is in asyncio, with the same client: this machine's measure."""
+    server = await asyncio.get_running_loop().create_server(_Echo, LOOPBACK, 0)
+    port = server.sockets[0].getsockname()[1]
+    accesses = [Access(url=f"http://{LOOPBACK}:{port}", key=str(number)) for number in range(_GROUP)]
+    asking = Asking(path=DIALECTS[0], is_streamed=False, num_tokens=_SHORT, count=num_requests // _GROUP)
+    await _asked(pool, accesses, asking)
+    began = time.process_time()
+    await _asked(pool, accesses, asking)
+    seconds = time.process_time() - began
+    server.close()
+    return seconds / (_GROUP * asking.count)
+
+
+class _Echo(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._received = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        _, end, body = self._received.partition(b"\r\n\r\n")
+        if body.endswith(b"}"):  # the end of a request
+            self._received = b""
+            said = body + _FIRST
+            self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d%b%b" % (len(said), end, said))
 
 
 async def _cpu_of_request(tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, asking: Asking) -> float:
@@ -543,10 +576,10 @@ def _session() -> aiohttp.ClientSession:
 
 async def _ask(http: aiohttp.ClientSession, access: Access, asking: Asking) -> list[float]:
     headers = {"Authorization": f"Bearer {access.key}", "Content-Type": "application/json"}
-    body, heard = asking.body(), []
-    for _ in range(asking.count):
+    heard = []
+    for number in range(asking.count):
         first = None
-        async with http.post(access.url + asking.path, data=body, headers=headers) as reply:
+        async with http.post(access.url + asking.path, data=asking.body(number), headers=headers) as reply:
             async for piece in reply.content.iter_any():
                 if first is None and _FIRST in piece:
                     first = time.monotonic()

@@ -170,8 +170,16 @@ class AgentConversation:
             suffix = await dialogue.suffix(point.history[-point.num_sampled :], shown)
             if suffix is not None:
                 return self._after(point, suffix)
-        shown = [self._shown(message, tokenizer) for message in messages]
-        return RowPlace(row=self.session.open_row(await dialogue.whole(shown)))
+
+        def shown_all() -> list[ChatMessage]:
+            return [self._shown(message, tokenizer) for message in messages]
+
+        if last < 0:
+            # Nothing in it is this episode's own.
+            history = await dialogue.first(_digest(_ENCODER.encode(messages)), shown_all)
+        else:
+            history = await dialogue.whole(shown_all())
+        return RowPlace(row=self.session.open_row(history))
 
     def _after(self, point: _Point, suffix: TokenArray) -> RowPlace:
         if point.is_tip and not any(row is point.row for row in self._busy):

@@ -12,7 +12,8 @@ row begins.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias, assert_never, cast
@@ -28,6 +29,8 @@ from megarl.types import JsonValue, TokenArray
 
 _NUM_REHEARSED = 5
 _ASKED: ChatMessage = {"role": "user", "content": "How many?"}
+_MAX_OPENINGS, _MAX_KEPT_TOKENS = 256, 8192
+"""Beginnings of conversations that are kept, and their longest: 8 MiB at most."""
 _THOUGHT_END = "</think>"
 _THOUGHT = f"<think>\nI count them.\n{_THOUGHT_END}\n\n"
 _CUT = "\n[cut here: {num_cut} of {num_tokens} tokens are not shown]"
@@ -70,6 +73,7 @@ class Dialogue:
         self._call_format = call_format
         self._text_field = text_field
         self._proofs: dict[_TurnKind, bool] = {}
+        self._openings: OrderedDict[bytes, TokenArray] = OrderedDict()
 
     async def prompt_ids(self, messages: Sequence[ChatMessage]) -> TokenArray:
         """Return the tokens up to where the assistant begins to answer."""
@@ -77,6 +81,18 @@ class Dialogue:
 
     whole = prompt_ids
     """The history of a row that begins in the middle of an episode, where responses are messages."""
+
+    async def first(self, key: bytes, messages: Callable[[], Sequence[ChatMessage]]) -> TokenArray:
+        """Return `prompt_ids` of the messages that `key` names; the episodes of a group begin with the same ones."""
+        token_ids = self._openings.get(key)
+        if token_ids is None:
+            token_ids = await self.prompt_ids(messages())
+            if len(token_ids) <= _MAX_KEPT_TOKENS:
+                self._openings[key] = token_ids
+                token_ids.flags.writeable = False
+        if len(self._openings) > _MAX_OPENINGS:
+            self._openings.popitem(last=False)
+        return token_ids
 
     async def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
         """Return the tokens from the end of a response to the beginning of the next; None where none can be proved."""

@@ -11,8 +11,18 @@ def test_requests_streams_and_idle_episodes_are_measured() -> None:
     for path in DIALECTS:
         assert figures[f"{path}: a request"].goal == 1.0
         assert figures[f"{path}, streamed: a request"].value > 0
+        assert figures[f"{path}: a request in echoes"].value > 1
         assert figures[f"{path}: first streamed token after the engine's"].value > 0
     assert figures["process of one episode"].value > 1
     for name in ("episode of an async class that waits for its tool", "async agent of `chat` that waits"):
         assert 0 < figures[f"{name}: memory of 64 idle"].value < 1
-    assert {figure.unit for figure in figures.values()} == {"ms CPU", "us CPU", "ms", "GB", "KB", "% of a core", "MB"}
+    assert {figure.unit for figure in figures.values()} == {
+        "ms CPU",
+        "us CPU",
+        "ms",
+        "GB",
+        "KB",
+        "% of a core",
+        "MB",
+        "x",
+    }

@@ -162,3 +162,25 @@ async def test_rewards_of_turns_and_of_tokens_are_in_the_order_of_sampling_where
     by_token = np.zeros(rollout.num_tokens)
     by_token[rollout.loss_mask] = rollout.score.tokens
     assert all((by_token[turn.start : turn.end] == turn.reward).all() for turn in sampled)
+
+
+async def test_the_first_messages_of_a_group_are_rendered_once_and_every_field_tells_them_apart(
+    tokenizer: Tokenizer,
+) -> None:
+    dialogue = Dialogue(tokenizer, max_result_tokens=64)
+    rendered: list[str] = []
+    plain = dialogue.prompt_ids
+
+    async def counted(messages: Sequence[ChatMessage]) -> TokenArray:
+        rendered.append(str(messages[-1]["content"]))
+        return await plain(messages)
+
+    dialogue.prompt_ids = counted  # type: ignore[method-assign]
+    for content, name in (("one", "a"), ("one", "a"), ("two", "a"), ("one", "b"), ("one", "a")):
+        session = ScriptedSession(tokenizer, ["x"])
+        conversation = AgentConversation(session)
+        message: ChatMessage = {"role": "user", "content": content, "name": name}
+        asked = conversation.asked(ModelRequest(messages=(message,)))
+        async with conversation.place(asked, dialogue, tokenizer) as place:
+            assert place.row.token_ids.tolist() == (await plain([{"role": "user", "content": content}])).tolist()
+    assert rendered == ["one", "two", "one"]

@@ -269,24 +269,26 @@ class SharedPool:
                 waiter.set_result(None)
                 return
 
-    def _wake_all(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for waiter in waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+    def _fill(self, process: SharedProcess) -> None:
+        """Let as many look for room as a process may take now that its memory is measured."""
+        for _ in range(min(max(_FIRST_EPISODES, process.num_measured), len(self._waiting))):
+            self._wake()
 
     def _with_room(self) -> SharedProcess | None:
         refuse_change(self._sources.changed())
         if self._is_closed:
             raise NoReplyError("has no worker process: the run is over")
         self._end_spent()
-        roomy = [each for each in self._processes if self._takes_more(each) and each.num_episodes < self._most(each)]
-        least = min(roomy, key=lambda each: each.num_episodes, default=None)
-        is_another_wanted = least is None or (least.num_episodes > 0 and len(roomy) < self._num_wanted)
-        if not is_another_wanted or len(self._processes) >= self._workers:
+        roomy = [each for each in self._processes if self._takes_more(each) and each.num_episodes < self._most_episodes]
+        # With twice the episodes that took up half of its memory a process is full: more wait until that is measured.
+        free = [each for each in roomy if each.num_episodes < max(_FIRST_EPISODES, 2 * each.num_measured)]
+        least = min(free, key=lambda each: each.num_episodes, default=None)
+        if least is not None and not least.num_episodes:
+            return least
+        if len(roomy) >= self._num_wanted or len(self._processes) >= self._workers:
             return least
         process = self._start()
-        process.heard = self._wake_all
+        process.heard = partial(self._fill, process)
         self._processes[process] = loading = asyncio.create_task(self._load(process))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to tell
         return process
@@ -297,13 +299,6 @@ class SharedPool:
             if not process.num_episodes and (self._is_closed or not self._takes_more(process)):
                 del self._processes[process]
                 process.discard()
-
-    def _most(self, process: SharedProcess) -> int:
-        """Return how many episodes it may have until its memory is measured again.
-
-        With twice as many as took up half of its memory, it is full.
-        """
-        return min(self._most_episodes, max(_FIRST_EPISODES, 2 * process.num_measured))
 
     def _takes_more(self, process: SharedProcess) -> bool:
         return process.is_whole and not process.is_stuck and process.num_bytes < self._most_bytes
@@ -321,6 +316,7 @@ class SharedPool:
         """Kill every process and what it has started. May be called twice."""
         self._is_closed = True
         self._end_spent()
-        self._wake_all()
+        while self._waiting:
+            self._wake()
         for process in self._processes:
             process.kill()  # its episodes read the end of the channel, and give their places back

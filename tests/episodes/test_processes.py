@@ -136,6 +136,15 @@ async def test_episodes_of_async_code_share_a_process_and_have_their_own_instanc
         assert len(_processes()) == 1
 
 
+async def test_a_rush_of_episodes_starts_no_more_processes_than_there_are_cores(
+    write_class: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    async with _opened(write_class(_SHARED), workers=8) as environments:
+        await asyncio.gather(*(_episode(environments, f"p{number}") for number in range(200)))
+        assert len(_processes()) == 2
+
+
 async def test_what_one_episode_does_reaches_no_other(write_class: Callable[[str], Path]) -> None:
     async with _opened(write_class(_SHARED), call_deadline_s=4) as environments:
         one, other = await _episode(environments, "one"), await _episode(environments, "other")

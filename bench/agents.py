@@ -343,7 +343,12 @@ class _Held:
 
 
 async def _held(before: int, *, window_s: float = 10.0) -> _Held:
-    """Measure this process and those of classes and agents."""
+    """Measure this process and those of classes and agents, once what was asked for is done."""
+    busy_s = window_s
+    while busy_s > 0.1:
+        began_cpu = _cpu_s()
+        await asyncio.sleep(1.0)
+        busy_s = _cpu_s() - began_cpu
     gc.collect()
     num_bytes = resident_bytes() - before + sum(map(_memory_of, _workers()))
     began_cpu, began = _cpu_s(), time.monotonic()

@@ -202,6 +202,26 @@ def test_a_configuration_of_each_kind_gives_a_recipe_that_only_lacks_files(name:
     assert len(keys) == len(set(keys)) > 10
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"), ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b")],
+)
+def test_a_script_of_a_hybrid_mixture_arrives_whole(path: str, name: str, tmp_path: Path) -> None:
+    words = (
+        f"MODEL.path={path}",
+        "trainer.nnodes=2 trainer.n_gpus_per_node=8",
+        "MEGATRON.tensor_model_parallel_size=2 MEGATRON.expert_model_parallel_size=8",
+        "MEGATRON.expert_tensor_parallel_size=1 MEGATRON.use_mbridge=True MEGATRON.vanilla_mbridge=False",
+        "ROLLOUT.tensor_model_parallel_size=4 data.train_batch_size=128 ACTOR.ppo_mini_batch_size=64",
+    )
+    result = imported(tmp_path, *words)
+    recipe = Recipe.model_validate(result.tree)
+    assert check_without_files(recipe, PUBLIC_MODELS[name], critic=PUBLIC_MODELS[name]) == []
+    assert (recipe.roles.actor.tensor, recipe.roles.actor.expert, recipe.roles.actor.expert_tensor) == (2, 8, 1)
+    left = [item.key for item in result.entries if item.verdict in (KeyVerdict.NOT_SUPPORTED, KeyVerdict.UNKNOWN)]
+    assert left == []
+
+
 def test_an_sft_run_keeps_its_epochs_schedule_columns_and_held_out_rows() -> None:
     result = translate_file(HERE / "sft.yaml")
     recipe = Recipe.model_validate(result.tree)

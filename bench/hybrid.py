@@ -13,7 +13,7 @@ from bench.figures import Figure
 from bench.training import Timed, TrainWorkload, alone, clear_device, micro_batch, randomise, step, timed
 from megarl.config.roles import ActorConfig
 from megarl.train.build import build_chunks
-from megarl.train.delta_kernels import is_installed
+from megarl.train.delta_kernels import is_usable
 from megarl.train.delta_net import GatedDeltaNet
 from megarl.train.model import PolicyModel
 
@@ -27,7 +27,7 @@ def measure_hybrid() -> Iterator[Figure]:
     for num_sequences, tokens in _LENGTHS:
         label = f"{num_sequences} x {tokens // 1024}k"
         full = _measure(num_sequences, tokens, has_delta_nets=False)
-        for how in ("kernels", "plain torch") if is_installed() else ("plain torch",):
+        for how in ("kernels", "plain torch") if is_usable() else ("plain torch",):
             hybrid = _measure(num_sequences, tokens, has_delta_nets=True, has_kernels=how == "kernels")
             yield Figure(
                 key=f"hybrid {label}, {how}",

@@ -100,6 +100,7 @@ class EngineSpec:
     is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
     has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
     options: tuple[str, ...] = ()  # words of the command line that its family needs
+    is_text_alone: bool = False  # the folder has what sees images, and the engine has not
     is_dequantized: bool = False  # the folder may have quantized files, and the engine has none
 
     @property
@@ -306,6 +307,8 @@ def _model_overrides(spec: EngineSpec) -> dict[str, object]:
     """Return the fields that replace those of config.json: of several such options SGLang takes the last one alone."""
     overrides: dict[str, object] = json.loads(spec.quantization) if spec.quantization else {}
     overrides |= {"quantization_config": None} if spec.is_dequantized and not spec.quantization else {}
+    # SGLang's option of this name is for other models.
+    overrides |= {"language_model_only": True} if spec.is_text_alone else {}
     overrides |= {"logit_scale": 1 / spec.temperature} if spec.temperature != 1 else {}
     is_adapted = spec.adapters is not None and spec.adapters.has_shared_expert
     return overrides | ({"has_adapted_shared_expert": True} if is_adapted else {})

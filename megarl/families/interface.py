@@ -135,6 +135,8 @@ class EngineTraits:
     """Whether the shared expert can have adapters: SGLang's class needs layers of other names for it."""
     has_whole_embedding: bool = False
     """Whether every rank has the whole embedding, without padding."""
+    is_text_alone: bool = False
+    """Whether engines leave out what sees images, with which the files come."""
     is_dequantized: bool = False
     """Whether files may be quantized: engines then start without, since tensors of the model's dtype are published."""
 

@@ -17,8 +17,7 @@ from megarl.families.qwen3_next import ENGINE_OPTIONS, public_hybrid
 from megarl.families.shape import ModelShape
 
 ROOT = "model.language_model."
-_OPTIONS = (*ENGINE_OPTIONS, "--language-model-only")
-ENGINE = EngineTraits(module="qwen3_5", options=_OPTIONS, cpu_options=_OPTIONS)
+ENGINE = EngineTraits(module="qwen3_5", options=ENGINE_OPTIONS, cpu_options=ENGINE_OPTIONS, is_text_alone=True)
 VOCAB = 248320
 
 
@@ -77,4 +76,5 @@ def around_text(family: Family, text_name: str, text: dict[str, object]) -> dict
         "model_type": family.name,
         "text_config": {**text, "model_type": text_name},
         "vision_config": {"model_type": f"{family.name}_vision"},
+        "language_model_only": True,
     }

@@ -54,6 +54,7 @@ def rollout_engine(
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,
         options=family_options(shape, recipe.run.device),
+        is_text_alone=family_of(shape).engine.is_text_alone,
         is_dequantized=family_of(shape).engine.is_dequantized,
     )
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.families.shape import DeltaWidths
 from megarl.train.attention import PackedSequences
-from megarl.train.delta_kernels import delta_rule_by_kernels, is_installed
+from megarl.train.delta_kernels import delta_rule_by_kernels, is_usable
 from megarl.train.delta_rule import delta_rule, short_convolution
 
 _NORM_EPS = 1e-6
@@ -53,7 +53,7 @@ class GatedDeltaNet(MegatronModule):
         assert pg_collection is not None, "a delta net without its groups"
         del layer_number, cp_comm_type
         self.widths, self._groups = widths, pg_collection
-        self.has_kernels = is_fused and is_installed()
+        self.has_kernels = is_fused and is_usable()
         num_ranks = pg_collection.tp.size()
         self.in_proj = submodules.in_proj(
             config.hidden_size,

@@ -61,9 +61,9 @@ def serve(
     """Write two tiny models and start an engine on the first; the caller stops it."""
     shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1, rope=rope)
     write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2, rope=rope)
-    options = family_of(shape).engine.cpu_options
+    engine = family_of(shape).engine
     spec = engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert)
-    process = EngineProcess(replace(spec, options=options))
+    process = EngineProcess(replace(spec, options=engine.cpu_options, is_text_alone=engine.is_text_alone))
     process.start()
     asyncio.run(process.wait_ready())
     return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)

@@ -35,7 +35,7 @@ from megarl.engine.process import (
 )
 from megarl.env import engine_environment
 from megarl.errors import MachineError
-from megarl.families import PUBLIC_MODELS
+from megarl.families import PUBLIC_MODELS, family_of
 from megarl.system.proc import ZOMBIE, all_processes
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.fp8 import quantization_config
@@ -121,9 +121,14 @@ def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_pat
 def test_adapters_of_a_shared_expert_and_another_field_of_the_model_are_one_option(tmp_path: Path) -> None:
     """SGLang takes the last of several such options alone."""
     adapters = EngineAdapters(rank=4, modules=tuple(SERVED_AS.values()), num_loaded=1)
-    words = words_of(replace(engine_spec(tmp_path / "model", tmp_path), adapters=adapters, temperature=0.5))
+    spec = replace(engine_spec(tmp_path / "model", tmp_path), adapters=adapters, temperature=0.5, is_text_alone=True)
+    words = words_of(spec)
     (at,) = (index for index, word in enumerate(words) if word == "--json-model-override-args")
-    assert json.loads(words[at + 1]) == {"logit_scale": 2.0, "has_adapted_shared_expert": True}
+    assert json.loads(words[at + 1]) == {
+        "language_model_only": True,
+        "logit_scale": 2.0,
+        "has_adapted_shared_expert": True,
+    }
 
 
 READ_BY_SGLANG = """
@@ -346,8 +351,14 @@ async def test_an_engine_that_started_with_random_weights_computes_with_those_it
     family: str, tmp_path: Path
 ) -> None:
     """Random weights are in every tensor that is saved with a model; a publish brings parameters, not buffers."""
-    write_tiny_model(tmp_path / "model", family, layers=2, seed=1)
-    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run"), loads_weights=False, has_float32_head=True)
+    engine = family_of(write_tiny_model(tmp_path / "model", family, layers=2, seed=1)).engine
+    spec = replace(
+        engine_spec(tmp_path / "model", tmp_path / "run"),
+        loads_weights=False,
+        has_float32_head=True,
+        options=engine.cpu_options,
+        is_text_alone=engine.is_text_alone,
+    )
     process = EngineProcess(spec)
     client = EngineClient(process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     request = GenerateRequest(rid="filled", input_ids=PROMPT, max_new_tokens=6, temperature=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
 from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
 from megarl.config.reward import FunctionRewardConfig
-from megarl.run.inputs import digest_code, read_inputs
+from megarl.run.inputs import check_weights, digest_code, read_inputs
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from tests import tiny_models
 
 NUM_ROWS = 10
 
@@ -95,3 +97,13 @@ def test_an_edit_of_the_users_code_changes_what_kept_answers_and_adopted_ranks_a
     edited = replace(inputs, code=before)
     assert inputs.answers_digest("recipe") != edited.answers_digest("recipe")
     assert inputs.program_digest("recipe") != edited.program_digest("recipe")
+
+
+def test_what_sees_images_is_not_read_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = tiny_models.write_tiny_model(tmp_path, "qwen3_5_moe", layers=2)
+    with caplog.at_level(logging.INFO):
+        check_weights(tmp_path, shape)
+    (message,) = (record.getMessage() for record in caplog.records if "not read" in record.getMessage())
+    assert "tensors=21 such_as=model.visual." in message

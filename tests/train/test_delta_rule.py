@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from megarl.train.delta_kernels import delta_rule_by_kernels, is_right
 from megarl.train.delta_rule import Chunks, chunks_of, delta_rule, short_convolution
 
 HEADS, KEY, VALUE = 2, 4, 3
@@ -114,3 +119,40 @@ def test_chunks_hold_every_token_once() -> None:
     assert chunks.tokens[chunks.places].tolist() == list(range(sum(lengths)))
     assert sorted(chunks.tokens.tolist())[: sum(lengths)] == list(range(sum(lengths)))
     assert chunks.ages.tolist() == [age for length in lengths for age in range(length)]
+
+
+def test_kernels_are_told_where_sequences_start_and_how_queries_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the package, which needs a GPU: its function by its definition."""
+
+    def chunk_gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, cu_seqlens: Tensor
+    ) -> tuple[Tensor, None]:
+        repeats = v.shape[2] // q.shape[2]
+        query, key = (each[0].repeat_interleave(repeats, dim=1) for each in (q * scale, k))
+        lengths = cu_seqlens.diff().tolist()
+        parts = split((query, key, v[0], g[0], beta[0]), lengths)
+        return torch.cat([one_by_one(*each) for each in parts])[None], None
+
+    stand_in = ModuleType("fla.ops.gated_delta_rule")
+    stand_in.__dict__["chunk_gated_delta_rule"] = chunk_gated_delta_rule
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    lengths = [3, 70]
+    query, key, value, decay, strength = inputs_of(73, dtype=torch.float64)
+    starts = torch.tensor([0, 3, 73])
+    found = delta_rule_by_kernels(query[:, :1], key[:, :1], value, decay, strength, starts)
+    query, key = (each[:, :1].repeat_interleave(HEADS, dim=1) for each in (query * KEY**-0.5, key))
+    assert (found - delta_rule(query, key, value, decay, strength, chunks_of(lengths, CPU))).abs().max() < 1e-12
+
+
+def test_kernels_are_not_taken_where_their_gradients_are_wrong() -> None:
+    assert [is_right(9, version) for version in ("3.3.1", "3.4.0", "3.6.0+git1", "3.7.0", "3.7.1", "3.8.0")] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert is_right(10, "3.6.0")

@@ -182,11 +182,11 @@ def norm_gated_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do as `norm_heads` where a head's gate follows its query; return the gates as well."""
     query, gate = torch.unflatten(both, -1, (num_heads, 2, width)).unbind(-2)
-    return (*norm_heads(query, key, query_weight, key_weight, eps, width), gate.reshape(-1, width))
+    return (*norm_heads(query, key, query_weight, key_weight, eps, width), gate.reshape(-1, width).contiguous())
 
 
 def _centred(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(values.float(), values.shape[-1:], weight.float() + 1, eps).to(values.dtype)
+    return F.rms_norm(values.float(), values.shape[-1:], weight.float() + 1, eps).to(values.dtype).contiguous()
 
 
 def multiply_by_gate(values: Tensor, gate: Tensor) -> None:

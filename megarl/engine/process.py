@@ -449,6 +449,11 @@ def family_options(shape: ModelShape, device: Device) -> tuple[str, ...]:
     return family_of(shape).engine.options_on(device)
 
 
+def serves_text_alone(shape: ModelShape) -> bool:
+    """Whether the folders of a model have what sees images, which its engines leave out."""
+    return family_of(shape).engine.is_text_alone
+
+
 def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:
     return RestartPolicy(
         max_restarts=config.max_restarts,

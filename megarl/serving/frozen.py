@@ -22,8 +22,14 @@ from megarl.engine.admin import check_running, endpoints_of
 from megarl.engine.client import EngineClient, EngineKeys
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, EngineStatus
-from megarl.engine.process import EngineDeadlines, EngineSpec, deadlines_of, family_options, restart_policy
-from megarl.families import family_of
+from megarl.engine.process import (
+    EngineDeadlines,
+    EngineSpec,
+    deadlines_of,
+    family_options,
+    restart_policy,
+    serves_text_alone,
+)
 from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.rollout.frozen import FrozenRole, FrozenSetup
@@ -151,7 +157,7 @@ class _Start:
             temperature=self.temperature,
             has_windows=shape.window is not None,
             options=family_options(shape, run.device),
-            is_text_alone=family_of(shape).engine.is_text_alone,
+            is_text_alone=serves_text_alone(shape),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megarl.planner.hardware import DECODE_EFFICIENCY, DENSE_EFFICIENCY, LINK_EFFICIENCY, GpuModel
+from megarl.planner.hardware import DECODE_EFFICIENCY, LINK_EFFICIENCY, GpuModel
 from megarl.tools.doctor import Check, CheckStatus
 
 AREA = "cluster"
@@ -19,6 +19,11 @@ _POOR = 0.4
 """Share below which the plan is of no use."""
 _SLOW = 0.85
 """Share of the median below which one GPU, which all others wait for, is named."""
+
+
+_PRODUCTS = 0.75
+"""Share of the datasheet's rate that products alone reach, 0.77 on an H200; of what training reaches, half of a GPU's
+clock would be enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,7 @@ class PlannedRates:
 
     @property
     def products(self) -> float | None:
-        return None if self.gpu is None else self.gpu.tflops * DENSE_EFFICIENCY * self.gpu.reached
+        return None if self.gpu is None else self.gpu.tflops * _PRODUCTS * self.gpu.reached
 
     def reduce(self, *, num_nodes: int, gpus_per_node: int) -> float | None:
         """Rate of a ring's busiest link: inside a node, or over all ports of a node at once."""

@@ -34,6 +34,15 @@ def test_a_rate_is_judged_by_what_the_plan_counts_on(rate: float, status: CheckS
     assert f"lowest {rate:.3g} GB/s (n1)" in check.found or status is CheckStatus.OK
 
 
+@pytest.mark.parametrize(
+    ("rate", "status"), [(768.0, CheckStatus.OK), (400.0, CheckStatus.WARNING), (250.0, CheckStatus.ERROR)]
+)
+def test_a_gpu_at_half_of_its_clock_is_told_even_where_it_is_the_only_one(rate: float, status: CheckStatus) -> None:
+    """An H200 was seen at 768 TFLOP/s."""
+    planned = PlannedRates(gpu=GPUS["h200"]).products
+    assert check_rates("products", {"n0 GPU 0": rate}, planned, unit="TFLOP/s", remedy="clocks").status is status
+
+
 def test_between_nodes_all_ports_of_a_node_count_up_to_its_nvlink() -> None:
     assert H100.reduce(num_nodes=2, gpus_per_node=8) == pytest.approx(0.8 * 400)
     assert H100.reduce(num_nodes=2, gpus_per_node=1) == pytest.approx(0.8 * 50)

@@ -57,6 +57,14 @@ _IMPORTED = (
     "tests.train.jobs",
     "tests.checkpoint.local_run",
 )
+_SERVE_FORKS = """
+import importlib, warnings
+from multiprocessing.forkserver import main
+with warnings.catch_warnings(action="ignore"):  # libraries say what they lack
+    for module in {modules}:
+        importlib.import_module(module)
+main(*{descriptors}, [])
+"""
 
 
 def template() -> ForkServerContext:
@@ -306,7 +314,7 @@ def listen_for_templates() -> None:
                     descriptors, words = [listener.fileno()], ["-m", script, "serve", str(listener.fileno())]
                     if script == _FORK_SERVER:
                         descriptors.append(alive)
-                        words = ["-c", f"from {script} import main; main(*{descriptors}, {_IMPORTED})"]
+                        words = ["-c", _SERVE_FORKS.format(modules=_IMPORTED, descriptors=descriptors)]
                     process = subprocess.Popen(
                         [sys.executable, *words],
                         cwd=ROOT,

@@ -62,7 +62,8 @@ class Engine:
     """Whether a rollout worker of its node probes it."""
     is_syncing: bool = False
     """Whether its scheduler waits for weights and answers nothing else."""
-    leases: set[asyncio.Timeout] = field(default_factory=set)
+    leases: dict[asyncio.Timeout, None] = field(default_factory=dict)
+    """In the order of their beginning: requests of an engine that dies go elsewhere in the same order in every run."""
     adapter: str | None = None
     """Name of the adapter that new requests compute with; None: the weights are published."""
     adapters: Counter[str | None] = field(default_factory=Counter)
@@ -174,7 +175,7 @@ class Fleet:
         """
         engine = await self._acquire(avoid, prefixes)
         scope = asyncio.timeout(None)
-        engine.leases.add(scope)
+        engine.leases[scope] = None
         # Held in variables: a restarted engine has others.
         adapter, adapters = engine.adapter, engine.adapters
         adapters[adapter] += 1
@@ -186,7 +187,7 @@ class Fleet:
                 raise
             raise EngineLostError(f"{engine}: lost: {engine.reason}") from None
         finally:
-            engine.leases.discard(scope)
+            del engine.leases[scope]
             adapters[adapter] -= 1
             self._dispatcher.release(engine)
 

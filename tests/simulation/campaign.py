@@ -39,12 +39,16 @@ def _drivers(seed: int) -> tuple[tuple[str, ...], str]:
 
 def _talks(seed: int) -> tuple[tuple[str, ...], str]:
     talk = run_talk(TalkPlan.of(seed))
-    return tuple(talk.broken), "\n".join([str(talk.plan), *(f"{when:9.3f}  {text}" for when, text in talk.log)])
+    return tuple(talk.broken), _listed(str(talk.plan), talk.log)
 
 
 def _fleets(seed: int) -> tuple[tuple[str, ...], str]:
     scene = run_scene(seed)
-    return tuple(scene.broken), f"fleet {seed}: {scene.num_accidents} accidents"
+    return tuple(scene.broken), _listed(f"fleet {seed}: {scene.num_accidents} accidents", scene.log)
+
+
+def _listed(title: str, log: Sequence[tuple[float, str]]) -> str:
+    return "\n".join([title, *(f"{when:9.3f}  {text}" for when, text in log)])
 
 
 def _tools(seed: int) -> tuple[tuple[str, ...], str]:

@@ -22,6 +22,7 @@ from unittest import mock
 from tests.simulation.world import Process, World, calling_process, current_thread
 
 ROOT = "/sim"
+_BELOW = f"{ROOT}/"
 SHARED = "shared"
 """The name of the disk that all hosts mount."""
 _LATENCY_S = 0.001
@@ -35,6 +36,7 @@ class Disk:
         self.world = world
         self.name = name
         self.folder = folder / name
+        self.root = str(self.folder)
         self.folder.mkdir()
         self.latency_s = _LATENCY_S
         self.fails_until = 0.0
@@ -146,10 +148,10 @@ def _located(path: Any) -> str | None:
     """Return the real path of one below `/sim`; None for any other."""
     if isinstance(path, int):
         return None
-    text = os.fspath(path)
-    if isinstance(text, str) and text.startswith(ROOT) and (len(text) == len(ROOT) or text[len(ROOT)] == "/"):
+    text = path if isinstance(path, str) else os.fspath(path)
+    if isinstance(text, str) and (text.startswith(_BELOW) or text == ROOT):
         disk: Disk = calling_process().values["disk"]
-        return f"{disk.folder}{text[len(ROOT) :]}"
+        return disk.root + text[len(ROOT) :]
     return None
 
 

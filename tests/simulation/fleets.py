@@ -193,6 +193,7 @@ class Scene:
     broken: list[str] = field(default_factory=list)
     num_nonsense: int = 0
     num_accidents: int = 0
+    log: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -226,6 +227,7 @@ class Scene:
             policy=_POLICY,
         )
         self._fleet, self._engines = fleet, engines
+        fleet.listen(lambda engine, _: self._note(f"engine {engine.index} is {engine.state}: {engine.reason}"))
         await fleet.committed(PolicyVersion(0), fleet.engines)
         supervisor = Supervisor(fleet, engines, connect=lambda endpoint: engines.client(endpoint.index))
         supervisor.attach(self._catch_up)
@@ -249,7 +251,11 @@ class Scene:
             if self.num_accidents + self.num_nonsense < 2:
                 self.broken.append(f"an answer is retried: prompt {number} is given up after {self.num_accidents}")
             return
+        self._note(f"prompt {number} is answered")
         self._compare(group, version)
+
+    def _note(self, text: str) -> None:
+        self.log.append((asyncio.get_running_loop().time(), text))
 
     def _compare(self, group: RolloutGroup, version: int) -> None:
         for index, rollout in enumerate(group.rollouts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import shutil
@@ -376,6 +377,8 @@ def _ignore(_: object) -> None:
 @contextmanager
 def worlds() -> Iterator[None]:
     """Let histories happen inside the block."""
+    gc.freeze()
     # Coroutines of killed processes are unwound without a loop; what they say then is of no interest.
     with mock.patch.object(sys, "unraisablehook", _ignore), standard_library(), simulated_files(), simulated_parts():
         yield
+    gc.unfreeze()

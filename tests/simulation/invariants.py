@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -64,9 +65,13 @@ def _on_disks(history: History) -> Iterator[tuple[str, str, dict[str, bytes]]]:
     for disk in dict.fromkeys(history.disks.values()):
         for folder in sorted(disk.folder.glob("runs/*/checkpoints/step_*")):
             if folder.is_dir() and step_of(folder) is not None:
-                paths = [path for path in folder.rglob("*") if path.is_file()]
-                files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-                yield f"{disk.name}/{folder.name}", folder.name, files
+                yield f"{disk.name}/{folder.name}", folder.name, dict(_files(folder))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for root, _, names in os.walk(folder):
+        for path in map(Path(root).joinpath, names):
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
 
 
 def _in_store(history: History) -> Iterator[tuple[str, str, dict[str, bytes]]]:

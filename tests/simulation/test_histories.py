@@ -103,6 +103,14 @@ def test_a_seed_is_one_history() -> None:
     assert first.num_events == second.num_events
 
 
+def test_a_seed_is_one_history_of_a_fleet() -> None:
+    """Whatever was in memory before: requests of an engine that dies go elsewhere in the order of their beginning."""
+    for seed in range(12):
+        first, second = run_scene(seed), run_scene(seed)
+        assert first.log, seed
+        assert first.log == second.log, seed
+
+
 def test_a_failing_plan_is_made_smaller() -> None:
     """The names of folders are not synced: the accident that shows it stays, the others go."""
     accidents = (Accident(4.0, "kill_rank"), Accident(8.0, "power"), Accident(12.0, "sigterm"))

@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.errors import CheckpointError, MachineError, MegarlError, NodeMemoryError, WeightSyncError, WorkerError
-from megarl.system.run_lock import held_token, is_held
+from megarl.system.run_lock import held_token, is_held, newest_token
 
 Worker = TypeVar("Worker", covariant=True)
 Parameters = ParamSpec("Parameters")
@@ -84,6 +84,10 @@ class WorkerGroup(Generic[Worker]):
     async def is_ours(self) -> bool:
         """Whether the workers are this driver's to end: another one may have taken over the run."""
         return self._lock_of is None or await asyncio.to_thread(is_held, self._lock_of)
+
+    async def is_followed(self) -> bool:
+        """Whether another driver has taken the run since."""
+        return self._lock_of is not None and await asyncio.to_thread(newest_token, self._lock_of) > self.token
 
     async def call(
         self,

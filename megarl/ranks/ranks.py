@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -60,6 +63,7 @@ START_TIMEOUT_S = 300.0
 RECORDS_PREFIX = "collectives_"
 """Begins the name of a folder with the records of all ranks, for `python -m torch.distributed.flight_recorder.fr_trace
 --prefix rank_ FOLDER`."""
+_LEAVE_S = 5.0
 _KILL_S = 30.0
 """Time for the system to take a process apart: one with much memory on a device needs a while."""
 
@@ -134,6 +138,12 @@ class RankHost(ColumnHost):
         """Refuse what earlier drivers ask from now on; what they began goes on."""
         self._fence.enter(token)
         return this_process()
+
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
+    def leave(self, token: int) -> None:
+        """End this process, unless a later driver has called it."""
+        self._fence.enter(token)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def adopt(self, token: int, fill: Callable[[ModelCalls], bool]) -> bool:
         """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""
@@ -309,6 +319,8 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     async def end(self) -> None:
         """End every process, frozen ones included, and wait until they are gone, unless another driver has them."""
         if not await self.is_ours():
+            if await self.is_followed():
+                await self._leave()
             return
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
@@ -319,6 +331,13 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         for rank, outcome in enumerate(endings):
             if outcome is not True:
                 logger.warning("role=%s rank=%d may still run: %s", self.role, rank, outcome or "it does not end")
+
+    async def _leave(self) -> None:
+        """Let ranks that obey no later driver end: where this one was frozen as it started them, nobody knows them."""
+        leaving = [worker.leave.remote(self.token) for worker in self.workers]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await asyncio.gather(*leaving, return_exceptions=True)
 
     def _start(
         self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]

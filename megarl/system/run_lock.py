@@ -133,6 +133,12 @@ def current_holder(run_folder: Path) -> Holder | None:
     return None if holder is None or holder.has_released else holder
 
 
+def newest_token(run_folder: Path) -> int:
+    """Return the token of the last driver that took the lock of a run; 0 where its record cannot be read."""
+    holder = _read(_path_of(run_folder))
+    return 0 if holder is None else holder.token
+
+
 def _refusal(run_folder: Path, holder: Holder | None) -> MachineError:
     who = "another process" if holder is None else str(holder)
     return MachineError(

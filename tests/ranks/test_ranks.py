@@ -343,6 +343,7 @@ def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.M
         lambda: host.run_share(1, "update", *shares),  # type: ignore[arg-type]
         lambda: host.adopt(1, lambda _rank: True),
         lambda: host.follow(1),
+        lambda: host.leave(1),
         lambda: host.compute_credit(1, *shares, frozenset()),  # type: ignore[arg-type,call-arg]
         lambda: host.normalise_credit(1, np.zeros((0, 0))),
     ]
@@ -358,12 +359,19 @@ def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.M
 async def test_a_driver_that_lost_its_run_ends_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
+    """It asks them to leave: those that obey no later driver do."""
     killed: list[object] = []
+    asked: list[int] = []
+
+    async def leave(token: int) -> None:
+        asked.append(token)
+
+    rank = SimpleNamespace(leave=SimpleNamespace(remote=leave))
     monkeypatch.setattr(ray, "kill", lambda worker, no_restart: killed.append(worker))
     with run_lock(tmp_path / "run", beat_s=3600) as holder:
         group: RankGroup[ModelCalls] = RankGroup(
             "actor",
-            ["rank"],  # type: ignore[list-item]
+            [rank],  # type: ignore[list-item]
             split=ModelParallelConfig(),
             timeout_s=60,
             run_folder=tmp_path / "run",
@@ -373,7 +381,7 @@ async def test_a_driver_that_lost_its_run_ends_no_ranks(
         if is_lost:
             write(tmp_path / "run", replace(ELSEWHERE, token=99))
         await group.end()
-    assert killed == ([] if is_lost else ["rank"])
+    assert (killed, asked) == (([], [holder.token]) if is_lost else ([rank], []))
 
 
 def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it(

@@ -92,3 +92,6 @@ class Driver:
             self.outcome, self.error = "bug", error
             self.process.world.note("".join(traceback.format_exception(error)[-12:]))
         self.process.world.note(f"{self.process.name}: {self.outcome} {self.error or ''}")
+        if self.outcome != "finished":
+            # Its process exits: a thread that a disk holds, the lock, and actors that are not detached end with it.
+            self.process.kill()

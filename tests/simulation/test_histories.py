@@ -87,6 +87,27 @@ KEPT = {
         flock="shared",
         accidents=(Accident(9.32, "freeze_host", 70.0),),
     ),
+    "ranks that a driver was starting when it froze end when it wakes up behind its successor": Plan(
+        seed=900005117,
+        kind="pods",
+        steps=2,
+        save_every=1,
+        flock="none",
+        accidents=(Accident(3.62, "kill_rank", 34.0), Accident(3.75, "freeze_driver", 70.0)),
+    ),
+    "the lock of a driver that a hanging disk held goes with its process": Plan(
+        seed=900000734,
+        kind="shared",
+        steps=3,
+        save_every=2,
+        flock="shared",
+        accidents=(
+            Accident(5.89, "disk_full", 34.0),
+            Accident(10.69, "disk_hangs", 38.0),
+            Accident(11.65, "disk_hangs", 10.0),
+        ),
+        keeps_torn=True,
+    ),
 }
 
 

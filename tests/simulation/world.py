@@ -323,7 +323,7 @@ class _Task(asyncio.Task[Any]):
     """Lies in a set where its number puts it, so that what cancels a set of tasks does so in the same order again."""
 
     def __init__(self, *arguments: Any, loop: Any, **named: Any) -> None:
-        self._place = next(loop.places)
+        self._place: int = next(loop.places)
         super().__init__(*arguments, loop=loop, **named)
 
     def __hash__(self) -> int:

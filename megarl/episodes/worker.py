@@ -26,7 +26,7 @@ from megarl.episodes.protocol import Observation, PreparedTool, ToolSchema, Tran
 from megarl.reward.protocol import check_result, finite_list, type_name
 from megarl.system.foreign import finite32
 from megarl.system.proc import limited_time
-from megarl.system.shared_worker import Answer, BlockedError, CpuTimeError, SharedLoop, Within
+from megarl.system.shared_worker import AnswersBeside, BlockedError, CpuTimeError, SharedLoop, Within
 from megarl.system.user_code import describe_error
 from megarl.system.user_worker import LoadedCode, Reply, UserError, finished, load_module, serve_in_turn, start
 from megarl.types import JsonValue
@@ -63,7 +63,7 @@ class EnvironmentTask(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeCode(LoadedCode):
-    answer: Answer
+    answer: AnswersBeside
     """Answers a request where other episodes share the process."""
 
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from megarl.system.proc import own_address_space_bytes
 from megarl.system.user_process import LENGTH
-from megarl.system.user_worker import Reply, Started
+from megarl.system.user_worker import Reply, StartedWorker
 
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ class Within(Protocol):
     def __call__(self, seconds: float, work: Awaitable[_T], /) -> Awaitable[_T]: ...
 
 
-class Answer(Protocol):
+class AnswersBeside(Protocol):
     """Answers a request of one episode, beside those of others."""
 
     def __call__(self, request: Mapping[str, Any], within: Within, /) -> Coroutine[Any, Any, Reply]: ...
@@ -189,7 +189,7 @@ def _make_task(
 class SharedLoop:
     """Answers the requests of many episodes on one event loop, until the other side closes the channel."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: StartedWorker) -> None:
         self._channel = started.channel.socket
         self._cpu_s = started.task["cpu_s"]
         witness, deadline_s = started.task["witness"], started.task["call_deadline_s"]
@@ -199,7 +199,7 @@ class SharedLoop:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._out = asyncio.Queue[bytes]()
 
-    async def serve(self, answer: Answer) -> None:
+    async def serve(self, answer: AnswersBeside) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(partial(_make_task, self._loop))
         # Code that waits in threads has one for each episode.
@@ -216,7 +216,7 @@ class SharedLoop:
         for service in services:
             service.cancel()
 
-    def _take(self, message: dict[str, Any], answer: Answer) -> None:
+    def _take(self, message: dict[str, Any], answer: AnswersBeside) -> None:
         if (cancelled := message.get("cancels")) is not None:
             if (task := self._tasks.get(cancelled)) is not None:
                 task.cancel()

@@ -50,22 +50,22 @@ class LoadedCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedWorker:
     """A worker that has loaded and reported its code."""
 
-    channel: Channel
+    channel: WorkerChannel
     task: Mapping[str, object]
     code: LoadedCode
 
 
-def start(load: Callable[[Mapping[str, object]], LoadedCode]) -> Started | None:
+def start(load: Callable[[Mapping[str, object]], LoadedCode]) -> StartedWorker | None:
     """Read the command line `SOCKET TASK`, load the code and report it; None if that cannot be done.
 
     A task has `memory_bytes` and `cpu_s`, the limit of each request, or None for them.
     """
     descriptor, text = sys.argv[1:]
     task: dict[str, object] = json.loads(text)
-    channel = Channel(int(descriptor))
+    channel = WorkerChannel(int(descriptor))
     _limit_memory(task["memory_bytes"])
     try:
         code = load(task)
@@ -74,7 +74,7 @@ def start(load: Callable[[Mapping[str, object]], LoadedCode]) -> Started | None:
         return None
     digests = {path: digest for file in code.files for path, digest in sources(file)}
     channel.send({"sources": digests, **code.report})
-    return Started(channel=channel, task=task, code=code)
+    return StartedWorker(channel=channel, task=task, code=code)
 
 
 def serve(load: Callable[[Mapping[str, object]], LoadedCode]) -> None:
@@ -84,7 +84,7 @@ def serve(load: Callable[[Mapping[str, object]], LoadedCode]) -> None:
         serve_in_turn(started)
 
 
-def serve_in_turn(started: Started) -> None:
+def serve_in_turn(started: StartedWorker) -> None:
     channel, own = started.channel, os.getpid()
     with asyncio.Runner() as runner:
         while (request := channel.receive()) is not None:
@@ -115,7 +115,7 @@ async def _finish(value: Awaitable[object]) -> object:
     return await value
 
 
-class Channel:
+class WorkerChannel:
     """The messages with the process that started this one."""
 
     def __init__(self, descriptor: int) -> None:

@@ -299,10 +299,7 @@ class World:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Let no garbage be collected inside the block: clean-up that it runs would belong to whatever runs then.
-
-    It also took a seventh of the time; between worlds there is less to look at.
-    """
+    """Let no garbage be collected inside the block: clean-up that it runs would belong to whatever runs then."""
     global _num_worlds
     was_enabled = gc.isenabled()
     gc.disable()

@@ -204,9 +204,15 @@ def test_a_configuration_of_each_kind_gives_a_recipe_that_only_lacks_files(name:
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"), ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b")],
+    [
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b"),
+        ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+    ],
 )
-def test_a_script_of_a_hybrid_mixture_arrives_whole(path: str, name: str, tmp_path: Path) -> None:
+def test_a_script_of_a_mixture_arrives_whole(path: str, name: str, tmp_path: Path) -> None:
     words = (
         f"MODEL.path={path}",
         "trainer.nnodes=2 trainer.n_gpus_per_node=8",

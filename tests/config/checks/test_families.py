@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.model import read_model_shape
 from megarl.families import FAMILIES, PUBLIC_MODELS, family_of
 from megarl.families.interface import Family, Feature
+from megarl.families.shape import ModelShape
 from tests.planner.recipes import PPO, make_recipe
 
 USES: dict[Feature, tuple[str, ...]] = {
@@ -21,12 +24,18 @@ USES: dict[Feature, tuple[str, ...]] = {
 }
 
 
+def shapes_of_family(family: Family) -> Sequence[ModelShape]:
+    """Return its public models; where it has none, those of the family that is released around its text."""
+    around = [shape for shape in PUBLIC_MODELS.values() if type(family) in type(family_of(shape)).__bases__]
+    return [*family.models.values()] or [replace(shape, family=family.name) for shape in around]
+
+
 @pytest.mark.parametrize(
     ("family", "feature"),
     [pytest.param(family, feature, id=f"{family.name}-{feature}") for family in FAMILIES for feature in USES],
 )
 def test_a_feature_is_refused_if_and_only_if_the_family_says_so(family: Family, feature: Feature) -> None:
-    shape = max(family.models.values(), key=lambda shape: shape.hidden)
+    shape = max(shapes_of_family(family), key=lambda shape: shape.hidden)
     recipe = make_recipe(*USES[feature], "roles.actor={pool: train}", "cluster.gpu=h200")
     problems = [problem.message for problem in check_without_files(recipe, shape, critic=shape)]
     assert [reason for reason in family.refuses.values() if reason in problems] == (

@@ -160,7 +160,7 @@ def test_a_program_that_is_not_there_is_refused_before_the_run_and_no_score_duri
 
 
 _SAID = [(call_text((3, 4)), "7"), ("?",), (call_text((3, 4)), call_text((4, 3)), "7")]
-"""What the quickstart's model says in three episodes."""
+"""Answers of the quickstart's model in three episodes."""
 
 
 async def _histories(config: EnvironmentConfig, folder: Path) -> list[TokenArray]:

@@ -436,7 +436,7 @@ requeue 76
 
 
 def test_no_node_is_excluded_where_the_job_would_wait_for_ever_without_it(tmp_path: Path) -> None:
-    """Of the eight nodes of the partition, or those of a reservation."""
+    """Count the nodes of the partition, eight here, or those of a reservation."""
     commands = "nodes=(n0 n1 n2 n3 n4 n5 n6 n7); broken=(n1); excluded_file=none\nrequeue 1"
     done = run_part(tmp_path, commands)
     assert "n1 not excluded: there are 7 others, and the job needs 8; ask for spare nodes" in done.stdout

@@ -33,7 +33,15 @@ from megarl.env import (
 )
 from megarl.errors import MachineError, PreemptedError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import RAY_FOLDER, TOKEN_FILE, LeasedGuard, PrivateLease, find_leased, run_id_of
+from megarl.system.lease import (
+    RAY_FOLDER,
+    TOKEN_FILE,
+    LeasedGuard,
+    PrivateLease,
+    find_leased,
+    remove_record,
+    run_id_of,
+)
 from megarl.system.network import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -353,6 +361,17 @@ def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_cont
     # Made when it is used; the guard of Ray removes it.
     folder = Path(f"{RAY_FOLDER}{secrets.token_hex(4)}")
     return PrivateLease(run_folder, folder=folder, program=program, seconds=seconds)
+
+
+def end_left(run_folder: Path) -> None:
+    """End what a driver left that was killed behind its last step, where no other one adopts it.
+
+    The caller holds the run's lock. On a Ray that was joined it ends with its lease.
+    """
+    leased = find_leased(run_folder)
+    if leased is not None and leased.guard is not None:
+        leased.guard.end(grace_s=_STOP_GRACE_S)
+    remove_record(run_folder)
 
 
 @contextmanager

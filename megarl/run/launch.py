@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.checkpoint.mirror import claim_mirror, refuse_occupied
 from megarl.checkpoint.resume import ResumePoint
-from megarl.cluster.local_ray import private_ray, run_lease
+from megarl.cluster.local_ray import end_left, private_ray, run_lease
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
@@ -24,7 +24,7 @@ from megarl.env import (
     RAY_ENVIRONMENT,
     update_environment,
 )
-from megarl.errors import ConfigError, MachineError, Problem, naming_disk_faults
+from megarl.errors import ConfigError, FinishedError, MachineError, Problem, naming_disk_faults
 from megarl.observe.events import Noted, Record, Sink
 from megarl.observe.observing import observing
 from megarl.planner.fit import check_fit
@@ -115,7 +115,11 @@ class _Driver:
         recipe, inputs = self.recipe, self.inputs
         with naming_disk_faults(recipe.run_folder), run_lock(recipe.run_folder):
             notify = _notify_on(self.display)
-            decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
+            try:
+                decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
+            except FinishedError:
+                end_left(recipe.run_folder)
+                raise
             allows = self.allows_data_change
             check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows)
             notes = [*decision.notes]

@@ -3,8 +3,8 @@
 SIGHUP, which comes when the terminal is closed, is one more, unless it is ignored as under nohup.
 SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM or Ctrl-C ends the run at once.
 
-While a run starts and while it is taken down, the loop handles no signals: there the first one is raised where the
-process is, and the others are ignored.
+While a run starts and while it is taken down, the loop handles no signals. The first one of a start is raised where the
+process is. Taking down is not interrupted: what is left behind would stay until its lease ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -97,8 +98,8 @@ def preemptible(*, grace_s: float, run_folder: Path | None = None) -> Iterator[P
         raise
     finally:
         _interrupts.remove(stop)
-        if preemption.requested.is_set() and _asked:
-            _asked[-1].append(preemption.signal_name)
+        if _asked:
+            _asked[-1].is_taken_down = True
         for number in numbers:
             loop.remove_signal_handler(number)
         for number, handler in earlier.items():
@@ -114,7 +115,7 @@ def _tell(loop: asyncio.AbstractEventLoop, preemption: Preemption) -> None:
 def ending_on_signals() -> Iterator[None]:
     """Turn a signal that comes where `preemptible` handles none into a PreemptedError: requeue the run."""
     earlier = _handlers()
-    _asked.append([])
+    _asked.append(_Asked())
     for number in earlier:
         signal.signal(number, _end)
     try:
@@ -127,15 +128,15 @@ def ending_on_signals() -> Iterator[None]:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     asked = _asked[-1]
-    asked.append(signal.Signals(number).name)
-    if len(asked) == 1:
+    if not asked.is_taken_down and not asked.signal_name:
+        asked.signal_name = signal.Signals(number).name
         _raise_asked()
 
 
 def _raise_asked() -> None:
     """Raise what a library may have swallowed."""
-    if _asked and _asked[-1]:
-        raise PreemptedError(f"stopped by {_asked[-1][0]} before a step was trained; everything it started is gone")
+    if _asked and (name := _asked[-1].signal_name):
+        raise PreemptedError(f"stopped by {name} before a step was trained; everything it started is gone")
 
 
 def _handlers() -> dict[signal.Signals, Handler]:
@@ -148,8 +149,16 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-_asked: list[list[str]] = []
-"""For each run of this process, the signals that came where the loop handles none, and the first that it handled."""
+@dataclass(slots=True)
+class _Asked:
+    """The signal that came while a run started, before the loop handled any."""
+
+    signal_name: str = ""
+    is_taken_down: bool = False
+
+
+_asked: list[_Asked] = []
+"""One per run of this process."""
 
 
 _interrupts: list[Callable[[], object]] = []

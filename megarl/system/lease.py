@@ -156,6 +156,14 @@ def record_path(run_folder: Path) -> Path:
     return folder.parent / LOCKS_FOLDER / f"{folder.name}.lease.json"
 
 
+def remove_record(run_folder: Path) -> None:
+    path = record_path(run_folder)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # what it names is ended all the same, and the next driver finds nothing there
+        logger.warning("%s: cannot be removed: %s", path, error)
+
+
 class Lease(ABC):
     """A driver's lease of what it started on a Ray, or adopted there."""
 
@@ -242,10 +250,7 @@ class Lease(ABC):
             self._renewing.join()
         if not self.is_ours:
             return False
-        try:
-            record_path(self._run_folder).unlink(missing_ok=True)
-        except OSError as error:  # what it names is ended all the same, and the next driver finds nothing there
-            logger.warning("%s: cannot be removed: %s", record_path(self._run_folder), error)
+        remove_record(self._run_folder)
         return True
 
 

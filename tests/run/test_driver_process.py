@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster.local_ray import private_folder
+from megarl.cluster.local_ray import end_left, private_folder
 from megarl.errors import DataError
 from megarl.run.driver_process import drive_again
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import LeasedGuard, LeasedRay, record_path
+from megarl.system.lease import LeasedGuard, LeasedRay, find_leased, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
 
@@ -88,6 +88,16 @@ def test_a_killed_driver_is_followed_by_another_that_resumes(left: Path) -> None
     assert process.returncode == 0
     assert output == "the driver was killed (SIGKILL); another one takes over what it left\ndone\n"
     assert [resume for _, resume in drivers(left)] == ["never", "auto"]
+
+
+def test_a_finished_run_ends_what_a_driver_left_that_was_killed_behind_its_last_step(left: Path) -> None:
+    kept = find_leased(left)
+    assert kept is not None
+    assert kept.guard is not None
+    end_left(left)
+    assert not kept.guard.is_running
+    assert not Path(kept.guard.folder).exists()
+    assert not record_path(left).exists()
 
 
 def test_drivers_that_are_killed_without_a_new_checkpoint_end_the_command(left: Path) -> None:

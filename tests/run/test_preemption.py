@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,19 +116,21 @@ def test_a_signal_while_ray_starts_is_a_preemption(number: signal.Signals, is_sw
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_while_everything_is_taken_down_does_not_end_the_process() -> None:
+@pytest.mark.parametrize("num_before", [0, 1], ids=["finished", "preempted"])
+def test_a_signal_while_everything_is_taken_down_interrupts_nothing(num_before: int) -> None:
     taken_down = []
 
     async def main() -> None:
         try:
             with preemptible(grace_s=60):
-                terminate()
-                await asyncio.sleep(60)
+                for _ in range(num_before):
+                    terminate()
+                    await asyncio.sleep(60)
         finally:
             terminate()
             taken_down.append(True)
 
-    with pytest.raises(PreemptedError), ending_on_signals():
+    with pytest.raises(PreemptedError) if num_before else nullcontext(), ending_on_signals():
         asyncio.run(main())
     assert taken_down == [True]
 

@@ -96,7 +96,13 @@ KEPT = {
         accidents=(Accident(3.62, "kill_rank", 34.0), Accident(3.75, "freeze_driver", 70.0)),
     ),
     "what a driver left that was killed behind its last step goes with the next one": Plan(
-        seed=910006715, kind="shared", steps=3, save_every=1, flock="shared", accidents=(Accident(10.07, "sigterm"),), drops=True
+        seed=910006715,
+        kind="shared",
+        steps=3,
+        save_every=1,
+        flock="shared",
+        accidents=(Accident(10.07, "sigterm"),),
+        drops=True,
     ),
     "the lock of a driver that a hanging disk held goes with its process": Plan(
         seed=900000734,

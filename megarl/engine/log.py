@@ -22,7 +22,7 @@ _START = {
     "imports of the server": re.compile(r"server_args="),
     "imports of the scheduler": re.compile(r"Init torch distributed begin"),
     "weights and cache": re.compile(r"Capture .*begin|max_total_num_tokens="),
-    "graphs": re.compile(r"Capture .*end\b"),
+    "graphs": re.compile(r"Capture .* end\b"),
     "server": re.compile(r"fired up and ready"),
 }
 """The pieces of a start, each with the line of SGLang that ends it; one without its line is part of the next."""

@@ -38,30 +38,33 @@ def test_pieces_of_all_processes_are_read_in_their_order(tmp_path: Path) -> None
     assert (event["tid"], event["name"]) == ("megarl", "Ray")
 
 
-def test_the_start_of_an_engine_is_divided_by_what_it_prints(tmp_path: Path) -> None:
-    """Lines of SGLang 0.5.17; a batch that is printed later ends nothing."""
+ENGINE_LINES = (
+    "server_args=ServerArgs(model_path='a')",
+    "Init torch distributed begin.",
+    "Load weight end. elapsed=0.10 s",
+    "Capture target decode CUDA graph begin. backend=full, num_tokens_per_req=1",
+    "Capture target decode CUDA graph end. elapsed=3.56 s",
+    "max_total_num_tokens=3222597, chunked_prefill_size=8192",
+    "The server is fired up and ready to roll!",
+    "server_args=",
+)
+"""What SGLang 0.5.17 prints; a batch that is printed later ends nothing."""
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "pieces"),
+    [
+        (8, ["imports of the server", "imports of the scheduler", "weights and cache", "graphs", "server"]),
+        (4, ["imports of the server", "imports of the scheduler", "weights and cache"]),
+    ],
+    ids=["all", "graphs_under_way"],
+)
+def test_the_start_of_an_engine_is_divided_by_what_it_prints(num_lines: int, pieces: list[str], tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir()
     log = EngineLog(tmp_path / "engines" / "engine_0.log")
-    lines = [
-        "server_args=ServerArgs(model_path='a')",
-        "Init torch distributed begin.",
-        "Load weight end. elapsed=0.10 s",
-        "Capture target decode CUDA graph begin. backend=full",
-        "Capture target decode CUDA graph end. elapsed=3.56 s",
-        "max_total_num_tokens=3222597, chunked_prefill_size=8192",
-        "The server is fired up and ready to roll!",
-        "server_args=",
-    ]
     source = tmp_path / "printed"
-    source.write_text("".join(f"[2026-11-17 22:30:37] {line}\n" for line in lines))
+    source.write_text("".join(f"[2026-11-17 22:30:37] {line}\n" for line in ENGINE_LINES[:num_lines]))
     log.follow(source.open("rb"))
     log.finish()
     log.note_start()
-    assert [piece.what for piece in read_pieces(tmp_path, since=LONG_AGO)] == [
-        "imports of the server",
-        "imports of the scheduler",
-        "weights and cache",
-        "graphs",
-        "server",
-        "first tokens",
-    ]
+    assert [piece.what for piece in read_pieces(tmp_path, since=LONG_AGO)] == [*pieces, "first tokens"]

@@ -1,6 +1,7 @@
 """Times of an update's passes on one GPU with rows that share prefixes, computed once and as rows apart.
 
-Weights and tokens are random; both ways take the same samples, the same budget of a micro-batch and the same model.
+Weights and tokens are random; both ways take the same samples and the same model, and compute as many tokens in a
+micro-batch at most.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megarl.train.model import DeviceMicroBatch, PolicyModel, to_device
 from megarl.types import Episode, FinishReason, Rollout, TrainSample
 
 _PAD_MULTIPLE = 64
-_MODELS = (("1.5B", "qwen2.5-1.5b", 20_480), ("7B", "qwen2.5-7b", 10_240))
-"""Name, public model, and tokens of a micro-batch."""
+_MODELS = (("1.5B", "qwen2.5-1.5b", 20_480, 20_480), ("7B", "qwen2.5-7b", 10_240, 12_800))
+"""Name, public model, tokens of a micro-batch, and of one with a tree; rows apart always get the larger number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class _Pass:
 
 def measure_prefixes(index: int) -> Iterator[Figure]:
     """Yield time and memory of groups, of episodes and of rows without anything in common, for one model."""
-    name, public, budget = _MODELS[index]
+    name, public, budget, tree = _MODELS[index]
     shape = PUBLIC_MODELS[public]
     random = np.random.default_rng(0)
     workloads = {
@@ -58,7 +59,8 @@ def measure_prefixes(index: int) -> Iterator[Figure]:
             for shares_prefixes in (False, True):
                 packing = Packing(
                     data_parallel=1,
-                    tokens_per_micro_batch=budget,
+                    tokens_per_micro_batch=budget if shares_prefixes else tree,
+                    tokens_per_tree=tree,
                     samples_per_update=None,
                     pad_multiple=_PAD_MULTIPLE,
                     micro_batch_multiple=1,

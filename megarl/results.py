@@ -121,6 +121,15 @@ class TrainingWork:
     """Forward and backward passes of the model, without recomputation."""
     peak_flops_per_second: float | None
     """All ranks of the actor together; None if the GPU's peak is unknown."""
+    num_tokens: int = 0
+    """Tokens of all rows that are trained on; 0 in events of earlier versions."""
+    num_shared_tokens: int = 0
+    """Those that are computed with another row, which begins with them too."""
+
+    @property
+    def computed_ratio(self) -> float | None:
+        """Share of the tokens of all rows that are computed."""
+        return 1 - self.num_shared_tokens / self.num_tokens if self.num_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

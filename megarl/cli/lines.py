@@ -181,10 +181,17 @@ def numbers_text(progress: Progress) -> str:
         name, value = next(iter(progress.evaluation.numbers.items()))
         parts.append(f"{name} {value:.3f}")
     if summary is not None:
-        parts += [f"{summary.tokens_per_second:,.0f} tokens/s", f"{summary.seconds:.1f} s"]
+        parts += [f"{summary.tokens_per_second:,.0f} tokens/s", *_computed(summary), f"{summary.seconds:.1f} s"]
     if progress.eta_s is not None:
         parts.append(f"ETA {format_seconds(progress.eta_s)}")
     return "  ".join([*parts, *_cost(progress)])
+
+
+def _computed(summary: StepSummary) -> Iterator[str]:
+    """Yield the share of the trained tokens that were computed, where rows shared some."""
+    ratio = None if summary.work is None else summary.work.computed_ratio
+    if ratio is not None and ratio < 1:
+        yield f"{ratio:.0%} computed"
 
 
 def _cost(progress: Progress) -> Iterator[str]:

@@ -24,6 +24,7 @@ from megarl.planner.fit import PlanAnswer, PlanQuestion, Proposal, RunPlan, answ
 from megarl.planner.hardware import parse_gpu
 from megarl.planner.ledger import MemoryLedger, saves
 from megarl.planner.replay import GENERATE, PARTS, RecordedRun, Replay, read_run
+from megarl.planner.sharing import prompt_obstacle, sharing_obstacle
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
 from megarl.weights.layouts.megatron import padded_vocab
 
@@ -310,6 +311,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{timing.num_micro_batches} micro-batches of up to {plan.tokens_per_micro_batch:,} tokens per rank and "
         f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
+        *_sharing_notes(answer, timing),
     ]
     if saves(answer.recipe.checkpoint):
         notes.append(
@@ -321,6 +323,26 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
     notes += _run_notes(answer)
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
+
+
+def _sharing_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
+    """Return what shared prefixes save, or why rows stay apart."""
+    plan, recipe = answer.plan, answer.recipe
+    split, shape = recipe.roles.actor, plan.shapes.policy
+    apart = prompt_obstacle(recipe, split, shape, role="actor")
+    notes = []
+    if apart is None:
+        notes.append(
+            f"shared prefixes: the actor computes {timing.computed_tokens:,} of these tokens, prompts of a group once; "
+            f"saves {_seconds(timing.shared_s)} of passes"
+        )
+    elif recipe.samples_per_prompt > 1 or recipe.environment is not None:
+        notes.append(f"shared prefixes: the actor computes each prompt for every row: {apart}")
+    if recipe.environment is not None and sharing_obstacle(recipe.train, split, shape) is None:
+        notes.append("histories of episodes are computed once as well, which is not counted here")
+    if plan.tokens_per_tree is not None:
+        notes.append(f"rows with a common beginning may fill a micro-batch up to {plan.tokens_per_tree:,} tokens")
+    return notes
 
 
 def _cost(answer: PlanAnswer, timing: Timing) -> str:

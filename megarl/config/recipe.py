@@ -181,6 +181,9 @@ class TrainConfig(Section):
     """Compute tokens once that rows of a micro-batch begin with: the prompt of a group, the history of an episode. The
     gradients are the same. Rows stay apart where that is not exact: with `context` above 1, and in models with delta
     nets; prompts also where an engine's experts are replayed."""
+    tokens_per_tree: PositiveInt | None = None
+    """Up to this many tokens are packed where that keeps rows with a common beginning together, instead of
+    `tokens_per_micro_batch`. null: as many as the plan finds memory for, up to eight times that; on a CPU no more."""
     max_staleness: NonNegativeInt = 0
     """Steps a trained token's policy may be behind the one that is trained; 0 generates and trains in turn, 1 generates
     the next step while this one is trained, more lets engines run further ahead."""
@@ -203,6 +206,11 @@ class TrainConfig(Section):
         """Tokens of a micro-batch, in a recipe that its plan has completed."""
         assert self.tokens_per_micro_batch is not None, "the plan has not completed the recipe"
         return self.tokens_per_micro_batch
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a micro-batch at most, in a recipe that its plan has completed."""
+        return max(self.micro_batch_tokens, self.tokens_per_tree or 0)
 
     @property
     def deadline_s(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TypeAlias, TypeVar
 
@@ -22,6 +22,8 @@ from megarl.errors import DataError
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
 _Number = TypeVar("_Number", int, float)
+_GAIN = 1.1
+"""Times the speed that a tree must bring for which all micro-batches take more memory."""
 _PARTS = (1, 2, 4, 8)
 """Parts of a micro-batch that rows with a common beginning may fill: smaller ones are balanced better."""
 
@@ -57,6 +59,10 @@ class Packing:
     cost: SequenceCost = SequenceCost()
     keeps_episodes: bool = False
     """The loss compares all tokens of an episode: its rows share a micro-batch."""
+    tokens_per_tree: int = 0
+    """Tokens of a micro-batch, if more than of others, where that keeps rows with a common beginning together."""
+    bubble: float = 0.0
+    """Micro-batches whose time passes in each update while a pipeline fills and empties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,19 +150,32 @@ def _plan(rows: _Rows, bounds: Sequence[int], packing: Packing) -> MiniBatchPlan
     """Plan one mini-batch; `bounds` are where its samples begin, and the end."""
     members = range(bounds[0], bounds[-1])
     capacity = packing.tokens_per_micro_batch
+    most = max(capacity, packing.tokens_per_tree)
     samples: list[Sequence[int]] = [range(*pair) for pair in pairwise(bounds)]
     wholes = samples if packing.keeps_episodes else [[row] for row in members]
     candidates = [_Units.of(wholes, rows)]
-    if (longest := max(candidates[0].lengths)) > capacity:
-        assert packing.keeps_episodes, f"a sample has {longest} tokens, a micro-batch {capacity}"
+    if (longest := max(candidates[0].lengths)) > most:
+        assert packing.keeps_episodes, f"a sample has {longest} tokens, a micro-batch {most}"
         raise DataError(
             f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
             f"train.tokens_per_micro_batch from {capacity}, or use a loss per token"
         )
     if rows.shared(members):
         candidates += [_Units.of(_bundles(wholes, rows, capacity // part), rows) for part in _PARTS]
-    divided = [(units, _divide(units, packing)) for units in candidates]
-    units, bins = min(divided, key=lambda pair: _slowest(pair[1], pair[0], packing))
+        if most > capacity:
+            trees = [tree for sample in samples for tree in _uncut(sample, rows, most)]
+            candidates += [_Units.of(_bundles(trees, rows, size), rows) for size in (capacity, most)]
+    # All are as long as the longest: one with a long tree gives as much room to the others.
+    divided = [
+        (units, _divide(units, replace(packing, tokens_per_micro_batch=max(capacity, *units.lengths))))
+        for units in candidates
+    ]
+
+    def seconds(units: _Units, bins: list[_Bins]) -> float:
+        is_larger = max(_sum(bin_, units.lengths) for share in bins for bin_ in share) > capacity
+        return _slowest(bins, units, packing) * (_GAIN if is_larger else 1)
+
+    units, bins = min(divided, key=lambda pair: seconds(*pair))
     shares = [[tuple(sorted(chain.from_iterable(map(units.members.__getitem__, bin_)))) for bin_ in s] for s in bins]
     prefixes = [[rows.shared(micro_batch) for micro_batch in share] for share in shares]
     fullest = max(
@@ -170,6 +189,12 @@ def _plan(rows: _Rows, bounds: Sequence[int], packing: Packing) -> MiniBatchPlan
         prefixes=tuple(map(tuple, prefixes)),
         num_tokens=round_up(fullest, packing.pad_multiple),
     )
+
+
+def _uncut(sample: Sequence[int], rows: _Rows, most: int) -> list[Sequence[int]]:
+    """Return a sample as one unit if a micro-batch can hold it, else its rows."""
+    num_tokens = sum(map(rows.lengths.__getitem__, sample)) - sum(each.num_tokens for each in rows.shared(sample))
+    return [sample] if num_tokens <= most else [[row] for row in sample]
 
 
 def _bundles(wholes: Sequence[Sequence[int]], rows: _Rows, capacity: int) -> Iterator[list[int]]:
@@ -233,7 +258,7 @@ def _slowest(shares: Sequence[_Bins], units: _Units, packing: Packing) -> float:
     """Return the work of the rank with the most of it, padding included."""
     cost = packing.cost
     fullest = max(_sum(bin_, units.lengths) for share in shares for bin_ in share)
-    padded = cost.per_token * len(shares[0]) * round_up(fullest, packing.pad_multiple)
+    padded = cost.per_token * (len(shares[0]) + packing.bubble) * round_up(fullest, packing.pad_multiple)
     if not cost.per_squared_token:
         return padded
     squares = (sum(units.squares[i] for bin_ in share for i in bin_) for share in shares)

@@ -342,6 +342,12 @@ MICRO_BATCHES = _update(
 )
 TRAIN_FLOPS = _gauge("trainer", "train_flops_per_second", "Model FLOPs of the last step's updates over their time")
 MFU = _gauge("trainer", "mfu_ratio", "train_flops_per_second over the peak of the actor's GPUs")
+COMPUTED = _gauge(
+    "trainer",
+    "computed_tokens_ratio",
+    "Share of the tokens of the last step's rows that the actor computed; others begin as a computed row",
+    source="step.work.computed_ratio",
+)
 
 VALUE_LOSS, VALUE_GRAD_NORM, VALUE_LEARNING_RATE, VALUE_CLIP, VALUE_MEAN, RETURN_MEAN, EXPLAINED_VARIANCE = _numbers(
     "critic",

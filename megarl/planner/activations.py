@@ -46,6 +46,8 @@ class ModelWork:
     device: Device
     lora: LoraConfig | None = None
     """The adapter that is trained; None trains the model itself, or nothing."""
+    keys_per_token: float = 1.0
+    """Keys of whole rows for each token that is computed: more than one where rows share some."""
 
     @property
     def item_bytes(self) -> int:
@@ -65,9 +67,10 @@ class ModelWork:
         tokens_per_micro_batch: int,
         device: Device,
         lora: LoraConfig | None = None,
+        keys_per_token: float = 1.0,
     ) -> ModelWork:
         tokens = round_up(tokens_per_micro_batch, split.pack_multiple) // split.context
-        return cls(shape=shape, split=split, tokens=tokens, device=device, lora=lora)
+        return cls(shape=shape, split=split, tokens=tokens, device=device, lora=lora, keys_per_token=keys_per_token)
 
     def chunk_layers(self, stage: int) -> int:
         """Return the number of layers of each chunk of a stage."""
@@ -287,6 +290,16 @@ def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:
     return (2 * split.context + 1 if split.context_exchange == "gather" else 4) * heads * shape.head_dim
 
 
+def _of_rows(work: ModelWork) -> int:
+    """Return the bytes per token of keys and values gathered for whole rows, of their gradients, and of the sums."""
+    if work.keys_per_token == 1:
+        return 0
+    cost = family_of(work.shape).attention(work.shape)
+    # The kernels have one width for both.
+    width = 2 * max(cost.keys, cost.values) // work.split.tensor
+    return int(work.item_bytes * width * (2 * work.keys_per_token + 1))
+
+
 def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
     """Return the memory of a chunk's logits and of the gathered hidden states; with gradients also theirs, and that of
     the output matrix in float32 and in the weights' type. A critic makes no logits."""
@@ -370,7 +383,7 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
     else:
         in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
         in_feed_forward = item * max(in_experts, 4 * shape.experts.shared) // split.tensor
-    # The gathered keys and values, and their gradients before and after the sum of both chunks.
-    in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split)
+    # The gathered keys and values, and their gradients before and after the sum of both chunks, or over all rows.
+    in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split) + _of_rows(work)
     gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Deployment, PlannedModel, RoleShapes, deploy
 from megarl.planner.flops import forward_work
 from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, EXPERT_EFFICIENCY, GpuModel
 from megarl.planner.ledger import SPARE_SHARE, ledgers, with_release
+from megarl.planner.sharing import sharing_obstacle
 
 _FEWEST_TOKENS = 8192
 """Rows with which the products of any model fill a GPU; more are needed where its layers are small."""
@@ -15,6 +18,8 @@ _LAYER_START_S = 1.4e-3
 58, 100 and 167 ms with 8k, 32k and 64k tokens on an H200, of which 42 ms are independent of its tokens."""
 _BUSY = 4
 """A GPU computes for this many times as long as the host needs to start its work."""
+_TREE = 8
+"""Micro-batches whose tokens one tree may have: all of an update are as long as the longest."""
 _PER_STAGE = 4
 """Micro-batches per pipeline stage, at least, that keep its bubble small."""
 
@@ -23,6 +28,7 @@ def complete(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> tuple[Recipe,
     """Return the recipe with every value that it leaves to the plan, and its deployment."""
     recipe = with_micro_batch(recipe, shapes, gpu)
     deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
+    recipe = _with_tree(recipe, shapes, gpu, deployment)
     return recipe.model_copy(update={"roles": deployment.roles}), deployment
 
 
@@ -44,6 +50,33 @@ def with_micro_batch(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Recip
             break
         tokens //= 2
     return _with_tokens(recipe, max(tokens, smallest))
+
+
+def _with_tree(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, deployment: Deployment) -> Recipe:
+    """Return the recipe with the tokens of a tree, where it does not say: as many as leave the same reserve.
+
+    A tree that is cut repeats its trunk in each part. Keeping the trunk's keys and values instead, for parts that come
+    later, would need the gradients of all of them before the trunk's own backward pass: another order of passes than a
+    pipeline's, and a second forward pass of every part. Memory is what a GPU has left where rows are short.
+    """
+    tokens, split = recipe.train.micro_batch_tokens, recipe.roles.actor
+    obstacle = sharing_obstacle(recipe.train, split, shapes.policy)
+    is_tree = recipe.environment is not None or recipe.samples_per_prompt > 1
+    if recipe.train.tokens_per_tree is not None or obstacle is not None or not is_tree or recipe.run.device == "cpu":
+        return recipe
+    if not _has_room(deployment, recipe):
+        return recipe
+
+    def has_room(eighths: int) -> bool:
+        larger = with_release(deploy(_with_tokens(recipe, tokens * eighths // 8), shapes, gpu), recipe.algorithm)
+        return _has_room(larger, recipe) and _released(larger) == _released(deployment)
+
+    candidates = range(9, 8 * _TREE + 1)
+    most = 8 + bisect_left(candidates, 1, key=lambda eighths: int(not has_room(eighths)))
+    if most == 8:
+        return recipe
+    train = recipe.train.model_copy(update={"tokens_per_tree": tokens * most // 8})
+    return recipe.model_copy(update={"train": train})
 
 
 def _with_tokens(recipe: Recipe, tokens: int) -> Recipe:

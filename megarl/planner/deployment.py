@@ -34,6 +34,7 @@ from megarl.planner.memory import (
     engine_memory,
     stage_memory,
 )
+from megarl.planner.sharing import GroupTokens, prompt_obstacle
 from megarl.routes import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
 
@@ -157,6 +158,8 @@ class PlannedModel:
     pool: str
     work: ModelWork
     placement: ModelPlacement
+    group: int = 1
+    """Rows of a data-parallel rank that begin with one prompt, which is computed once; 1 where rows stay apart."""
 
     @property
     def is_trained(self) -> bool:
@@ -276,18 +279,7 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
         device=device,
         gpu=gpu,
         models={
-            role: PlannedModel(
-                role=role,
-                pool=recipe.roles.used_pools[role],
-                work=ModelWork.of(
-                    shapes.of(role),
-                    split,
-                    tokens_per_micro_batch=recipe.train.micro_batch_tokens,
-                    device=device,
-                    lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
-                ),
-                placement=placement.models[role],
-            )
+            role: _planned_model(recipe, shapes.of(role), role, split, placement.models[role])
             for role, split in recipe.roles.megatron_roles.items()
         },
         engine=None if rollout is None else engines["rollout"],
@@ -295,6 +287,36 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
         placement=placement,
         routes=shapes.policy.routes if recipe.replays_routing(shapes.policy) else None,
     )
+
+
+def _planned_model(
+    recipe: Recipe, shape: ModelShape, role: str, split: ModelParallelConfig, placement: ModelPlacement
+) -> PlannedModel:
+    group, train = _group(recipe, shape, role, split, placement), recipe.train
+    half = StepWorkload.half(recipe.data, recipe.sampling)
+    tokens = half.in_groups(group, num_rows=group, tokens_per_micro_batch=train.micro_batch_tokens)
+    return PlannedModel(
+        role=role,
+        pool=recipe.roles.used_pools[role],
+        work=ModelWork.of(
+            shape,
+            split,
+            tokens_per_micro_batch=train.most_tokens,
+            keys_per_token=tokens.num_trained / tokens.num_computed,
+            device=recipe.run.device,
+            lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
+        ),
+        placement=placement,
+        group=group,
+    )
+
+
+def _group(recipe: Recipe, shape: ModelShape, role: str, split: ModelParallelConfig, placement: ModelPlacement) -> int:
+    """Return the rows of a prompt that one rank has: all, unless ranks outnumber the prompts of an update."""
+    if prompt_obstacle(recipe, split, shape, role=role) is not None:
+        return 1
+    prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
+    return min(recipe.samples_per_prompt, -(-prompts * recipe.samples_per_prompt // placement.parallel.data))
 
 
 def _engines(recipe: Recipe, shapes: RoleShapes, capacity_bytes: int | None) -> dict[str, EngineMemory]:
@@ -501,6 +523,16 @@ class StepWorkload:
             mean_response_tokens=max(1, round(sum(cut) / len(cut))),
             max_response_tokens=max_response_tokens,
             quantiles=tuple(min(length, max_response_tokens) for length in self.quantiles),
+        )
+
+    def in_groups(self, group: int, *, num_rows: int, tokens_per_micro_batch: int) -> GroupTokens:
+        """Return the tokens of some rows, of which `group` share each prompt."""
+        return GroupTokens.of(
+            group=group,
+            num_rows=num_rows,
+            prompt_tokens=self.mean_prompt_tokens,
+            response_tokens=self.mean_response_tokens,
+            tokens_per_micro_batch=tokens_per_micro_batch,
         )
 
     @property

@@ -304,6 +304,8 @@ class RunPlan:
     reshard: Reshard | None
     """None for a run without engines."""
     tokens_per_micro_batch: int
+    tokens_per_tree: int | None
+    """More tokens, for rows with a common beginning; None where there are no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +351,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         sizes=sizes,
         reshard=published,
         tokens_per_micro_batch=completed.train.micro_batch_tokens,
+        tokens_per_tree=completed.train.tokens_per_tree,
     )
     fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)
     faster = None

@@ -1,8 +1,13 @@
-"""Whether a model computes the common beginnings of rows once, and what that saves."""
+"""Whether a model computes the common beginnings of rows once, and what that saves of the groups of a step.
+
+Histories of episodes are shared as well; how many rows an episode will have is not known to a plan.
+"""
 
 from __future__ import annotations
 
-from megarl.config.recipe import TrainConfig
+from dataclasses import dataclass
+
+from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import ModelParallelConfig
 from megarl.families.shape import ModelShape
 
@@ -14,5 +19,53 @@ def sharing_obstacle(train: TrainConfig, split: ModelParallelConfig, shape: Mode
     if split.context > 1:
         return f"{split.context} context-parallel ranks divide each row"
     if shape.delta_layers:
-        return "delta nets carry a state from token to token"
+        return "delta nets carry a state from token to token, which has no branches"
     return None
+
+
+def prompt_obstacle(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape, *, role: str) -> str | None:
+    """Return why the rows of a group do not share their prompt in a model; None where they do."""
+    if (obstacle := sharing_obstacle(recipe.train, split, shape)) is not None:
+        return obstacle
+    if recipe.samples_per_prompt == 1:
+        return "each prompt has one answer"
+    if role == "actor" and recipe.replays_routing(shape):
+        return "train.routing replays the experts of each rollout, which may differ in a prompt"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTokens:
+    """The tokens of a step, of which rows of a group have their prompt in common."""
+
+    num_rows: int
+    prompt_tokens: int
+    response_tokens: int
+    rows_per_prompt: float
+    """Rows for which a micro-batch computes a prompt once, in the mean; 1 where rows stay apart."""
+
+    @classmethod
+    def of(
+        cls, *, group: int, num_rows: int, prompt_tokens: int, response_tokens: int, tokens_per_micro_batch: int
+    ) -> GroupTokens:
+        """Assume groups of equal rows, each in as few micro-batches as can hold it; `group` is 1 for rows apart."""
+        room = max(tokens_per_micro_batch - prompt_tokens, response_tokens)
+        return cls(
+            num_rows=num_rows,
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+            rows_per_prompt=group / -(-group * response_tokens // room),
+        )
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_rows * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def num_computed(self) -> float:
+        return self.num_rows * (self.prompt_tokens / self.rows_per_prompt + self.response_tokens)
+
+    @property
+    def num_squared_shared(self) -> float:
+        """Pairs of tokens, in twice their number, whose attention is not computed."""
+        return self.num_rows * (1 - 1 / self.rows_per_prompt) * self.prompt_tokens**2

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TypeAlias
 
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
@@ -46,6 +47,7 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.ledger import offload_of
 from megarl.planner.memory import EngineMemory
+from megarl.planner.sharing import GroupTokens
 
 _MAX_SIMULATED = 2048
 """Requests; further ones run while the engine is full."""
@@ -93,6 +95,10 @@ class Timing:
     running_requests: int
     """Requests that run per engine, limited by its cache and `max_running_requests`."""
     trained_tokens: int
+    computed_tokens: int
+    """Tokens of `trained_tokens` that the actor computes: a prompt once for the rows that share it."""
+    shared_s: float
+    """Time of passes that this saves in a step, over all models."""
 
     @property
     def step_s(self) -> float:
@@ -133,6 +139,9 @@ def estimate(
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=seconds, is_waited_for=True)]
     publish = [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)] if deployment.engine else []
     scoring, learning = _work(deployment, models, train, algorithm.kl)
+    apart = _training_times(deployment, workload, train=train, num_sequences=sequences, shares_prompts=False)
+    alone = chain.from_iterable(work.values() for work in _work(deployment, apart, train, algorithm.kl))
+    together = chain(scoring.values(), learning.values())
     pools = deployment.roles.used_pools
     training = [*_side_by_side(scoring, pools), *_side_by_side(learning, pools)]
     if train.max_staleness > 0:
@@ -146,6 +155,8 @@ def estimate(
         num_micro_batches=actor.num_micro_batches,
         running_requests=running,
         trained_tokens=sequences * workload.sequence_tokens,
+        computed_tokens=round(actor.tokens.num_computed),
+        shared_s=sum(seconds for _, seconds in alone) - sum(seconds for _, seconds in together),
     )
 
 
@@ -167,14 +178,23 @@ def longest_call_s(
 
 
 def _training_times(
-    deployment: Deployment, workload: StepWorkload, *, train: TrainConfig, num_sequences: int
+    deployment: Deployment,
+    workload: StepWorkload,
+    *,
+    train: TrainConfig,
+    num_sequences: int,
+    shares_prompts: bool = True,
 ) -> dict[str, TrainingTime]:
     return {
         role: TrainingTime(
             model,
             deployment.gpu,
             workload,
-            num_sequences=num_sequences,
+            tokens=workload.in_groups(
+                model.group if shares_prompts else 1,
+                num_rows=num_sequences,
+                tokens_per_micro_batch=train.micro_batch_tokens,
+            ),
             tokens_per_micro_batch=train.micro_batch_tokens,
             num_mini_batches=_mini_batches(train, deployment.roles.critic if role == "critic" else None),
         )
@@ -372,10 +392,11 @@ class TrainingTime:
         gpu: GpuModel,
         workload: StepWorkload,
         *,
-        num_sequences: int,
+        tokens: GroupTokens,
         tokens_per_micro_batch: int,
         num_mini_batches: int,
     ) -> None:
+        self.tokens = tokens
         parallel = model.placement.parallel
         self._model = model
         self._work = model.work
@@ -383,7 +404,7 @@ class TrainingTime:
         self._num_mini_batches = num_mini_batches
         self._weight_bytes = max(stage.num_bytes for stage in model.bare_weights)
         self._gpus_per_node = _most_on_a_node(model)
-        num_tokens = num_sequences * workload.sequence_tokens
+        num_tokens = tokens.num_computed
         self._rank_tokens = num_tokens / parallel.replicas
         self.num_micro_batches = max(
             1, -(-int(num_tokens / num_mini_batches / parallel.data) // tokens_per_micro_batch)
@@ -392,7 +413,7 @@ class TrainingTime:
         work = forward_work(
             model.work.shape,
             num_tokens=num_tokens,
-            num_squared_tokens=num_sequences * workload.mean_squared_tokens,
+            num_squared_tokens=tokens.num_rows * workload.mean_squared_tokens - tokens.num_squared_shared,
         )
         if self._work.split.precision == "fp8":
             work = _in_fp8(work, model.work.shape, FP8_SPEEDUP[self._work.split.fp8_scaling], num_tokens=num_tokens)

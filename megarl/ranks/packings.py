@@ -86,6 +86,8 @@ def _packing(
         micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
         cost=sequence_cost(shape),
         keeps_episodes=needs.sums_over_episodes,
+        tokens_per_tree=recipe.train.tokens_per_tree or 0,
+        bubble=(split.pipeline - 1) / split.virtual_pipeline,
     )
     return ModelPacking(
         packing=packing,

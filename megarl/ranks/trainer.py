@@ -216,5 +216,8 @@ def training_work(
     gpu = None if usage.gpu_name is None else gpu_named(usage.gpu_name)
     peak = None if gpu is None else num_ranks * gpu.flops
     return TrainingWork(
-        flops=_PASSES * epochs * (sum(cost.of(lengths)) - sum(cost.of(shared))), peak_flops_per_second=peak
+        flops=_PASSES * epochs * (sum(cost.of(lengths)) - sum(cost.of(shared))),
+        peak_flops_per_second=peak,
+        num_tokens=sum(lengths),
+        num_shared_tokens=sum(shared),
     )

@@ -279,6 +279,13 @@ TRAINER = Dashboard(
                 ),
                 Panel(title="MFU", unit="percentunit", max=1, queries=(value(names.MFU).needing("gpu"),)),
                 Panel(
+                    title="Tokens computed, of those trained on",
+                    unit="percentunit",
+                    max=1,
+                    queries=(value(names.COMPUTED),),
+                    text="The others begin a row as another one begins: they are computed once (train.share_prefixes).",
+                ),
+                Panel(
                     title="Size of a step",
                     queries=(
                         value(names.LOSS_TOKENS, "loss tokens"),

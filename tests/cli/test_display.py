@@ -33,6 +33,8 @@ from tests.observe.samples import (
 
 GENERATE = PhaseStarted(phase="generate")
 
+SPEED = "1,200 tokens/s  75% computed  2.0 s"
+
 
 def console_to(file: StringIO, *, is_terminal: bool) -> Console:
     return Console(file=file, force_terminal=is_terminal, width=100, highlight=False, markup=False, soft_wrap=True)
@@ -61,9 +63,9 @@ def test_without_a_terminal_a_run_is_one_line_per_step() -> None:
     assert out.getvalue().splitlines() == [
         "run sample: grpo, 2 steps, in runs/sample  metrics http://127.0.0.1:1234/metrics",
         "evaluated after step 0: accuracy 0.250 of 64 prompts",
-        "step 1/2  reward 0.500  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 10s",
+        f"step 1/2  reward 0.500  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  {SPEED}  ETA 10s",
         "warning: 3 prompts [too long] were dropped",
-        "step 2/2  reward 0.750  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
+        f"step 2/2  reward 0.750  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  {SPEED}  ETA 0s",
         "evaluated after step 2: accuracy 0.875 of 64 prompts",
         "run done",
     ]
@@ -80,7 +82,7 @@ def test_sampled_answers_and_doubtful_steps_are_in_the_lines() -> None:
     ]
     show(PlainDisplay(console_to(out, is_terminal=False)), events)
     assert out.getvalue().splitlines()[1:] == [
-        "step 1/2  reward 0.500  no signal  dropped 5 groups  age 0.50 (at most 1)  loss 0.5000  1,200 tokens/s  2.0 s",
+        f"step 1/2  reward 0.500  no signal  dropped 5 groups  age 0.50 (at most 1)  loss 0.5000  {SPEED}",
         "evaluated after step 1: accuracy 0.250 of 64 prompts  "
         "mean@4 0.500  pass@1 0.500  pass@4 0.750  majority@4 0.500",
     ]

@@ -83,6 +83,39 @@ def test_a_group_is_divided_where_one_rank_would_have_all_of_it() -> None:
     assert plan.num_tokens == 84
 
 
+LONG = [24, 34, 44, 54, 64]
+"""Rows of an episode: of each 4 tokens are left out of the history of the next, to which 14 are added."""
+HISTORY = [NOTHING, Prefix(0, 20), Prefix(1, 30), Prefix(2, 40), Prefix(3, 50)]
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_tree", "num_computed"), [(0, 52 + 54 + 64), (70, 66 + 64), (79, 66 + 64), (80, 80)]
+)
+def test_a_tree_that_memory_holds_is_not_cut(tokens_per_tree: int, num_computed: int) -> None:
+    """A trunk is repeated in each part of a tree."""
+    packing = replace(PACKING, tokens_per_micro_batch=64, pad_multiple=1, tokens_per_tree=tokens_per_tree)
+    (plan,) = plan_packs(LONG, packing, ends=[5], prefixes=HISTORY)
+    shared = sum(prefix.num_tokens for micro_batch in plan.prefixes[0] for prefix in micro_batch)
+    assert sum(LONG) - shared == num_computed
+    assert plan.num_tokens <= max(64, tokens_per_tree)
+
+
+def test_more_memory_is_taken_for_a_gain_alone_and_not_where_a_pipeline_would_wait() -> None:
+    packing = replace(PACKING, tokens_per_micro_batch=64, pad_multiple=1, tokens_per_tree=1000)
+    (plan,) = plan_packs([30] * 10, packing, prefixes=[NOTHING, *[Prefix(0, 2)] * 9])
+    assert plan.num_tokens <= 64
+    trees = [moved(each, 5 * index) for index in range(4) for each in HISTORY]
+    counts = [
+        len(plan_packs(LONG * 4, replace(packing, bubble=bubble), ends=[5, 10, 15, 20], prefixes=trees)[0].shares[0])
+        for bubble in (0.0, 20.0)
+    ]
+    assert counts[0] == 4 < counts[1]
+
+
+def moved(prefix: Prefix, by: int) -> Prefix:
+    return prefix if prefix.row < 0 else Prefix(prefix.row + by, prefix.num_tokens)
+
+
 def make_group(sizes: Sequence[int], seed: int) -> list[TrainSample]:
     samples = [make_sample(6, size, seed + index) for index, size in enumerate(sizes)]
     return [replace(sample, prompt_ids=samples[0].prompt_ids) for sample in samples]

@@ -175,7 +175,7 @@ def step_summary(
         num_prompts=8,
         prompt_tokens_mean=4.0,
         num_tokens=2400,
-        work=TrainingWork(flops=1e9, peak_flops_per_second=1e10),
+        work=TrainingWork(flops=1e9, peak_flops_per_second=1e10, num_tokens=2400, num_shared_tokens=600),
         usage={"actor": rank_usage()},
         flow=Flow(trainer_wait_s=1.5, producer_wait_s=0.5, num_ready=4, num_under_way=4, age_mean=0.5, age_max=1),
         seconds=2.0,

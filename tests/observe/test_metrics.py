@@ -83,6 +83,7 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_trained_tokens_total"] == 4800
     assert values["megarl_phase_seconds_total{generate}"] == 3.0
     assert values["megarl_tokens_per_second"] == 1200
+    assert values["megarl_computed_tokens_ratio"] == 0.75
     assert values["megarl_reward_mean"] == 0.5
     assert values["megarl_reward_component_mean{format}"] == 0.9
     assert values["megarl_zero_signal_group_ratio"] == 0.25

@@ -66,7 +66,7 @@ class PublishedRun:
             "sampling.rollouts_per_prompt=32",
             f"sampling.max_response_tokens={self.max_tokens - _PROMPT_TOKENS}",
             f"train={{prompts_per_step: {self.sequences // 32}, prompts_per_update: {self.sequences_per_update // 32},"
-            f" tokens_per_micro_batch: {self.max_tokens}, max_staleness: {self.staleness}}}",
+            f" tokens_per_micro_batch: {self.max_tokens}, max_staleness: {self.staleness}, share_prefixes: false}}",
         ]
         document = Document(tree=RECIPE_TREE, origins={})
         for assignment in assignments:

@@ -10,7 +10,8 @@ from pathlib import Path
 from megarl.config.recipe import Recipe
 from megarl.families import PUBLIC_MODELS
 from megarl.observe.events import Event, StepFinished
-from megarl.planner.deployment import Deployment, StepWorkload, deploy
+from megarl.planner.complete import complete
+from megarl.planner.deployment import Deployment, StepWorkload
 from megarl.planner.fit import size
 from megarl.planner.hardware import GPUS
 from megarl.planner.replay import part_seconds
@@ -37,7 +38,7 @@ def recorded_workload(mean: int, *, kept_share: float = 1.0) -> StepWorkload:
 @cache
 def deployed(recipe_json: str) -> tuple[Deployment, float]:
     """Return the deployment of a recipe and the seconds of a publish."""
-    deployment = deploy(Recipe.model_validate_json(recipe_json), shapes_of(SHAPE), GPUS["h100"])
+    _, deployment = complete(Recipe.model_validate_json(recipe_json), shapes_of(SHAPE), GPUS["h100"])
     return deployment, reshard(deployment).seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.families import PUBLIC_MODELS
-from megarl.planner.complete import with_micro_batch
+from megarl.planner.complete import complete, with_micro_batch
 from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import ledgers
@@ -63,3 +63,23 @@ def test_a_key_and_a_cpu_need_no_plan() -> None:
     assert tokens_of("qwen2.5-7b", "h200", "train.tokens_per_micro_batch=1000") == 1000
     assert tokens_of("qwen2.5-7b", "h200", "run.device=cpu") == 8192
     assert tokens_of("qwen2.5-7b", "h200", "run.device=cpu", "sampling.max_response_tokens=9000") == 9256
+
+
+def tree_of(*assignments: str) -> int | None:
+    shapes = shapes_of(PUBLIC_MODELS["qwen2.5-7b"])
+    written = ("roles.actor.offload=optimizer", "train.tokens_per_micro_batch=1024")
+    recipe, _ = complete(make_recipe(*ONE_GPU, *written, *assignments), shapes, GPUS["h200"])
+    found = ledgers(deploy(recipe, shapes, GPUS["h200"]), recipe.algorithm)
+    if recipe.train.tokens_per_tree is not None:
+        assert min(ledger.margin_bytes or 0 for ledger in found) >= 0.05 * GPUS["h200"].memory_bytes
+    return recipe.train.tokens_per_tree
+
+
+def test_a_tree_may_have_the_memory_that_the_plan_finds_and_no_more() -> None:
+    found = [tree_of(f"roles.rollout.memory_fraction={share}", "roles.rollout.release=nothing") for share in (0.3, 0.5)]
+    assert found[0] is not None
+    assert found[1] is None or 1024 < found[1] < found[0] <= 8192
+    assert tree_of("train.tokens_per_tree=2048") == 2048
+    assert tree_of("train.share_prefixes=false") is None
+    assert tree_of("sampling.rollouts_per_prompt=1") is None
+    assert tree_of("run.device=cpu") is None

@@ -67,10 +67,10 @@ def test_no_recipe_loses_more_than_an_hour_or_misses_a_deadline(name: str) -> No
     [
         (
             "checkpoint.save_every_steps=50",
-            "checkpoint.save_every_steps: 50 steps, about 47.5 h by the plan, which a crash or a time limit may cost; "
+            "checkpoint.save_every_steps: 50 steps, about 47.0 h by the plan, which a crash or a time limit may cost; "
             "leave the key out, or set at most 1",
         ),
-        ("checkpoint.save_every_steps=null", "checkpoint.save_every_steps: null saves only the last step, about 284.8"),
+        ("checkpoint.save_every_steps=null", "checkpoint.save_every_steps: null saves only the last step, about 282.0"),
         ("checkpoint.grace_s=60", "checkpoint.grace_s: 60 s, and a save takes about 92 s at"),
         ("train.operation_timeout_s=1800", "train.operation_timeout_s: 1800 s, and the longest call to ranks takes"),
     ],

@@ -300,6 +300,12 @@ def _lengths(data: DataConfig, sampling: SamplingConfig, train: TrainConfig, rol
                 message=f"{train.tokens_per_micro_batch} cannot hold {longest}, padded to {padded}: a multiple of "
                 f"2 * roles.{role}.context",
             )
+    if train.tokens_per_tree is not None and train.tokens_per_tree < (train.tokens_per_micro_batch or num_tokens):
+        yield Problem(
+            key="train.tokens_per_tree",
+            message=f"{train.tokens_per_tree} is less than train.tokens_per_micro_batch or the longest sequence; leave "
+            "it out, or raise it",
+        )
     cached_tokens = roles.rollout.max_cached_tokens if roles.rollout else None
     if cached_tokens is not None and num_tokens > cached_tokens:
         yield Problem(key="roles.rollout.max_cached_tokens", message=f"{cached_tokens} cannot hold {longest}")

@@ -325,6 +325,7 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
         *_pair_charts(history),
         ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
         ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
+        ("Speed", "Tokens computed, of those trained on", {"share": _computed(history)}),
     ]
 
 
@@ -373,6 +374,11 @@ def _age(history: History) -> dict[str, Series]:
 
 def _cached(history: History) -> Series:
     points = ((s.step, s.cached_prompt_ratio) for s in history.summaries)
+    return Series.of((step, ratio) for step, ratio in points if ratio is not None)
+
+
+def _computed(history: History) -> Series:
+    points = ((s.step, None if s.work is None else s.work.computed_ratio) for s in history.summaries)
     return Series.of((step, ratio) for step, ratio in points if ratio is not None)
 
 

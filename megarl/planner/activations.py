@@ -14,7 +14,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, Device, round_up
 from megarl.families import family_of, uniform_shapes
-from megarl.families.shape import ModelShape
+from megarl.families.shape import Activation, Experts, ModelShape
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -24,6 +24,10 @@ logits."""
 
 _FP8_BYTES = 1
 _MASK_BYTES = 1
+_FLOAT32_BYTES = 4
+_INDEX_BYTES = 8
+_ACTIVATED: Mapping[Activation, int] = {"silu": 2, "gelu_tanh": 3, "clamped": 6}
+"""Elements that an activation keeps for each element of its product: gate, up, and what comes between."""
 _DRAWN_BYTES = 3 * 4
 """Three numbers of 32 bits exist together for each input of which an adapter may leave something out."""
 _ADAPTED: Mapping[str, frozenset[str]] = {
@@ -58,6 +62,21 @@ class ModelWork:
         """Bytes of an element that a linear layer keeps of its input."""
         return _FP8_BYTES if self.split.precision == "fp8" else self.item_bytes
 
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of an element that a norm keeps of its input: centred ones compute in float32."""
+        return _FLOAT32_BYTES if self.shape.has_centred_norms else self.item_bytes
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels rotate and activate."""
+        return self.device == "cuda" and self.split.is_fused
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor-parallel ranks that have a part of the tokens each, outside of attention and blocks."""
+        return self.split.tensor if self.split.is_sequence_parallel else 1
+
     @classmethod
     def of(
         cls,
@@ -80,13 +99,22 @@ class ModelWork:
     def chunks(self, stage: int) -> list[Runs]:
         """Return the layers of each chunk of a stage."""
         family, parallel = family_of(self.shape), MegatronParallel.of(self.split, data=1)
-        kinds = family.kinds(self.shape)
+        kinds, exact = family.kinds(self.shape), self._exact_layers()
         alone = {kind: replace(self, shape=family.alone(self.shape, kind)) for kind in dict.fromkeys(kinds)}
+        in_bf16 = self.split.model_copy(update={"precision": "bf16"})
+        each = {(kind, False): work for kind, work in alone.items()}
+        each |= {(kind, True): replace(work, split=in_bf16) for kind, work in alone.items()}
         return [
-            [(alone[kind], len([*group])) for kind, group in groupby(kinds[layer] for layer in layers)]
+            [(each[key], len([*group])) for key, group in groupby((kinds[layer], layer in exact) for layer in layers)]
             for chunk in range(self.split.virtual_pipeline)
             for layers in (parallel.chunk_layers(self.shape.num_layers, stage=stage, chunk=chunk),)
         ]
+
+    def _exact_layers(self) -> frozenset[int]:
+        """Return the layers that are not in FP8, unlike the others."""
+        if self.split.precision != "fp8" or self.split.fp8_scaling == "delayed":
+            return frozenset()
+        return frozenset({0, self.shape.num_layers - 1})
 
 
 Runs: TypeAlias = list[tuple[ModelWork, int]]
@@ -133,14 +161,8 @@ def head_bytes(work: ModelWork, stage: int) -> int:
 
 def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
     """Return the copies of a stage's weights in FP8, one for the forward and one for the backward pass."""
-    if work.split.precision != "fp8":
-        return 0
-    runs = [run for chunk in work.chunks(stage) for run in chunk]
-    elements = [number * _matrix_elements(layer) for layer, number in runs]
-    if work.split.fp8_scaling != "delayed":
-        # The first and the last layer of the model are not in FP8.
-        elements.append(-_matrix_elements(runs[0][0]) if stage == 0 else 0)
-        elements.append(-_matrix_elements(runs[-1][0]) if stage == work.split.pipeline - 1 else 0)
+    runs = (run for chunk in work.chunks(stage) for run in chunk)
+    elements = (number * _matrix_elements(each) for each, number in runs if each.split.precision == "fp8")
     return 2 * _FP8_BYTES * sum(elements)
 
 
@@ -180,8 +202,9 @@ def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
 class LayerBytes:
     """Tensors that one layer makes and its backward pass reads, per token of the micro-batch and rank."""
 
+    layer_input: int
     inputs: int
-    """Inputs of the two norms: of the layer itself, and after attention."""
+    """Inputs of the norms: of the layer itself, after attention, and behind both blocks where there are such."""
     normed: int
     attention: int
     """Projections, rotated projections, keys and values of other ranks, and the attention's output."""
@@ -193,10 +216,6 @@ class LayerBytes:
     @property
     def total(self) -> int:
         return self.inputs + self.normed + self.attention + self.statistics + self.feed_forward
-
-    @property
-    def layer_input(self) -> int:
-        return self.inputs // 2
 
     def recomputed(self, modules: frozenset[str]) -> int:
         """Return what selective recomputation does not keep. Attention's output is kept: its projection reads it."""
@@ -211,47 +230,90 @@ class LayerBytes:
 
 def layer_bytes(work: ModelWork) -> LayerBytes:
     """Return the tensors of a layer; all layers of the model are of one kind."""
-    shape, tensor, item = work.shape, work.split.tensor, work.item_bytes
-    split, cost = tensor if work.split.is_sequence_parallel else 1, family_of(shape).attention(shape)
-    query = cost.queries
-    projected = (query + cost.keys + cost.values + cost.gates) // tensor
-    rotated = (query + cost.keys) // tensor * (2 if shape.has_qk_norm else 1)
-    if work.split.context > 1 and not shape.has_qk_norm:
-        # Keys and values are kept as they were gathered or exchanged.
-        projected, rotated = 0, query // tensor
-    angles = 4 * shape.head_dim  # sine and cosine, for queries and for keys
-    attended = cost.outputs // tensor
-    if work.split.context > 1 and work.split.context_exchange == "all_to_all":
-        attended *= 2  # before and after its heads are exchanged for tokens
-    if shape.has_output_gate and cost.recurrence is None:
-        attended *= 2  # before and after its gate
-    statistics, of_others = 4 * (shape.num_heads // tensor + 2), _kept_of_others(shape, work.split)
-    if cost.recurrence is not None:
-        # All but the projected hidden state and the output is computed again.
-        projected, rotated, angles = (query + cost.keys + cost.values + cost.gates) // tensor, 0, 0
-        statistics, of_others = 0, 0
-    # Gate and up for the activation, and their product for the second matrix.
-    feed_forward = (2 * item + work.product_bytes) * shape.ffn_hidden // tensor
-    always = 0
-    if shape.experts is not None:
-        # Inputs, gate and up, and their product before and after the router's weight, for equally used experts.
-        copies = shape.experts.per_token
-        inputs = work.product_bytes * work.split.ranks_per_expert * shape.hidden
-        feed_forward = copies * (inputs + (3 * item + work.product_bytes) * shape.ffn_hidden) // tensor
-        always = 4 * 2 * shape.experts.num // split  # of the router, in float32
-        if shape.experts.shared:
-            # Like a dense block, and its output, which the gate multiplies.
-            always += (2 * item + work.product_bytes) * shape.experts.shared // tensor + item * shape.hidden // split
+    shape, item = work.shape, work.item_bytes
+    hidden = shape.hidden // work.sequence_ranks
+    # The norm in front of experts is a layer of its own.
+    second = work.product_bytes if shape.experts is None else item
+    is_recurrent = family_of(shape).attention(shape).recurrence is not None
+    if shape.experts is None:
+        feed_forward = _block_bytes(work, shape.ffn_hidden) // work.split.tensor
+    else:
+        feed_forward = _mixture_bytes(work, shape.experts)
     return LayerBytes(
-        inputs=item * 2 * shape.hidden // split,
-        # The norm in front of experts is a layer of its own.
-        normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
-        attention=item * (projected + rotated + angles + attended + of_others)
-        + _dropped_bytes(work, "qkv_proj", "o_proj"),
-        statistics=statistics,
-        feed_forward=feed_forward + always + _dropped_bytes(work, "gate_up_proj", "down_proj"),
+        layer_input=item * hidden,
+        inputs=work.norm_bytes * (4 if shape.has_post_norms else 2) * hidden,
+        normed=(work.product_bytes + second) * hidden,
+        attention=_attention_bytes(work) + _dropped_bytes(work, "qkv_proj", "o_proj"),
+        statistics=0 if is_recurrent else 4 * (shape.num_heads // work.split.tensor + 2),
+        feed_forward=feed_forward + _dropped_bytes(work, "gate_up_proj", "down_proj"),
         is_mixture=shape.experts is not None,
     )
+
+
+def _attention_bytes(work: ModelWork) -> int:
+    """Return what attention, or what is in its place, keeps of its projections and its output."""
+    shape, split, item = work.shape, work.split, work.item_bytes
+    cost = family_of(shape).attention(shape)
+    projected, outputs = cost.queries + cost.keys + cost.values + cost.gates, cost.outputs
+    if cost.recurrence is not None:
+        # All but the projected hidden state and the output is computed again.
+        return item * (projected + outputs) // split.tensor
+    rotated = cost.queries + (cost.keys if split.context == 1 else 0)
+    kept = item * (rotated + outputs)
+    if split.context > 1 and split.context_exchange == "all_to_all":
+        kept += item * outputs  # before and after its heads are exchanged for tokens
+    if shape.latent is not None:
+        # The kernel has one width for queries, keys, values and its output.
+        kept += item * 2 * cost.queries
+    elif split.context == 1 or shape.has_qk_norm:
+        # Values, and inputs of norms, are views of what was projected at once; elsewhere keys and values are copied.
+        kept += item * projected
+    if shape.has_qk_norm and (shape.has_centred_norms or not work.is_fused):
+        kept += work.norm_bytes * (cost.queries + cost.keys)
+    elif shape.has_qk_norm and shape.num_kv_heads > split.tensor:
+        kept += item * cost.queries  # those of several groups are no view
+    if shape.has_output_gate:
+        kept += (item + _FLOAT32_BYTES) * outputs  # what is gated, and its weights
+    angles = 0 if work.is_fused else 4 * shape.head_dim  # sine and cosine, for queries and for keys
+    per_rank = angles + _kept_of_others(shape, split) + _latent_elements(work)
+    return kept // split.tensor + item * per_rank
+
+
+def _latent_elements(work: ModelWork) -> int:
+    """Return what a rank keeps of small vectors in front of queries, keys and values, and of their norms."""
+    widths, ranks = work.shape.latent, work.sequence_ranks
+    if widths is None:
+        return 0
+    # Of the queries' vector a rank's part is a view of all ranks' tokens; the keys' is copied.
+    queries = 0 if widths.query_rank is None else widths.query_rank + widths.query_rank // ranks
+    return queries + 2 * widths.key_rank // ranks
+
+
+def _mixture_bytes(work: ModelWork, experts: Experts) -> int:
+    """Return what experts keep that are used equally, their router, and the expert that all tokens share."""
+    shape, split, item, tensor = work.shape, work.split, work.item_bytes, work.split.tensor
+    copies, ranks = experts.per_token, work.sequence_ranks
+    inputs = work.product_bytes * split.ranks_per_expert * shape.hidden
+    # The product before and after the router's weight.
+    each = inputs + _block_bytes(work, shape.ffn_hidden) + item * shape.ffn_hidden
+    scores = 2 if experts.score == "sigmoid" or not experts.is_normalized else 1
+    masks = 1 if experts.num_groups == 1 else 2
+    router = (_FLOAT32_BYTES * scores + _MASK_BYTES * masks) * experts.num + 2 * _INDEX_BYTES * copies
+    if family_of(shape).options(shape).get("moe_router_dtype") == "fp32":
+        router += _FLOAT32_BYTES * shape.hidden  # its input
+    kept = copies * each // tensor + router // ranks
+    if experts.shared:
+        kept += _block_bytes(work, experts.shared) // tensor
+        kept += item * shape.hidden // ranks if experts.is_shared_gated else 0  # what the gate weighs
+    return kept
+
+
+def _block_bytes(work: ModelWork, width: int) -> int:
+    """Return what a block of this inner width keeps for its activation, and the product for its second matrix."""
+    kept = _ACTIVATED[work.shape.activation]
+    if work.shape.activation == "silu" and not work.is_fused:
+        kept += 1  # of the gate
+    return (kept * work.item_bytes + work.product_bytes) * width
 
 
 def _dropped_bytes(work: ModelWork, *layers: str) -> int:

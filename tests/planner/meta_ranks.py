@@ -16,11 +16,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
@@ -32,7 +36,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.recipe import Recipe
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.families.shape import ModelShape
-from megarl.planner.activations import ModelWork, _kept_bytes_per_token, layer_bytes
+from megarl.planner.activations import ModelWork, _kept_bytes_per_token
 from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import planned
 from megarl.planner.hardware import gpu_of
@@ -41,6 +45,7 @@ from megarl.train import attention, cpu, layers
 from megarl.train.attention import PackedSequences, Rotation
 from megarl.train.build import build_chunks
 from megarl.train.flash_attention import Spans, attend_by_flash
+from megarl.train.layers import RMSNorm
 from megarl.train.long_attention import ContextPart
 from megarl.train.lora import attach_adapters
 from megarl.train.model import Model, named_weights
@@ -227,8 +232,6 @@ class Kept:
     """Bytes that a chunk of the first stage keeps for its backward pass, and what the planner expects."""
 
     role: str
-    is_mixture: bool
-    """Then both are without the experts."""
     kept_bytes: int
     planned_bytes: int
 
@@ -246,11 +249,6 @@ def kept_by_a_micro_batch(model: TrainedModel, *, tokens_per_micro_batch: int) -
             holding = adapter_layout(layout, LoraShape.of(model.lora), dtype=_DTYPE).by_rank[0]
             attach_adapters([chunk], holding, model.lora, device=host)
         planned = _kept_bytes_per_token(work.chunks(0)[0])
-        if model.shape.experts is not None:
-            # How many tokens an expert gets is data, which no fake tensor has.
-            planned -= work.chunk_layers(0) * layer_bytes(work).feed_forward
-            for layer in chunk.decoder.layers:
-                layer.mlp.forward = lambda hidden, **_: (_apply(_Kept, hidden), None)
         own = {each.untyped_storage()._cdata for each in (*chunk.parameters(), *chunk.buffers())}
         kept: dict[int, int] = {}
 
@@ -274,7 +272,6 @@ def kept_by_a_micro_batch(model: TrainedModel, *, tokens_per_micro_batch: int) -
             chunk.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=sequences)
     return Kept(
         role=model.role,
-        is_mixture=model.shape.experts is not None,
         kept_bytes=sum(kept.values()),
         planned_bytes=work.tokens * planned,
     )
@@ -319,7 +316,9 @@ def replace_kernels() -> None:
         (attention, "_group_by_length"): lambda _: None,
         (attention, "_attend_by_length"): lambda q, k, v, _, softmax: _flash(q, k, v, len(q), softmax),
         (layers, "gated"): lambda gate_up, **_: _apply(layers._Gated, gate_up),
-        (layers.RMSNorm, "forward"): lambda norm, hidden: _apply(_Normed, hidden, norm.weight),
+        (layers.RMSNorm, "forward"): _norm,
+        (token_dispatcher, "permute"): _permute,
+        (MoEAlltoAllTokenDispatcher, "preprocess"): _count_equally,
         (Model, "to"): lambda model, *_, **__: model,  # it is there already
     }
     for (owner, name), function in functions.items():
@@ -332,13 +331,17 @@ def _apply(function: type[torch.autograd.Function], *arguments: Tensor) -> Tenso
     return result
 
 
-class _Kept(torch.autograd.Function):
-    """Stands for a mixture: keeps its input, and nothing of its experts."""
+class _Selected(torch.autograd.Function):
+    """Keeps what `masked_select` keeps, and returns as many values as there are places."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return torch.empty_like(hidden)
+    def forward(ctx: FunctionCtx, values: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(values, mask)
+        return values.new_empty(len(places))
+
+
+def _norm(norm: RMSNorm, hidden: Tensor) -> Tensor:
+    return _apply(_Normed, hidden.float() if norm.is_centred else hidden, norm.weight).type_as(hidden)
 
 
 class _Normed(torch.autograd.Function):
@@ -348,6 +351,31 @@ class _Normed(torch.autograd.Function):
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32))
         return torch.empty_like(hidden)
+
+
+def _count_equally(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> npt.NDArray[np.int64]:
+    """Send each expert as many tokens: how many it gets is data, which no fake tensor has."""
+    ranks, number = dispatcher.ep_size * dispatcher.tp_size, dispatcher.num_local_experts
+    dispatcher.num_out_tokens = len(routing_map) * dispatcher.config.moe_router_topk
+    counts = np.full((ranks, number), dispatcher.num_out_tokens // dispatcher.num_experts)
+    assert counts.sum() * dispatcher.ep_size == dispatcher.num_out_tokens * ranks, "experts get unequal parts"
+    dispatcher.input_splits = dispatcher.output_splits = counts[: dispatcher.ep_size].sum(axis=1).tolist()
+    dispatcher.output_splits_tp = np.full(dispatcher.tp_size, dispatcher.num_out_tokens // dispatcher.ep_size)
+    dispatcher.num_global_tokens_per_local_expert = counts
+    chunks = np.arange(counts.size)
+    dispatcher.sort_input_by_local_experts = chunks.reshape(-1, number).T.ravel()
+    dispatcher.restore_output_by_local_experts = chunks.reshape(number, -1).T.ravel()
+    tokens: npt.NDArray[np.int64] = counts.sum(axis=0)
+    return tokens
+
+
+def _permute(
+    tokens: Tensor, routing_map: Tensor, *, probs: Tensor, num_out_tokens: int, **_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's, of a map without values."""
+    places = torch.empty(num_out_tokens, dtype=torch.int64)
+    weights = _apply(_Selected, probs.T.contiguous(), routing_map.T.contiguous(), places)
+    return tokens.index_select(0, places), weights, places
 
 
 def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:

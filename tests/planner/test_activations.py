@@ -193,7 +193,7 @@ MLP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
         ("qwen2.5-7b", LONG, 32_700, {"context": 2, "context_exchange": "ring"}, 11.76, 0.08),
         ("qwen2.5-7b", LONG, 32_700, {"context": 4, "context_exchange": "ring"}, 6.08, 0.08),
         ("qwen2.5-7b", LONG, 32_700, {"context": 2, "context_exchange": "all_to_all"}, 12.23, 0.08),
-        ("qwen3-30b-a3b", {"num_layers": 4, "vocab": 32_000}, 16_700, {}, 11.37, 0.02),
+        ("qwen3-30b-a3b", {"num_layers": 4, "vocab": 32_000}, 16_700, {}, 11.37, 0.03),
     ],
 )
 def test_passes_take_what_was_seen_on_a_gpu(
@@ -212,7 +212,7 @@ def test_experts_in_fp8_take_what_was_seen_on_a_gpu() -> None:
     shape = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=4, vocab=32_000)
     split = ActorConfig(pool="train", precision="fp8")
     work = ModelWork.of(shape, split, tokens_per_micro_batch=16_700, device="cuda")
-    assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(10.55e9, rel=0.1)
+    assert activation_bytes(work, 0) + head_bytes(work, 0) == pytest.approx(10.55e9, rel=0.05)
 
 
 def test_the_head_counts_on_the_last_stage_and_beyond_a_layer_only() -> None:

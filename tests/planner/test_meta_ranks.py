@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ roles: {{actor: {{pipeline: 4, virtual_pipeline: 5}}}}
 def found(what: str, recipe: Path) -> list[dict[str, object]]:
     """Return what was found of each trained model, by a process of its own."""
     words = [sys.executable, "-m", "tests.planner.meta_ranks", what, str(recipe)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=7200)
+    # What Megatron compiles would read tensors without memory.
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=7200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -69,10 +72,4 @@ def test_a_micro_batch_of_the_real_shape_keeps_what_is_planned(real_ranks: None,
     for model in models:
         kept, planned = model["kept_bytes"], model["planned_bytes"]
         assert isinstance(kept, int)
-        assert isinstance(planned, int)
-        if model["is_mixture"]:
-            # Whole peaks of mixtures are held to a GPU's in test_activations. The part without experts is planned a
-            # quarter too large: a fused rotation keeps no normed queries and keys.
-            assert kept <= planned <= 1.3 * kept
-        else:
-            assert kept == pytest.approx(planned, rel=0.1), model["role"]
+        assert kept == pytest.approx(planned, rel=0.1), model["role"]

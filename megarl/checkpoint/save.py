@@ -25,6 +25,7 @@ from megarl.checkpoint.manifest import FileDigest, FolderGrowth, digest_file, sy
 from megarl.checkpoint.tensor_files import TensorFile
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.errors import CheckpointError, WeightSyncError
+from megarl.families import BY_NAME
 from megarl.families.interface import critic_architecture
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
@@ -74,7 +75,8 @@ def save_hf(
     files = save_tensors(folder, layout=layout, tensors=tensors, group=group, file_name=file_name)
     with _failing_as_save(folder, group):
         if group.peer == 0 and adapter_fields is None:
-            files |= copy_companions(source_folder, folder, is_critic=is_critic)
+            is_text_alone = _serves_text_alone(source_folder)
+            files |= copy_companions(source_folder, folder, is_critic=is_critic, is_text_alone=is_text_alone)
         elif group.peer == 0:
             path = folder / ADAPTER_CONFIG_FILE
             path.write_text(json.dumps(adapter_fields, indent=2) + "\n")
@@ -258,19 +260,28 @@ def copy_companions(
     *,
     dtype: str | None = None,
     is_critic: bool = False,
+    is_text_alone: bool = False,
     without: Collection[str] = (),
 ) -> dict[str, FileDigest]:
-    """Copy the files that a model needs beside its weights; dtype and architecture are updated in the configuration."""
+    """Copy the files that a model needs beside its weights; dtype and architecture are updated in the configuration.
+
+    With `is_text_alone` it says that the folder has none of the tensors that see images.
+    """
     patterns = (pattern for pattern in _COPIED if pattern not in without)
     sources = {path.name: path for pattern in patterns for path in source_folder.glob(pattern) if path.is_file()}
     for name, source in sources.items():
         shutil.copyfile(source, folder / name)
-    if dtype is not None or is_critic:
-        _change_config(folder / "config.json", dtype=dtype, is_critic=is_critic)
+    if dtype is not None or is_critic or is_text_alone:
+        _change_config(folder / "config.json", dtype=dtype, is_critic=is_critic, is_text_alone=is_text_alone)
     return {name: _finish(folder / name) for name in sources}
 
 
-def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
+def _serves_text_alone(folder: Path) -> bool:
+    family = BY_NAME.get(json.loads((folder / "config.json").read_text()).get("model_type"))
+    return family is not None and family.engine.is_text_alone
+
+
+def _change_config(path: Path, *, dtype: str | None, is_critic: bool, is_text_alone: bool) -> None:
     config = json.loads(path.read_text())
     if dtype is not None:
         # transformers 5 writes `dtype`; earlier versions read `torch_dtype`.
@@ -279,6 +290,8 @@ def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
         config["architectures"] = [critic_architecture(config["architectures"][0])]
         # transformers takes the number of outputs from the labels.
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    if is_text_alone:
+        config["language_model_only"] = True
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

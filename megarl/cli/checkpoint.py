@@ -289,7 +289,10 @@ def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> tor
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    architecture = (json.loads((folder / CONFIG_FILE).read_text()).get("architectures") or ["AutoModelForCausalLM"])[0]
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    architecture = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    if config.get("language_model_only"):  # its class has modules for images, whose tensors are not in the folder
+        architecture = "AutoModelForCausalLM"
     try:
         model, report = getattr(transformers, architecture).from_pretrained(
             folder, dtype=torch_dtype(dtype), local_files_only=True, output_loading_info=True

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others; a mixture with a
-gated shared expert in every layer. Refused: layers without experts, adapters, FP8, critics, `context_exchange` other
-than `gather`.
+gated shared expert in every layer. Refused: layers without experts, tied embeddings, adapters, FP8, critics,
+`context_exchange` other than `gather`.
 
 The layer that predicts a further token (`mtp.*`) is neither trained nor served nor saved.
 """
@@ -49,6 +49,8 @@ class Qwen3Next(Family):
     }
 
     def read(self, fields: Fields) -> ModelShape:
+        if fields.has("tie_word_embeddings"):
+            fields.refuse("tie_word_embeddings is not supported: SGLang serves such a model with an unset head")
         experts = fields.softmax_experts(
             is_normalized=fields.get("norm_topk_prob") is not False,
             shared=fields.integer("shared_expert_intermediate_size"),

@@ -89,8 +89,10 @@ def test_published_parameters_are_byte_equal_to_those_sglang_loads_itself(served
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [(family, tied) for family in FAMILIES for tied in (False, True) if not (tied and family == "qwen3_next")],
+)
 @pytest.mark.usefixtures("real_engines")
 def test_every_family_can_be_published_to(family: str, tied: bool, tensor: int, tmp_path: Path) -> None:
     served = serve(tmp_path, family, tensor=tensor, tied=tied)

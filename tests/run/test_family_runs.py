@@ -136,6 +136,8 @@ def check_exported(done: Run, model: Path, exported: Path) -> None:
     # All but buffers have moved.
     still = {name for name, tensor in first.items() if torch.equal(found[name], tensor)}
     assert still == {name for name in first if name.endswith("e_score_correction_bias")}
+    config = json.loads((exported / "config.json").read_text())
+    assert config.get("language_model_only", False) == (tensors_of(model).keys() != first.keys())
     _, loading = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
     assert {kind: names for kind, names in loading.items() if names} == {}
 

@@ -1,6 +1,7 @@
 """Times of one training step with gated delta nets in three of four layers, against attention in all of them.
 
-Both models have the same widths, and nearly as many parameters; the one of delta nets runs with and without kernels.
+Both models have the same widths, and nearly as many parameters; the one of delta nets runs with and without kernels,
+without them up to 32k tokens of a sequence, of which a step takes seconds.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from functools import partial
 from bench.figures import Figure
 from bench.training import Timed, TrainWorkload, alone, clear_device, micro_batch, randomise, step, timed
 from megarl.config.roles import ActorConfig
+from megarl.families import PUBLIC_MODELS
 from megarl.train.build import build_chunks
-from megarl.train.delta_kernels import is_usable
-from megarl.train.delta_net import GatedDeltaNet
+from megarl.train.delta_net import DeltaKernels, GatedDeltaNet, kernels_for
 from megarl.train.model import PolicyModel
 
 _MODEL, _LAYERS = "qwen3.5-2b", 4
 _LENGTHS = ((8, 4096), (1, 32768), (1, 131072))
+_LONGEST_IN_TORCH = 32768
 _WARMUPS, _REPEATS = 2, 3
 
 
 def measure_hybrid() -> Iterator[Figure]:
-    """Yield the time of a step for each length, by kernels where they are installed and in plain torch."""
+    """Yield the time of a step for each length, by the kernels of this machine and in plain torch."""
+    shape = PUBLIC_MODELS[_MODEL]
+    assert shape.delta is not None, f"{_MODEL} without delta nets"
     for num_sequences, tokens in _LENGTHS:
         label = f"{num_sequences} x {tokens // 1024}k"
-        full = _measure(num_sequences, tokens, has_delta_nets=False)
-        for how in ("kernels", "plain torch") if is_usable() else ("plain torch",):
-            hybrid = _measure(num_sequences, tokens, has_delta_nets=True, has_kernels=how == "kernels")
+        full = measure(num_sequences, tokens)
+        for kernels in dict.fromkeys((kernels_for(shape.delta), "torch")):
+            if kernels == "torch" and tokens > _LONGEST_IN_TORCH:
+                continue
+            hybrid = measure(num_sequences, tokens, kernels=kernels)
             yield Figure(
-                key=f"hybrid {label}, {how}",
-                name=f"train step, {_LAYERS} layers of {_MODEL}, {label}, {how}, {hybrid.peak_bytes / 1e9:.0f} GB",
+                key=f"hybrid {label}, {kernels}",
+                name=f"train step, {_LAYERS} layers of {_MODEL}, {label}, {kernels}, {hybrid.peak_bytes / 1e9:.0f} GB",
                 value=1e3 * hybrid.seconds,
                 unit="ms",
                 against=f"attention in all layers, {1e3 * full.seconds:.1f} ms, {full.peak_bytes / 1e9:.0f} GB",
@@ -39,7 +45,8 @@ def measure_hybrid() -> Iterator[Figure]:
             )
 
 
-def _measure(num_sequences: int, tokens: int, *, has_delta_nets: bool, has_kernels: bool = False) -> Timed:
+def measure(num_sequences: int, tokens: int, *, kernels: DeltaKernels | None = None) -> Timed:
+    """Return the time of a step, with these kernels of delta nets, or with attention in all layers."""
     workload = TrainWorkload(
         key="hybrid",
         name=_MODEL,
@@ -49,14 +56,14 @@ def _measure(num_sequences: int, tokens: int, *, has_delta_nets: bool, has_kerne
         sequence_tokens=tokens,
     )
     shape = replace(workload.shape, max_context_tokens=tokens)
-    near = [layer for layer in shape.delta_layers if layer < _LAYERS and has_delta_nets]
+    near = [layer for layer in shape.delta_layers if layer < _LAYERS and kernels is not None]
     shape = replace(shape, delta_layers=tuple(near))
     with alone() as topology:
         (model,) = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
         assert isinstance(model, PolicyModel), type(model)
         for module in model.modules():
-            if isinstance(module, GatedDeltaNet):
-                module.has_kernels = has_kernels
+            if isinstance(module, GatedDeltaNet) and kernels is not None:
+                module.kernels = kernels
         randomise(model)
         batch = micro_batch(workload, topology)
         clear_device()

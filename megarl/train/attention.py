@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
-from megarl.train.delta_rule import Chunks, chunks_of
+from megarl.train.delta_rule import Blocks, Chunks, blocks_of, chunks_of
 from megarl.train.flash_attention import Spans, attend_by_flash
 from megarl.train.long_attention import (
     ContextPart,
@@ -71,17 +71,23 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def chunks(self) -> Chunks:
         """Chunks of the whole sequences."""
-        assert self.seen is None, "a state has no branches: layers with one share no prefixes"
-        return chunks_of(self.lengths if self.part is None else self.part.lengths, self.starts.device)
+        return chunks_of(self._whole_lengths, self.starts.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The whole sequences, as kernels go through them."""
+        return blocks_of(self._whole_lengths, self.starts.device)
 
     @cached_property
     def whole_starts(self) -> Tensor:
         """Starts of the whole sequences. [S + 1], int64; one tensor for all layers, by which kernels know it again"""
-        assert self.seen is None, "a state has no branches: layers with one share no prefixes"
-        if self.part is None:
-            return self.starts.long()
-        starts = np.cumsum([0, *self.part.lengths], dtype=np.int64)
+        starts = np.cumsum([0, *self._whole_lengths], dtype=np.int64)
         return torch.from_numpy(starts).to(device=self.starts.device, non_blocking=True)
+
+    @property
+    def _whole_lengths(self) -> list[int]:
+        assert self.seen is None, "a state has no branches: layers with one share no prefixes"
+        return self.lengths if self.part is None else self.part.lengths
 
     @cached_property
     def rectangles(self) -> Rectangles | None:

@@ -8,6 +8,7 @@ some of these heads, since a state follows from all tokens before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,22 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.families.shape import DeltaWidths
 from megarl.train.attention import PackedSequences
+from megarl.train.delta_fused import convolved, delta_rule_fused, gated_norm, is_possible
 from megarl.train.delta_kernels import delta_rule_by_kernels, is_usable
 from megarl.train.delta_rule import delta_rule, short_convolution
 
 _NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as in engines."""
+
+DeltaKernels: TypeAlias = Literal["fla", "own", "torch"]
+"""The kernels of flash-linear-attention, our own, or none: plain torch."""
+
+
+def kernels_for(widths: DeltaWidths) -> DeltaKernels:
+    """Return the kernels for heads of these widths on this machine."""
+    if is_usable():
+        return "fla"
+    return "own" if is_possible(widths) else "torch"
 
 
 @dataclass(kw_only=True)
@@ -53,7 +65,7 @@ class GatedDeltaNet(MegatronModule):
         assert pg_collection is not None, "a delta net without its groups"
         del layer_number, cp_comm_type
         self.widths, self._groups = widths, pg_collection
-        self.has_kernels = is_fused and is_usable()
+        self.kernels = kernels_for(widths) if is_fused else "torch"
         num_ranks = pg_collection.tp.size()
         self.in_proj = submodules.in_proj(
             config.hidden_size,
@@ -114,7 +126,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _compute(self, projected: Tensor, sequences: PackedSequences) -> Tensor:
         """Return the gated output of this rank's heads. [N, rows] -> [N, value channels]"""
-        widths, part, chunks = self.widths, sequences.part, sequences.chunks
+        widths, part = self.widths, sequences.part
         per_key = widths.value_heads // widths.key_heads
         by_key = torch.unflatten(
             projected, -1, (-1, widths.projected // widths.key_heads)
@@ -125,29 +137,62 @@ class GatedDeltaNet(MegatronModule):
             mine = slice(part.group.rank() * share, (part.group.rank() + 1) * share)
             by_key = _whole_sequences(by_key, part.group).index_select(0, part.places)
         rows = [widths.convolved // widths.key_heads, per_key * widths.value, per_key, per_key]
-        convolved, gate, strength, speed = torch.split(by_key, rows, dim=-1)
+        values, gate, strength, speed = torch.split(by_key, rows, dim=-1)
         dtype = torch.promote_types(projected.dtype, torch.float32)
-        weight = self._convolution_weight()[mine].flatten(0, 1).to(dtype)
-        convolved = F.silu(short_convolution(convolved.flatten(1).to(dtype), weight, chunks.ages))
-        # Rounded as engines round it.
-        convolved = torch.unflatten(convolved.to(projected.dtype).to(dtype), -1, (by_key.shape[1], -1))
-        query, key, value = torch.split(convolved, [widths.key, widths.key, per_key * widths.value], dim=-1)
-        query, key = _unit(query), _unit(key)
-        value = torch.unflatten(value, -1, (per_key, widths.value)).flatten(1, 2)
         bias, rate = (each.view(-1, per_key)[mine].to(dtype) for each in (self.dt_bias, self.A_log))
         decay = (-rate.exp() * F.softplus(speed.to(dtype) + bias)).flatten(1)
         numbers = decay, torch.sigmoid(strength.to(dtype)).flatten(1)
-        if self.has_kernels and projected.is_cuda and projected.dtype != dtype:
-            query, key, value = query.to(projected.dtype), key.to(projected.dtype), value.to(projected.dtype)
-            output = delta_rule_by_kernels(query, key, value, *numbers, sequences.whole_starts)
+        weight = self._convolution_weight()[mine].to(dtype)
+        # Each rank has the gradient of its own heads.
+        norm_weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._groups.tp)
+        if self.kernels == "own" and projected.is_cuda and projected.dtype != dtype:
+            gated = self._by_own_kernels(values, weight, gate, numbers, norm_weight, sequences)
         else:
-            query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
-            output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks).to(projected.dtype)
-        gate = torch.unflatten(gate, -1, (per_key, widths.value)).flatten(1, 2)
-        gated = self._gated(output.to(dtype), gate.to(dtype)).to(projected.dtype)
+            gated = self._in_torch(values, weight, gate, numbers, norm_weight, sequences)
         if part is not None:
             gated = _own_tokens(gated.index_select(0, part.gathered), part.group)
         return gated.flatten(1)
+
+    def _by_own_kernels(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        gate: Tensor,
+        numbers: tuple[Tensor, Tensor],
+        norm_weight: Tensor,
+        sequences: PackedSequences,
+    ) -> Tensor:
+        blocks = sequences.blocks
+        query, key, value = convolved(values, weight, self.widths, blocks.ages, _NORM_EPS)
+        output = delta_rule_fused(query, key, value, *numbers, blocks)
+        return gated_norm(output, gate, norm_weight, self.config.layernorm_epsilon)
+
+    def _in_torch(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        gate: Tensor,
+        numbers: tuple[Tensor, Tensor],
+        norm_weight: Tensor,
+        sequences: PackedSequences,
+    ) -> Tensor:
+        widths, chunks, dtype = self.widths, sequences.chunks, weight.dtype
+        per_key = widths.value_heads // widths.key_heads
+        summed = F.silu(short_convolution(values.flatten(1).to(dtype), weight.flatten(0, 1), chunks.ages))
+        # Rounded as engines round it.
+        summed = torch.unflatten(summed.to(values.dtype).to(dtype), -1, (values.shape[1], -1))
+        query, key, value = torch.split(summed, [widths.key, widths.key, per_key * widths.value], dim=-1)
+        query, key = _unit(query), _unit(key)
+        value, gate = (torch.unflatten(each, -1, (per_key, widths.value)).flatten(1, 2) for each in (value, gate))
+        if self.kernels == "fla" and values.is_cuda and values.dtype != dtype:
+            query, key, value = (each.to(values.dtype) for each in (query, key, value))
+            output = delta_rule_by_kernels(query, key, value, *numbers, sequences.whole_starts)
+        else:
+            query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
+            output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks)
+        output = output.to(values.dtype).to(dtype)
+        normed = F.rms_norm(output, output.shape[-1:], norm_weight.to(dtype), self.config.layernorm_epsilon)
+        return (normed * F.silu(gate.to(dtype))).to(values.dtype)
 
     def _convolution_weight(self) -> Tensor:
         """Return the weights by key head, which the parameter has as all queries, all keys and all values."""
@@ -155,12 +200,6 @@ class GatedDeltaNet(MegatronModule):
         keys, values = heads * widths.key, heads * widths.values // widths.key_heads
         parts = torch.split(self.conv_weight[:, 0], [keys, keys, values])
         return torch.cat([torch.unflatten(part, 0, (heads, -1)) for part in parts], dim=1)
-
-    def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        # Each rank has the gradient of its own heads.
-        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._groups.tp)
-        normed = F.rms_norm(output, output.shape[-1:], weight.to(output.dtype), self.config.layernorm_epsilon)
-        return normed * F.silu(gate)
 
 
 def _unit(values: Tensor) -> Tensor:

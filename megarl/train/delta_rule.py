@@ -54,6 +54,30 @@ def chunks_of(lengths: list[int], device: torch.device, *, size: int = CHUNK) ->
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Sequences of N tokens as the kernels of `delta_triton` go through them."""
+
+    ages: Tensor  # [N], int32: tokens of the same sequence before each
+    bounds: Tensor  # [chunks, 2], int32: the first token of each chunk, and the first one behind it
+    spans: Tensor  # [sequences, 3], int32: first token, the first one behind it, first chunk; longest first
+
+
+def blocks_of(lengths: list[int], device: torch.device, *, size: int = CHUNK) -> Blocks:
+    """Return where sequences of these lengths, one after the other, and their chunks are."""
+    sizes = np.array(lengths, np.int32)
+    ends = np.cumsum(sizes, dtype=np.int32)
+    numbers = -(-sizes // size)
+    first_chunks = np.cumsum(numbers, dtype=np.int32) - numbers
+    spans = np.stack((ends - sizes, ends, first_chunks), axis=1)[np.argsort(-sizes, kind="stable")]
+    starts = np.repeat(ends - sizes, numbers) + (np.arange(numbers.sum()) - np.repeat(first_chunks, numbers)) * size
+    bounds = np.stack((starts, np.minimum(starts + size, np.repeat(ends, numbers))), axis=1)
+    ages = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+    tensors = (torch.from_numpy(each.astype(np.int32)).to(device, non_blocking=True) for each in (ages, bounds, spans))
+    ages_there, bounds_there, spans_there = tensors
+    return Blocks(ages=ages_there, bounds=bounds_there, spans=spans_there)
+
+
 def short_convolution(values: Tensor, weight: Tensor, ages: Tensor) -> Tensor:
     """Return the weighted sum of a token's channels and of those before it in its sequence. [N, channels]
 

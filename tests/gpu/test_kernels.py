@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from megarl.train import long_attention
 from megarl.train.attention import PackedAttention, PackedSequences
-from megarl.train.delta_kernels import delta_rule_by_kernels, is_usable
-from megarl.train.delta_rule import chunks_of, delta_rule
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import DigestSums, Summand, digest
@@ -174,33 +171,3 @@ def test_boxes_that_are_digested_again_may_have_changed_and_moved() -> None:
     assert second == fresh
     assert [first[name] == second[name] for name in names] == [True, False, False]
     del blocker
-
-
-def test_delta_nets_by_the_kernels_of_flash_linear_attention() -> None:
-    """Kernels round numbers to bfloat16; the reference has them rounded before, and computes exactly."""
-    if not is_usable():
-        pytest.skip("fla-core is not installed, or not right with this Triton")
-    lengths, key_heads, heads, width = [1, 63, 64, 65, 700], 4, 8, 128
-    num_tokens = sum(lengths)
-    query, key = (F.normalize(torch.randn(num_tokens, key_heads, width, device="cuda"), dim=-1) for _ in range(2))
-    value, weight = (torch.randn(num_tokens, heads, width, device="cuda") for _ in range(2))
-    decay, strength = -torch.rand(num_tokens, heads, device="cuda"), torch.rand(num_tokens, heads, device="cuda")
-    rounded = [each.bfloat16().float() for each in (query, key, value)]
-
-    def computed(call: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [each.clone().requires_grad_() for each in (*rounded, decay, strength)]
-        output = call(*leaves)
-        (output.float() * weight).sum().backward()  # type: ignore[no-untyped-call]
-        return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    def by_kernels(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
-        starts = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-        return delta_rule_by_kernels(query.bfloat16(), key.bfloat16(), value.bfloat16(), decay, strength, starts)
-
-    def exactly(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
-        query, key = (each.repeat_interleave(heads // key_heads, dim=1) for each in (query, key))
-        return delta_rule(query * width**-0.5, key, value, decay, strength, chunks_of(lengths, query.device))
-
-    found, expected = computed(by_kernels), computed(exactly)
-    assert len(found) == 6
-    assert max(distance(one, other) for one, other in zip(found, expected, strict=True)) < 2e-2

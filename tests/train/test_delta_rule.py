@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from megarl.train.delta_kernels import delta_rule_by_kernels, is_right
-from megarl.train.delta_rule import Chunks, chunks_of, delta_rule, short_convolution
+from megarl.train.delta_rule import Chunks, blocks_of, chunks_of, delta_rule, short_convolution
 
 HEADS, KEY, VALUE = 2, 4, 3
 CPU = torch.device("cpu")
@@ -156,3 +156,17 @@ def test_kernels_are_not_taken_where_their_gradients_are_wrong() -> None:
         True,
     ]
     assert is_right(10, "3.6.0")
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+def test_kernels_go_through_every_token_once_and_leave_no_sequence(lengths: list[int]) -> None:
+    blocks = blocks_of(lengths, CPU, size=4)
+    sequences = [index for index, length in enumerate(lengths) for _ in range(length)]
+    bounds = blocks.bounds.tolist()
+    assert [token for start, end in bounds for token in range(start, end)] == list(range(sum(lengths)))
+    assert all(end - start <= 4 and len(set(sequences[start:end])) == 1 for start, end in bounds)
+    spans = sorted((start, end, chunk) for start, end, chunk in blocks.spans.tolist() if end > start)
+    assert [end - start for start, end, _ in spans] == [length for length in lengths if length]
+    assert [bounds[chunk][0] for _, _, chunk in spans] == [start for start, _, _ in spans]
+    assert blocks.ages.tolist() == [age for length in lengths for age in range(length)]

@@ -172,24 +172,39 @@ async def _overheads(
     tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, *, num_requests: int
 ) -> list[PlaneFigure]:
     echo_s = await _cpu_of_echo(pool, num_requests=num_requests)
-    figures = [PlaneFigure(name="a bare echo: a request", value=1e3 * echo_s, unit="ms CPU")]
+    sizes = (_SHORT, num_requests // _GROUP), (_LONG, 4)
+    turn_s, long_turn_s = [await _cpu_of_turn(tokenizer, port, num_tokens, count) for num_tokens, count in sizes]
+    figures = [
+        PlaneFigure(name="a bare echo: a request", value=1e3 * echo_s, unit="ms CPU"),
+        PlaneFigure(name="a turn without the endpoint", value=1e3 * turn_s, unit="ms CPU"),
+    ]
     for path in DIALECTS:
         for is_streamed in (False, True):
+            # A stream has its pace: few long ones.
             asked = [
                 Asking(path=path, is_streamed=is_streamed, num_tokens=num_tokens, count=count)
-                # A stream has its pace: few long ones.
-                for num_tokens, count in ((_SHORT, num_requests // _GROUP), (512 if is_streamed else _LONG, 4))
+                for num_tokens, count in (sizes[0], (512, 4) if is_streamed else sizes[1])
             ]
             short_s, long_s = [await _cpu_of_request(tokenizer, port, pool, each) for each in asked]
             name = f"{path}{', streamed' if is_streamed else ''}"
             token_s = (long_s - short_s) / (asked[1].num_tokens - asked[0].num_tokens)
             figures += [
-                PlaneFigure(name=f"{name}: a request", value=1e3 * short_s, unit="ms CPU", goal=1.0),
+                PlaneFigure(name=f"{name}: a request", value=1e3 * short_s, unit="ms CPU"),
                 PlaneFigure(name=f"{name}: a request in echoes", value=short_s / echo_s, unit="x"),
                 PlaneFigure(
-                    name=f"{name}: a token", value=1e6 * token_s, unit="us CPU", goal=None if is_streamed else 0.25
+                    name=f"{name}: the endpoint's part of a request",
+                    value=1e3 * (short_s - turn_s),
+                    unit="ms CPU",
+                    goal=1.0,
                 ),
+                PlaneFigure(name=f"{name}: a token", value=1e6 * token_s, unit="us CPU"),
             ]
+            if not is_streamed:
+                part_s = token_s - (long_turn_s - turn_s) / (_LONG - _SHORT)
+                part = PlaneFigure(
+                    name=f"{name}: the endpoint's part of a token", value=1e6 * part_s, unit="us CPU", goal=0.25
+                )
+                figures.append(part)
     return figures
 
 
@@ -220,6 +235,23 @@ class _Echo(asyncio.Protocol):
             self._received = b""
             said = body + _FIRST
             self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d%b%b" % (len(said), end, said))
+
+
+async def _cpu_of_turn(tokenizer: Tokenizer, port: int, num_tokens: int, count: int) -> float:
+    """Measure what sampling costs every episode, without an endpoint: rows of the same sessions and lengths."""
+
+    async def take_turns(session: Session, number: int) -> None:
+        (token_ids,) = tokenizer.encode([f"Say it {number}."])
+        for _ in range(number):
+            await session.open_row(token_ids).sample(max_tokens=num_tokens)
+
+    async with _remote_agents(tokenizer, port, num_groups=1) as remote:
+        await remote.all_open(_GROUP)
+        await asyncio.gather(*(take_turns(session, 2) for session in remote.sessions))
+        gc.collect()
+        began = time.process_time()
+        await asyncio.gather(*(take_turns(session, count) for session in remote.sessions))
+        return (time.process_time() - began) / (_GROUP * count)
 
 
 async def _cpu_of_request(tokenizer: Tokenizer, port: int, pool: ProcessPoolExecutor, asking: Asking) -> float:
@@ -431,14 +463,14 @@ class _RemoteAgents:
 
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self._endpoint = endpoint
-        self._sessions: list[Session] = []
+        self.sessions: list[Session] = []
         self._accesses: list[Access] = []
         self.is_over = asyncio.Event()
 
     async def run(self, row: Row, session: TokenSession) -> Score:
         assert isinstance(session, Session)
         async with self._endpoint.episode(session) as access:
-            self._sessions.append(session)
+            self.sessions.append(session)
             self._accesses.append(access)
             await self.is_over.wait()
         return Score(value=0.0, components={})
@@ -450,7 +482,7 @@ class _RemoteAgents:
 
     @property
     def num_turns(self) -> int:
-        return sum(session.num_sampled for session in self._sessions)
+        return sum(session.num_sampled for session in self.sessions)
 
     async def close(self) -> None:
         await self._endpoint.close()

@@ -135,7 +135,8 @@ def _call(child_end: Connection, function: Callable[..., Result], arguments: tup
     try:
         outcome = Outcome(value=function(*arguments), seconds=time.monotonic() - start)
     except Exception as error:  # noqa: BLE001 - whatever it was, the test that waits for it shall see it
-        traceback.print_exc()
+        # Not printed: it may be what the test waits for. Else it is shown where `get` raises it.
+        error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
         outcome = Outcome(error=error, seconds=time.monotonic() - start)
     # Plain pickle: multiprocessing's own would share the memory of tensors, which ends with this process.
     child_end.send_bytes(pickle.dumps(outcome))

@@ -226,10 +226,12 @@ def _logprobs(entries: _FlatLogprobs | list[_TokenLogprob] | None, token_ids: To
                 logprobs = values.astype(np.float32)
     if not len(logprobs) == len(ids) == len(token_ids):
         raise BadReplyError(f"{len(logprobs)} log-probabilities of {len(ids)} for {len(token_ids)} tokens")
-    for place in np.flatnonzero(ids != token_ids)[:1]:
+    if (is_other := ids != token_ids).any():
+        place = int(is_other.argmax())
         raise BadReplyError(f"log-probability of token {ids[place]} is not of token {token_ids[place]}")
-    # Checked as the trainer reads them: what is finite in 64 bits may not be in 32.
-    for place in np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)))[:1]:
+    # Checked as the trainer reads them: what is finite in 64 bits may not be in 32. Nothing compares with a NaN.
+    if not (is_right := (logprobs <= _MAX_LOGPROB) & (logprobs > -np.inf)).all():
+        place = int(is_right.argmin())
         raise BadReplyError(f"log-probability {logprobs[place]} of token {token_ids[place]}")
     return logprobs
 
@@ -276,7 +278,7 @@ def _versions(meta: _Meta, num_tokens: int, expected: Expectation) -> npt.NDArra
     if wrong.size:
         served = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
         raise WrongVersionError(f"{wrong.size} tokens of version {wrong[0]}, expected {served}")
-    if np.any(np.diff(versions) < 0):
+    if spans is not None and np.any(np.diff(versions) < 0):
         raise BadReplyError(f"tokens of version {versions.max()} before those of {versions[-1]}")
     if spans is None and oldest != newest and expected.in_flight != "abort":
         raise BadReplyError(

@@ -85,9 +85,9 @@ class AgentReply:
             await self._begin(answer.id, answer.num_prompt_tokens)
         if not answer.text.startswith(self._said):
             raise LostStreamError("an engine was lost during the stream; send the request again")
-        await self._say(answer.text)
         assert self._stream is not None, "it was begun"
-        return await self._finish(self._stream.end(answer))
+        rest = answer.text[len(self._said) :]
+        return await self._finish((self._stream.text(rest) if rest else b"") + self._stream.end(answer))
 
     async def _sent(self, response: web.Response) -> None:
         await response.prepare(self._http)
@@ -116,9 +116,9 @@ class AgentReply:
         return True
 
     async def _finish(self, events: bytes) -> web.StreamResponse:
-        await self._write(events)
+        """Send the last events with the end of the reply: each part for itself costs as much as all."""
         assert self._response is not None, "it was begun"
-        await self._within_time(self._response.write_eof())
+        await self._within_time(self._response.write_eof(events))
         return self._response
 
     async def _write(self, events: bytes) -> None:

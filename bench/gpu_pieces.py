@@ -197,6 +197,13 @@ def _prefixes(_: PieceOptions, report: Report, *, index: int) -> None:
         report(figure)
 
 
+def _prefix_attention(_: PieceOptions, report: Report) -> None:
+    from bench.prefix_attention import measure_prefix_attention
+
+    for figure in measure_prefix_attention():
+        report(figure)
+
+
 def _linear(_: PieceOptions, report: Report, *, index: int) -> None:
     from bench.linear_layers import measure_linear_layers
 
@@ -290,6 +297,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "hybrid": GpuPiece(timeout_s=150, measure=_hybrid),
     "prefixes-1.5b": GpuPiece(timeout_s=110, measure=partial(_prefixes, index=0)),
     "prefixes-7b": GpuPiece(timeout_s=120, measure=partial(_prefixes, index=1)),
+    "prefixes-attention": GpuPiece(timeout_s=90, measure=_prefix_attention),
     "linear-7b": GpuPiece(timeout_s=180, measure=partial(_linear, index=0)),
     "linear-1.5b": GpuPiece(timeout_s=180, measure=partial(_linear, index=1)),
     "experts": GpuPiece(timeout_s=150, measure=_experts),

@@ -124,7 +124,7 @@ class TrainingWork:
     num_tokens: int = 0
     """Tokens of all rows that are trained on; 0 in events of earlier versions."""
     num_shared_tokens: int = 0
-    """Those that are computed with another row, which begins with them too."""
+    """Tokens that are computed with another row, which begins with them too."""
 
     @property
     def computed_ratio(self) -> float | None:

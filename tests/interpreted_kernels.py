@@ -6,10 +6,15 @@ A script of its own: Triton reads TRITON_INTERPRET when a kernel is defined. Pri
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from megarl.families.shape import DeltaWidths
+from megarl.train import delta_triton
+from megarl.train.delta_fused import convolved, delta_rule_fused, gated_norm
+from megarl.train.delta_rule import blocks_of, chunks_of, delta_rule, short_convolution
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_places, sum_rows
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
@@ -61,6 +66,62 @@ def scores() -> float:
     )
     expected = _grad_logits(logits, columns, rows, 0.7)
     return max(worst, distance(grad_rows(logits.clone(), columns, rows, 0.7), expected))
+
+
+def furthest(calls: tuple[Callable[..., list[torch.Tensor]], ...], inputs: list[torch.Tensor]) -> float:
+    """Return the largest difference between two calls' outputs, and between the gradients of their inputs."""
+    found = []
+    for call in calls:
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        outputs = call(*leaves)
+        torch.manual_seed(1)
+        total = torch.stack([(each * torch.randn_like(each)).sum() for each in outputs]).sum()
+        found.append([*outputs, *torch.autograd.grad(total, leaves)])
+    return max(distance(one, other) for one, other in zip(*found, strict=True))
+
+
+def delta_rules() -> float:
+    """Two sequences, one of them of two chunks, and two heads of values for each key."""
+    delta_triton.SIZE, lengths = 32, [3, 40]
+    device = torch.device("cpu")
+    blocks, chunks = blocks_of(lengths, device, size=32), chunks_of(lengths, device, size=32)
+
+    def by_kernels(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value, decay, strength = inputs
+        return [delta_rule_fused(query, key, value, -decay, strength, blocks)]
+
+    def plainly(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value, decay, strength = inputs
+        query, key = query.repeat_interleave(2, dim=1) / 4, key.repeat_interleave(2, dim=1)
+        return [delta_rule(query, key, value, -decay, strength, chunks)]
+
+    query, key = (F.normalize(torch.randn(43, 1, 16) + 0.5, dim=-1) for _ in range(2))
+    return furthest(
+        (by_kernels, plainly), [query, key, torch.randn(43, 2, 32), torch.rand(43, 2) / 5, torch.rand(43, 2)]
+    )
+
+
+def convolutions_and_gated_norms() -> float:
+    widths = DeltaWidths(key_heads=2, value_heads=4, key=16, value=32, kernel=4)
+    ages = blocks_of([3, 40, 1], torch.device("cpu")).ages
+    parts = [2 * 16 + 2 * 32, 2 * 32, 1]
+
+    def by_kernels(
+        rows: torch.Tensor, weight: torch.Tensor, read: torch.Tensor, norm: torch.Tensor
+    ) -> list[torch.Tensor]:
+        values, gate, _ = torch.split(rows, parts, dim=-1)
+        return [*convolved(values, weight, widths, ages, 1e-6), gated_norm(read, gate, norm, 1e-6)]
+
+    def plainly(rows: torch.Tensor, weight: torch.Tensor, read: torch.Tensor, norm: torch.Tensor) -> list[torch.Tensor]:
+        values, gate, _ = torch.split(rows, parts, dim=-1)
+        summed = F.silu(short_convolution(values.flatten(1), weight.flatten(0, 1), ages))
+        query, key, value = torch.split(torch.unflatten(summed, -1, (2, -1)), [16, 16, 64], dim=-1)
+        query, key = (each * torch.rsqrt(each.square().sum(dim=-1, keepdim=True) + 1e-6) for each in (query, key))
+        value, gate = (torch.unflatten(each, -1, (2, 32)).flatten(1, 2) for each in (value, gate))
+        return [query, key, value, F.rms_norm(read, (32,), norm, 1e-6) * F.silu(gate)]
+
+    inputs = [torch.randn(44, 2, sum(parts)), torch.randn(2, parts[0], 4), torch.randn(44, 4, 32), torch.rand(32) + 0.5]
+    return furthest((by_kernels, plainly), inputs)
 
 
 def places() -> float:
@@ -119,7 +180,16 @@ def fp8_blocks() -> float:
     return worst
 
 
-CHECKS = (activation, rotation, scores, places, digests_in_one_launch, fp8_blocks)
+CHECKS = (
+    activation,
+    rotation,
+    scores,
+    places,
+    delta_rules,
+    convolutions_and_gated_norms,
+    digests_in_one_launch,
+    fp8_blocks,
+)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

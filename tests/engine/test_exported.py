@@ -8,17 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.export import export_model
 from megarl.checkpoint.folder import find_model
+from megarl.checkpoint.save import copy_companions
 from megarl.engine import admin
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
 from megarl.types import PolicyVersion, Rollout
 from tests.engine.engines import REQUEST_TIMEOUT_S, ServedModel, engine_spec, generator_of, prompt_of
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import is_read, write_tiny_model
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -51,10 +53,22 @@ def test_an_engine_takes_the_weights_of_an_exported_folder(qwen2_tp1: ServedMode
     assert_of_model(asyncio.run(generate()), qwen2_tp1.other_folder)
 
 
+def without_images(folder: Path, model: Path) -> None:
+    """Write what a run saves of a model that sees images."""
+    folder.mkdir()
+    (file,) = model.glob("*.safetensors")
+    save_file({name: tensor for name, tensor in load_file(file).items() if is_read(name)}, folder / file.name)
+    copy_companions(model, folder, is_text_alone=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.usefixtures("real_engines")
-def test_an_engine_starts_on_an_exported_folder(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", "qwen2", layers=2)
+def test_an_engine_starts_on_an_exported_folder(family: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", family, layers=2)
+    if family != "qwen2":
+        (tmp_path / "model").rename(tmp_path / "released")
+        without_images(tmp_path / "model", tmp_path / "released")
     export_model(find_model(tmp_path / "model"), tmp_path / "out")
     process = EngineProcess(engine_spec(tmp_path / "out", tmp_path / "run"))
     process.start()

@@ -33,6 +33,26 @@ JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, J
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePlace:
+    """An image among tokens, and its tokens there: rows of columns, one after the other."""
+
+    digest: str
+    """That of its pixels, by which the run's store names it."""
+    start: int
+    """The first of its tokens."""
+    num_rows: int
+    num_columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.num_columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One task, tokenised, at one place of the (shuffled, repeated) stream."""
 
@@ -54,6 +74,8 @@ class Prompt:
     """[T], True where it is imitated; None: all of it."""
     rejected: TokenArray | None = None
     """An answer that is worse than the demonstration, end token included."""
+    images: tuple[ImagePlace, ...] = ()
+    """In the order of their tokens."""
 
 
 class FinishReason(StrEnum):
@@ -234,6 +256,8 @@ class TrainSample:
     """[T], of the critic before the step, if there is one."""
     returns: FloatArray | None = None
     """[T], what the critic learns."""
+    images: tuple[ImagePlace, ...] = ()
+    """Those of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +296,8 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
     """The experts of each position, where an engine's choice is to be followed."""
     shared: SharedPositions | None = None
     """None where every position is computed."""
+    images: tuple[ImagePlace, ...] = ()
+    """In the order of their places."""
 
     @property
     def targets(self) -> TokenArray:
@@ -285,6 +311,22 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
         """[N], restart at 0 with each sequence."""
         starts = self.sequence_starts
         return np.arange(len(self.token_ids), dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
+
+    @property
+    def places_in_space(self) -> npt.NDArray[np.int32]:
+        """[3, N], the time, row and column of each token; all three are its position where no image is before it.
+
+        An image takes as much time as the longer of its sides has tokens.
+        """
+        places = np.repeat(self.positions[None], 3, axis=0)
+        ends = self.sequence_starts[np.searchsorted(self.sequence_starts, [i.start for i in self.images], "right")]
+        for image, end in zip(self.images, ends, strict=True):
+            own, order = slice(image.start, image.end), np.arange(image.num_tokens)
+            first = int(places[0, image.start])
+            inside = (np.zeros_like(order), order // image.num_columns, order % image.num_columns)
+            places[:, own] = first + np.stack(inside)
+            places[:, image.end : end] += max(image.num_rows, image.num_columns) - image.num_tokens
+        return places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,8 @@ from transformers import (
     MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -54,6 +56,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from megarl.config.model import read_model_shape
@@ -73,10 +77,12 @@ _MODELS = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
@@ -90,6 +96,8 @@ SEEING = ("qwen3_5", "qwen3_5_moe")
 """Families whose files have tensors for images as well, which are not read."""
 HYBRIDS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", *SEEING)
 """Families with gated delta nets."""
+TOWERS = ("qwen2_5_vl", "qwen3_vl")
+"""Families that see images, by a tower that is not trained."""
 QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
 _LATENT_ROPE = {
@@ -133,6 +141,25 @@ _IMAGES: dict[str, object] = {
 }
 
 
+_TOWER: dict[str, object] = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+_TOWER |= {"patch_size": 14, "out_hidden_size": 64}
+_OWN_TOWER: dict[str, dict[str, object]] = {
+    "qwen2_5_vl": {"window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
+_PROCESSOR: dict[str, object] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 28 * 28,
+    "max_pixels": 28 * 28 * 16,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
 def write_tiny_model(
     folder: Path,
     family: str,
@@ -171,7 +198,14 @@ def write_tiny_model(
         sizes["rope_parameters"] = rope
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     shared: dict[str, object] = {"tie_word_embeddings": tied or family == "gemma3_text", "dtype": "float32"}
-    parts = {"text_config": sizes | shared, "vision_config": _IMAGES} if family in SEEING else sizes
+    parts: dict[str, object] = sizes
+    if family in (*SEEING, *TOWERS):
+        parts = {"text_config": sizes | shared, "vision_config": _IMAGES}
+    if family in TOWERS:
+        parts["vision_config"] = _TOWER | _OWN_TOWER[family]
+        parts |= {name: vocab - 4 + index for index, name in enumerate(_IMAGE_TOKENS)}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
     model = model_class(config_class(**parts, **shared))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -187,7 +221,7 @@ def write_tiny_model(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    text = config["text_config"] if family in SEEING else config
+    text = config["text_config"] if family in (*SEEING, *TOWERS) else config
     text |= _UNWRITTEN.get(text["model_type"], {})
     path.write_text(json.dumps(config))
     return read_model_shape(folder)
@@ -195,7 +229,7 @@ def write_tiny_model(
 
 def is_read(name: str) -> bool:
     """Whether a tensor of a file is one of the text."""
-    return not name.startswith("model.visual.")
+    return not name.startswith(("model.visual.", "visual."))
 
 
 def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, object]:
@@ -222,6 +256,11 @@ def _own_sizes(family: str, *, layers: int, heads: int, ffn: int) -> dict[str, o
         case "gpt_oss":
             experts = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
             return {**windows, **experts, "rope_parameters": _TRUNCATED_YARN}
+        case "qwen2_5_vl" | "qwen3_vl":
+            half = 8 if family == "qwen2_5_vl" else 16
+            sections = {"mrope_section": [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]}
+            taken = {"mrope_interleaved": True} if family == "qwen3_vl" else {}
+            return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **sections, **taken}}
         case "gemma3_text":
             return {**windows, "query_pre_attn_scalar": 24}
         case _ if family in HYBRIDS:

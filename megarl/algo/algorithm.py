@@ -70,6 +70,7 @@ class Sft:
         return [
             TrainSample(
                 prompt_ids=scored.group.prompt.token_ids,
+                images=scored.group.prompt.images,
                 rollout=rollout,
                 advantages=rollout.loss_mask.astype(np.float32),
             )
@@ -153,6 +154,7 @@ class PolicyGradient:
         samples = [
             TrainSample(
                 prompt_ids=prompt.token_ids,
+                images=prompt.images,
                 rollout=rollout,
                 advantages=credit.advantages[index],
                 old_logprobs=None if estimates.logprobs is None else estimates.logprobs[index],

@@ -134,6 +134,7 @@ def with_unscored(
         result.append(
             TrainSample(
                 prompt_ids=prompt.token_ids,
+                images=prompt.images,
                 rollout=replace(rollout, loss_mask=repeated(np.False_, rollout.num_tokens)),
                 advantages=nothing,
                 old_logprobs=None if like.old_logprobs is None else nothing,

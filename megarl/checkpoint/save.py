@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import torch
 
-from megarl.checkpoint.manifest import FileDigest, FolderGrowth, digest_file, sync
-from megarl.checkpoint.tensor_files import TensorFile
+from megarl.checkpoint.manifest import FileDigest, FolderGrowth, TensorEntry, digest_file, read_chunks, sync
+from megarl.checkpoint.tensor_files import TensorFile, read_tensor_folder, write_tensor_file
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.families import BY_NAME
@@ -50,9 +50,12 @@ _COPIED = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "*preprocessor_config.json",
     "*.model",
 )
 """Files that a model folder needs beside the weights."""
+KEPT_FILE = "model-kept.safetensors"
+"""Tensors that are not trained, such as those of a tower for images."""
 
 
 def save_hf(
@@ -64,12 +67,14 @@ def save_hf(
     group: TransferGroup,
     is_critic: bool = False,
     adapter_fields: Mapping[str, object] | None = None,
+    kept: tuple[str, ...] = (),
 ) -> dict[str, FileDigest]:
     """Write the model that `layout` spreads over the peers of `group`; every peer calls this with its own tensors.
 
     It calls `save_tensors`, and peer 0 adds configuration and tokenizer of `source_folder`, a language model even for
     a critic. With `adapter_fields`, its configuration, an adapter is written as a folder of PEFT, which takes it from
-    one file: peer 0 receives and writes all of it.
+    one file: peer 0 receives and writes all of it. Tensors of `source_folder` whose names begin with one of `kept` are
+    copied.
     """
     file_name = None if adapter_fields is None else ADAPTER_FILE
     files = save_tensors(folder, layout=layout, tensors=tensors, group=group, file_name=file_name)
@@ -77,6 +82,7 @@ def save_hf(
         if group.peer == 0 and adapter_fields is None:
             is_text_alone = _serves_text_alone(source_folder)
             files |= copy_companions(source_folder, folder, is_critic=is_critic, is_text_alone=is_text_alone)
+            files |= _copy_kept(source_folder, folder, kept) if kept else {}
         elif group.peer == 0:
             path = folder / ADAPTER_CONFIG_FILE
             path.write_text(json.dumps(adapter_fields, indent=2) + "\n")
@@ -279,6 +285,28 @@ def copy_companions(
 def _serves_text_alone(folder: Path) -> bool:
     family = BY_NAME.get(json.loads((folder / "config.json").read_text()).get("model_type"))
     return family is not None and family.engine.is_text_alone
+
+
+def _copy_kept(source_folder: Path, folder: Path, prefixes: tuple[str, ...]) -> dict[str, FileDigest]:
+    """Copy tensors that no rank has into a file of their own, one after the other, and add them to the index."""
+    placed = {name: each for name, each in read_tensor_folder(source_folder).items() if name.startswith(prefixes)}
+    if not placed:
+        return {}
+    specs = {name: (each.entry.dtype, each.entry.shape) for name, each in placed.items()}
+
+    def content(entry: TensorEntry) -> Iterator[memoryview]:
+        source = placed[entry.name]
+        with source.path.open("rb", buffering=0) as file:
+            file.seek(source.entry.start)
+            yield from read_chunks(file, source.entry.num_bytes)
+
+    path = folder / KEPT_FILE
+    written = write_tensor_file(path, specs, content)
+    sync(path)
+    index = json.loads((folder / INDEX_FILE).read_text())
+    weight_map = {**index["weight_map"], **dict.fromkeys(placed, KEPT_FILE)}
+    num_bytes = index["metadata"]["total_size"] + sum(each.entry.num_bytes for each in placed.values())
+    return {path.name: written, INDEX_FILE: write_index(folder, weight_map, num_bytes=num_bytes)}
 
 
 def _change_config(path: Path, *, dtype: str | None, is_critic: bool, is_text_alone: bool) -> None:

@@ -33,7 +33,16 @@ from megarl.tokens import (
     is_repeated,
     num_true,
 )
-from megarl.types import FloatArray, MicroBatch, MiniBatch, SharedPositions, TokenArray, TrainBatch, TrainSample
+from megarl.types import (
+    FloatArray,
+    ImagePlace,
+    MicroBatch,
+    MiniBatch,
+    SharedPositions,
+    TokenArray,
+    TrainBatch,
+    TrainSample,
+)
 
 _PADDING = -1
 UNUSED_IN_FORWARD = tuple(column.packed_as for column in COLUMNS if column.packed_as and column.is_single)
@@ -59,6 +68,8 @@ class ShareSample:
     num_episode_loss_tokens: int
     is_whole: bool
     """The sample has no other row, and the prompt is not part of it."""
+    images: tuple[ImagePlace, ...] = ()
+    """Those of the prompt; () where the row has a context of its own."""
 
     @property
     def first(self) -> int:
@@ -112,6 +123,7 @@ class Share:
     sources: tuple[ContentSource, ...]
     places: tuple[tuple[int, int], ...]
     """The source of each row's content, and the index there."""
+    images: tuple[tuple[ImagePlace, ...], ...]
     widths: Mapping[str, int]
     """The packed columns that the rank fills from its contents, with the numbers per token: 0 for a plain [N]."""
     has_routes: bool
@@ -137,6 +149,7 @@ class Share:
                 columns={name: column[i] for name, column in self.columns.items()},
                 num_episode_loss_tokens=self.num_episode_loss_tokens[i],
                 is_whole=self.are_whole[i],
+                images=self.images[i],
             )
             for i, row_id in enumerate(self.row_ids)
         }
@@ -257,6 +270,7 @@ def make_shares(
             columns={name: tuple(map(_column_part, mine, map(get, theirs))) for name, get in columns.items()},
             sources=tuple(sources.values()),
             places=tuple([(order[id(source)], index) for source, index in located]),
+            images=tuple([each.images if row.continues_prompt else () for row, each in zip(mine, theirs, strict=True)]),
             widths=widths,
             has_routes=has_routes,
             updates=tuple(_part_of(plan, rank, *of_plan, packing) for plan, of_plan in zip(plans, counts, strict=True)),
@@ -339,8 +353,9 @@ def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_rou
     """
     prefixes: list[Prefix] = []
     # By content: after a resume equal prompts may be other objects than before.
-    keys = {id(sample.prompt_ids): sample.prompt_ids.tobytes() for sample in samples}
-    firsts: dict[bytes, int] = {}
+    # The tokens of all images are equal.
+    keys = {id(sample.prompt_ids): _key_of(sample) for sample in samples}
+    firsts: dict[tuple[bytes, ...], int] = {}
     begin = 0
     for index, row in enumerate(rows):
         sample = samples[row.sample_id]
@@ -355,6 +370,10 @@ def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_rou
         else:
             prefixes.append(NOTHING)
     return prefixes
+
+
+def _key_of(sample: TrainSample) -> tuple[bytes, ...]:
+    return sample.prompt_ids.tobytes(), *(image.digest.encode() for image in sample.images)
 
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleColumn:
@@ -447,6 +466,7 @@ def _micro_batch(
     num_tokens = len(row.token_ids)
     starts, last_ids, response_starts, response_ends, sample_ids = [0], [], [], [], []
     routed: list[tuple[int, RouteArray]] = []
+    images: list[ImagePlace] = []
     for index in members:
         sample = samples[index]
         content = sample.content
@@ -460,6 +480,7 @@ def _micro_batch(
         if has_routes and content.routes is not None:
             before_last = len(content.routes) - len(content.token_ids) + sample.end
             routed.append((start, content.routes[before_last - sample.num_positions : before_last]))
+        images += [replace(image, start=start + image.start) for image in sample.images]
         num_padded = -sample.num_positions % sequence_multiple
         # The last token is what its predecessor predicts; as an input it is padding, like the zeros behind it.
         row.token_ids[end : end + min(num_padded, 1)] = token_ids[-1]
@@ -488,6 +509,7 @@ def _micro_batch(
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
         routes=PackedRoutes(num_tokens=num_tokens, parts=tuple(routed)) if routed else None,
         shared=_shared_positions(prefixes, row.token_ids, starts) if prefixes else None,
+        images=tuple(images),
     )
 
 

@@ -84,7 +84,8 @@ class EngineControl:
         by_rank = transfer.engine_layout().by_rank
         for rank, parameters in enumerate(await self.inspect()):
             engine = self._engines[rank // transfer.tensor]
-            check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % transfer.tensor}")
+            holder = f"{engine}, TP rank {rank % transfer.tensor}"
+            check_holding(by_rank[rank], parameters, holder=holder, unplanned=transfer.unplanned)
 
     async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
         """Join a transfer group with the trainer ranks, which join at the same time and must have the same plan."""

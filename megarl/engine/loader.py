@@ -101,7 +101,12 @@ class _Member:
             raise WeightSyncError(f"plan hash is {plan.hash} here and {command.plan_hash} at the driver")
         rank = transfer.target_rank(engine=message.engine, tp_rank=message.tp_rank)
         parameters = dict(model.named_parameters())
-        check_holding(plan.target.by_rank[rank], specs_of(parameters.items()), holder=f"TP rank {message.tp_rank}")
+        check_holding(
+            plan.target.by_rank[rank],
+            specs_of(parameters.items()),
+            holder=f"TP rank {message.tp_rank}",
+            unplanned=transfer.unplanned,
+        )
         self._group = TransferGroup.join(
             rendezvous.address,
             name=rendezvous.name,

@@ -137,6 +137,8 @@ class EngineTraits:
     """Whether every rank has the whole embedding, without padding."""
     is_text_alone: bool = False
     """Whether engines leave out what sees images, with which the files come."""
+    unplanned: tuple[str, ...] = ()
+    """Beginnings of the names of parameters that engines load from the folder and keep: a tower that is not trained."""
     is_dequantized: bool = False
     """Whether files may be quantized: engines then start without, since tensors of the model's dtype are published."""
 
@@ -187,6 +189,8 @@ class Family(ABC):
     engine: ClassVar[EngineTraits]
     root: ClassVar[str] = "model."
     """Beginning of the names of tensors in files, but for heads; engines have `model.`."""
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors in files that are read where they are needed, and saved as they were."""
     refuses: ClassVar[Mapping[Feature, str]] = {}
 
     @abstractmethod

@@ -153,6 +153,60 @@ class DeltaWidths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """The tower that makes hidden states of an image, and the tokens that they take the place of. It is not trained."""
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    patch: int
+    """Pixels on each side of a patch, the unit that the tower computes with."""
+    merge: int
+    """Patches on each side of a token."""
+    frames: int
+    """Copies of a still image, which the first layer expects."""
+    is_gated: bool
+    """Whether feed-forward blocks have three matrices."""
+    image_token: int
+    video_token: int
+    start_token: int
+    end_token: int
+    sections: tuple[int, int, int]
+    """Rotary frequencies that turn with the time, the row and the column of a token."""
+    is_interleaved: bool = False
+    """Whether frequencies of the three take turns, or are in three runs."""
+    window: int = 0
+    """Pixels on each side of the windows that layers attend within; 0: all layers see the whole image."""
+    whole_layers: tuple[int, ...] = ()
+    """Layers that see the whole image where the others have windows."""
+    num_positions: int = 0
+    """Rows of a learnt table of positions; 0 is none."""
+    deep_layers: tuple[int, ...] = ()
+    """Layers of the tower whose output is added behind the first layers of the text, one behind each."""
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.frames * self.patch**2
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels on each side of a token."""
+        return self.patch * self.merge
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Return what each rotary frequency turns with: 0 the time, 1 the row, 2 the column."""
+        if not self.is_interleaved:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        axes = [0] * sum(self.sections)
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = [axis] * len(axes[axis : 3 * self.sections[axis] : 3])
+        return tuple(axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
@@ -207,6 +261,8 @@ class ModelShape:
     delta_layers: tuple[int, ...] = ()
     has_output_gate: bool = False
     """Whether a gate weighs each channel of attention's output; rows of a head's gate follow those of its query."""
+    vision: VisionShape | None = None
+    """None where prompts are text alone."""
 
     @property
     def routes(self) -> RouteShape | None:

@@ -50,7 +50,12 @@ class ForwardPasses:
         """Return the estimates of a step, and the columns that stay with the ranks."""
         nothing = np.zeros(0, np.float32)
         samples = [
-            TrainSample(prompt_ids=scored.group.prompt.token_ids, rollout=rollout, advantages=nothing)
+            TrainSample(
+                prompt_ids=scored.group.prompt.token_ids,
+                images=scored.group.prompt.images,
+                rollout=rollout,
+                advantages=nothing,
+            )
             for scored in groups
             for rollout in scored.group.rollouts
         ]

@@ -29,7 +29,7 @@ from megarl.errors import WorkerError
 from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TrainedCalls
 from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
-from megarl.train.rank_spec import RankSpec
+from megarl.train.rank_spec import ImageFiles, RankSpec
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,8 @@ class _Starter:
         )
         is_self_play = recipe.algorithm.needs.self_play_steps is not None
         refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
-        return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
+        folder = recipe.model.path
+        return await self._start("actor", build, config, self.shape, pool=config.pool, folder=folder, refill=refill)
 
     async def critic(self) -> RankGroup[CriticCalls] | None:
         recipe, config = self.recipe, self.recipe.roles.critic
@@ -196,14 +197,16 @@ class _Starter:
             total_steps=recipe.run.total_steps,
             start_folder=start_folder,
         )
-        return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
+        folder = start_folder
+        return await self._start("critic", build, config, shape, pool=config.pool, folder=folder, refill=origin.refill)
 
     async def reference(self) -> RankGroup[PolicyCalls] | None:
         config = self.recipe.roles.reference
         if config is None or config.pool is None:
             return None
-        build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
-        return await self._start("reference", build, config, self.shape, pool=config.pool)
+        folder = (config.path or self.recipe.model.path).absolute()
+        build = partial(_build_reference, folder=folder)
+        return await self._start("reference", build, config, self.shape, pool=config.pool, folder=folder)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[PolicyCalls]:
         distillation = self.recipe.algorithm.distillation
@@ -211,7 +214,8 @@ class _Starter:
         build = partial(
             _build_teacher, folder=config.model.absolute(), num_top=distillation.top_k, vocab=self.shape.vocab
         )
-        return await self._start(role, build, config, read_model_shape(config.model), pool=config.pool)
+        shape = read_model_shape(config.model)
+        return await self._start(role, build, config, shape, pool=config.pool, folder=config.model)
 
     async def _start(
         self,
@@ -221,9 +225,13 @@ class _Starter:
         shape: ModelShape,
         *,
         pool: str,
+        folder: Path,
         refill: Callable[[Rank], bool] = lambda _: True,  # frozen models stay as they are
     ) -> RankGroup[Rank]:
-        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
+        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each.
+
+        What a model is not trained in comes from `folder`.
+        """
         recipe, places = self.recipe, self.pools[pool]
         grouped = partial(
             RankGroup[Rank],
@@ -252,6 +260,7 @@ class _Starter:
             seed=recipe.run.seed,
             lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
             has_float32_head=recipe.model.has_float32_head,
+            images=None if shape.vision is None else ImageFiles(model=folder.absolute(), store=images_of(recipe)),
             timeout_s=recipe.train.deadline_s + _HANG_REPORT_S,
         )
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
@@ -272,6 +281,11 @@ class _Starter:
         self.stack.push_async_callback(group.end)
         await group.start(build, spec)
         return group
+
+
+def images_of(recipe: Recipe) -> Path:
+    """Return the folder with the images of a run."""
+    return recipe.run_folder.absolute() / "images"
 
 
 def rank_log_name(role: str, rank: int) -> str:

@@ -244,7 +244,7 @@ class HeldOutDemonstrations:
     async def _sample(self, prompt: Prompt) -> TrainSample:
         (rollout,) = (await self.generator.generate(prompt)).rollouts
         nothing = np.zeros(0, np.float32)
-        return TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=nothing)
+        return TrainSample(prompt_ids=prompt.token_ids, images=prompt.images, rollout=rollout, advantages=nothing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from megarl.train.routing import RankRoutes
 from megarl.train.seen_keys import SeenKeys, attend_to_seen
 from megarl.train.softmax import Softmax, attend_on_host
 from megarl.train.topology import Topology
+from megarl.train.tower import Seen
 from megarl.types import SharedPositions
 
 
@@ -58,6 +59,7 @@ class PackedSequences(PackedSeqParams):
     """None where the sequences are whole."""
     seen: SeenKeys | None = None
     """None where each sequence sees only its own keys."""
+    seen_images: Seen | None = None  # on ranks with the embedding, where there are images
     routes: RankRoutes | None = None  # None where the router of a mixture chooses
     dropout_keys: Tensor | None = None  # [N], int32, see `lora.dropout_keys`; None where adapters get all inputs
 

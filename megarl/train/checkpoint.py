@@ -35,6 +35,7 @@ from megarl.checkpoint.save import (
     save_tensors,
 )
 from megarl.errors import CheckpointError, WeightSyncError
+from megarl.families import family_of
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.optimizer_states import MOMENTS, Shard
@@ -270,6 +271,7 @@ class RankSaver:
             group=group,
             is_critic=is_critic,
             adapter_fields=fields,
+            kept=() if is_critic else family_of(shape).kept,
         )
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,7 @@ from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import Places, TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
+from megarl.train.tower import ImageTokens, Seen, Tower, image_tokens
 from megarl.types import FloatArray, MicroBatch
 from megarl.weights.layouts.megatron import layout_name, padded_vocab
 
@@ -45,6 +47,8 @@ class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
 
     token_ids: Tensor  # [1, M], int64
     positions: Tensor  # [1, M], int64
+    places_in_space: Tensor | None  # [3, M], int64: time, row and column; None where positions are all three
+    images: ImageTokens | None  # None where there are none
     sequences: PackedSequences
     episode_starts: Tensor  # [E + 1], int32
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
@@ -94,6 +98,8 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     return DeviceMicroBatch(
         token_ids=inputs_of(micro_batch.token_ids),
         positions=inputs_of(micro_batch.positions),
+        places_in_space=inputs_of(micro_batch.places_in_space.T)[0].T if micro_batch.images else None,
+        images=image_tokens(micro_batch, inputs, device),
         sequences=sequences,
         episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
@@ -140,6 +146,8 @@ class Model(GPTModel):
 
     is_fused = True
     """Whether kernels of Triton are used, where there is a GPU."""
+    tower: Tower | None = None
+    """Set on a model that sees images."""
 
     def __init__(
         self,
@@ -166,6 +174,12 @@ class Model(GPTModel):
         if shape.window_theta is not None:
             near = replace(shape, rope_theta=shape.window_theta, rope_scaling=None)
             self._rotary.append((rotary_frequencies(near), rotary_magnitude(near)))
+        self._axes = None if shape.vision is None else torch.tensor(shape.vision.axes)
+        if self.pre_process and shape.vision is not None:
+            num_deep = len(shape.vision.deep_layers)
+            assert num_deep <= len(self.decoder.layers), f"{num_deep} layers to add to, {len(self.decoder.layers)} here"
+            for index, layer in enumerate(self.decoder.layers[:num_deep]):
+                layer.register_forward_hook(partial(_add_deep, index), with_kwargs=True)
         if self.post_process:
             self._set_head()
 
@@ -180,16 +194,43 @@ class Model(GPTModel):
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Layers that are recomputed have gradients only if their input has: that of a frozen embedding does not.
             embedded.requires_grad_()
-        sequences = replace(micro_batch.sequences, rotations=self._rotations(micro_batch.positions[0]))
+        seen = None
+        if embedded is not None and micro_batch.images is not None:
+            embedded, seen = self._with_images(embedded, micro_batch.images)
+        sequences = replace(micro_batch.sequences, rotations=self._rotations(micro_batch), seen_images=seen)
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
         return hidden
 
-    def _rotations(self, positions: Tensor) -> tuple[Rotation, ...]:
+    def _with_images(self, embedded: Tensor, images: ImageTokens) -> tuple[Tensor, Seen]:
+        assert self.tower is not None, "images for a model without a tower"
+        num_tokens, topology = len(embedded), self._topology
+        first = topology.tensor_rank * num_tokens if self.config.sequence_parallel else 0
+        return self.tower.place(embedded, images, range(first, first + num_tokens))
+
+    def _rotations(self, micro_batch: DeviceMicroBatch) -> tuple[Rotation, ...]:
+        positions = micro_batch.positions[0][:, None]
+        if micro_batch.places_in_space is not None:
+            assert self._axes is not None, "images for a model that sees none"
+            positions = micro_batch.places_in_space[self._axes.to(positions.device)].T
         self._rotary = [(frequencies.to(positions.device), magnitude) for frequencies, magnitude in self._rotary]
         return tuple(
-            Rotation.by(positions[:, None] * frequencies, magnitude, is_fused=self.is_fused)
+            Rotation.by(positions * frequencies, magnitude, is_fused=self.is_fused)
             for frequencies, magnitude in self._rotary
         )
+
+
+def _add_deep(
+    index: int, _: torch.nn.Module, arguments: tuple[object, ...], options: dict[str, object], output: Any
+) -> Any:
+    """Add what the tower made beside its last layer, behind layer `index`: a forward hook."""
+    del arguments
+    sequences = options["packed_seq_params"]
+    assert isinstance(sequences, PackedSequences), f"sequences are {sequences}"
+    if sequences.seen_images is None:
+        return output
+    hidden, context = output
+    seen = sequences.seen_images
+    return hidden.index_add(0, seen.places, seen.deep[index][:, None].to(hidden.dtype)), context
 
 
 class PolicyModel(Model):

@@ -28,9 +28,10 @@ from megarl.train.logprob import TokenScores
 from megarl.train.model import DeviceMicroBatch, Model, named_weights, to_device, whole_column
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import free_cache, initialize, shut_down
+from megarl.train.tower import Tower
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
-from megarl.weights.executors.tensors import check_holding, specs_of
+from megarl.weights.executors.tensors import check_holding, specs_of, torch_dtype
 from megarl.weights.layouts.canonical import VALUE_HEAD
 from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -77,6 +78,11 @@ class ModelRank:
                 is_adapted=spec.lora is not None,
                 has_float32_head=spec.has_float32_head,
             )
+        if spec.images is not None and spec.shape.vision is not None:
+            dtype = torch_dtype(spec.split.dtype_on(spec.device))
+            tower = Tower(spec.shape, spec.images, device=self._topology.device, dtype=dtype)
+            for model in self._models:
+                model.tower = tower
         self._has_columns = self._topology.is_last_stage and self._topology.tensor_rank == 0
         """Whether passes give this rank a column, or its part of one."""
         parallel = MegatronParallel.of(spec.split, data=self._topology.data)

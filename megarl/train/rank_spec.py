@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.lora import LoraConfig
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
 RECORD_PREFIX = "trainer_"
 """Begins the names of the files that `ActorRank.record` writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFiles:
+    """Where a model that sees images finds its tower, and the images of its prompts."""
+
+    model: Path
+    store: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,8 @@ class RankSpec:
     lora: LoraConfig | None = None
     """The adapter that is trained in place of the model's own weights."""
     has_float32_head: bool = False
+    images: ImageFiles | None = None
+    """None where prompts are text alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

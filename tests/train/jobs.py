@@ -28,7 +28,7 @@ from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.frozen import ReferenceRank, TeacherRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank_spec import RankSpec, TrainerRecord
+from megarl.train.rank_spec import ImageFiles, RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 
@@ -46,6 +46,7 @@ class Setup:
     epochs: int = 1
     timeout_s: float = 300
     lora: LoraConfig | None = None
+    images: ImageFiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
         seed=1,
         timeout_s=setup.timeout_s,
         lora=setup.lora,
+        images=setup.images,
     )
 
 

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssForCausalLM, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssForCausalLM, MixtralForCausalLM
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.roles import OptimizerConfig
+from megarl.data.images import ImageStore
 from megarl.families import family_of
 from megarl.families.shape import ModelShape
+from megarl.train.rank_spec import ImageFiles
 from megarl.types import TrainSample
-from tests.tiny_models import load_adapted
+from tests.tiny_models import is_read, load_adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,9 @@ def adamw(
 
 
 class Reference:
+    images: ImageFiles | None = None
+    """Set where samples have images."""
+
     def __init__(
         self,
         model: Model,
@@ -63,11 +70,12 @@ class Reference:
         adapter: Path | None = None,
     ) -> None:
         """With the folder of an `adapter`, peft trains it and nothing else."""
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model.folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        loader = AutoModelForCausalLM if model.shape.vision is None else AutoModelForImageTextToText
+        self._model = loader.from_pretrained(model.folder, dtype=torch.float32, attn_implementation="eager")
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(is_read(name))
         # transformers gives the padding token no gradient; a trainer that packs sequences has no such token.
-        self._model.model.embed_tokens.padding_idx = None
+        self._model.get_input_embeddings().padding_idx = None
         self._root = family_of(model.shape).root
         self._config = optimizer
         self._algorithm = algorithm
@@ -82,10 +90,24 @@ class Reference:
         """Log-probability and entropy at each response token. [T], [T]"""
         ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()])
         num_response = len(sample.rollout.token_ids)
-        logits = self._model(ids[None]).logits[0, -num_response - 1 : -1] / self._temperature
+        logits = self._model(ids[None], **self._images(sample, ids)).logits[0, -num_response - 1 : -1]
+        logits = logits / self._temperature
         log_probs = logits.log_softmax(dim=-1)
         chosen = log_probs.gather(1, ids[-num_response:, None])[:, 0]
         return chosen, -(log_probs.exp() * log_probs).sum(dim=-1)
+
+    def _images(self, sample: TrainSample, ids: Tensor) -> dict[str, Tensor]:
+        """Return what transformers' processor makes of the sample's images."""
+        if not sample.images:
+            return {}
+        assert self.images is not None, "a sample with images, and no files of them"
+        pictures = [Image.open(ImageStore(self.images.store).path(image.digest)) for image in sample.images]
+        processor = Qwen2VLImageProcessorPil.from_pretrained(self.images.model)
+        made = processor(pictures, do_resize=False, return_tensors="pt")
+        kinds = torch.zeros_like(ids)
+        for image in sample.images:
+            kinds[image.start : image.end] = 1
+        return {**made, "mm_token_type_ids": kinds[None]}
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
@@ -134,8 +156,8 @@ class Reference:
         return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
 
     def weights(self) -> dict[str, Tensor]:
-        weights = checkpoint_weights(self._model)
-        return {re.sub(r"^model\.", self._root, name): weight for name, weight in weights.items()}
+        weights = {name: each for name, each in checkpoint_weights(self._model).items() if is_read(name)}
+        return {re.sub(r"^model\.(language_model\.)?", self._root, name): weight for name, weight in weights.items()}
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:

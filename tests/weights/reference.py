@@ -26,7 +26,8 @@ Arrays = dict[str, Array]
 
 PADDING = -1
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
-UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", *HYBRIDS)
+TOWERS = ("qwen2_5_vl", "qwen3_vl")
+UNLIKE_LLAMA = ("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", *HYBRIDS, *TOWERS)
 """Families that this reference does not know; `test_families.py` and engines compare them."""
 _BIAS = "e_score_correction_bias"
 
@@ -81,13 +82,14 @@ def make_shape(
         rope_theta=1e4,
         rope_scaling=None,
         has_tied_embeddings=tied,
-        has_qkv_bias=family in ("glm4_moe", "gpt_oss", "qwen2", "qwen2_moe"),
-        has_qk_norm=family in ("gemma3_text", "glm4_moe", "qwen3", "qwen3_moe"),
+        has_qkv_bias=family in ("glm4_moe", "gpt_oss", "qwen2", "qwen2_moe", "qwen2_5_vl"),
+        has_qk_norm=family in ("gemma3_text", "glm4_moe", "qwen3", "qwen3_moe", "qwen3_vl"),
         dtype="float32",
         experts=_EXPERTS.get(family),
         dense_hidden=2 * ffn if family == "glm4_moe" else 0,
         rotary_dim=1 if family == "glm4_moe" else None,
         delta=DeltaWidths(key_heads=4, value_heads=8, key=2, value=2, kernel=4) if family in HYBRIDS else None,
+        vision=next(iter(BY_NAME[family].models.values())).vision if family in TOWERS else None,
     )
     return BY_NAME[family].tiny(shape) if family in UNLIKE_LLAMA else shape
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.splits import (
+    check_deep_layers,
     check_engine_experts,
     check_engine_split,
     check_expert_ranks,
@@ -105,6 +106,7 @@ def check_role_split(shape: ModelShape, split: ModelParallelConfig, *, role: str
     """Yield what keeps Megatron from splitting a model of this shape as the role says."""
     prefix = f"roles.{role}."
     yield from check_megatron_split(shape, split, prefix=prefix)
+    yield from check_deep_layers(shape, split, prefix=prefix)
     if split.context_exchange != "gather" and (shape.latent or shape.window or shape.has_sinks or shape.delta):
         others = "windows, sinks, delta nets or values of another width"
         message = f"{split.context_exchange} was not tried with {others}; set it to gather"

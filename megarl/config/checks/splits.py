@@ -75,6 +75,18 @@ def check_megatron_split(shape: ModelShape, split: MegatronSplit, *, prefix: str
     yield from _layers(shape.num_layers, split, key=f"{prefix}pipeline")
 
 
+def check_deep_layers(shape: ModelShape, split: MegatronSplit, *, prefix: str) -> Iterator[Problem]:
+    """Yield a problem unless the first stage has all layers that outputs of a tower are added behind."""
+    num_deep = 0 if shape.vision is None else len(shape.vision.deep_layers)
+    num_chunks = split.pipeline * split.virtual_pipeline
+    num_first = split.first_stage_layers or shape.num_layers // num_chunks
+    if num_first < num_deep:
+        message = (
+            f"the first stage has {num_first} layers, and outputs for images are added behind the first {num_deep}"
+        )
+        yield Problem(key=f"{prefix}pipeline", message=f"{message}; choose fewer stages or set first_stage_layers")
+
+
 def check_engine_experts(*, tensor: int, expert: int, prefix: str = "") -> Iterator[Problem]:
     if tensor % expert:
         message = f"{expert} does not divide the {tensor} gpus of an engine (roles.rollout.tensor)"

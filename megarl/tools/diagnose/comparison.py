@@ -86,7 +86,10 @@ def _clear(folder: Path) -> None:
 def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) -> TrainBatch:
     (rollout,) = group.rollouts
     sample = TrainSample(
-        prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(rollout.num_tokens, np.float32)
+        prompt_ids=group.prompt.token_ids,
+        images=group.prompt.images,
+        rollout=rollout,
+        advantages=np.zeros(rollout.num_tokens, np.float32),
     )
     packing = Packing(
         data_parallel=1,

@@ -104,10 +104,13 @@ def _header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _saved(model: Path, saved: Path, shape: ModelShape) -> dict[str, StoredTensor]:
     """Return the tensors of a model that transformers makes of the configuration, of text alone, and saves."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - seconds
 
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
+    loader = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
+    loader.from_config(AutoConfig.from_pretrained(model)).save_pretrained(saved)
     header = _header(saved).items()
+    if shape.vision is not None:
+        return stored_tensors(dict(header))
     return stored_tensors({rooted(name, shape) if name.startswith("model.") else name: entry for name, entry in header})
 
 
@@ -163,9 +166,10 @@ def _engine(
     what: str, shape: ModelShape, numbered: Mapping[str, Tensor], ranks: list[dict[str, Tensor]], *, expert: int
 ) -> ProbeFinding:
     layout = sglang_layout(shape, tensor=len(ranks), expert=expert, dtype=shape.dtype, is_cpu_engine=True)
-    wrong: list[str] = []
+    wrong, own = list[str](), family_of(shape).engine.unplanned
     for rank, (holding, parameters) in enumerate(zip(layout.holdings, ranks, strict=True)):
         try:
+            parameters = {name: each for name, each in parameters.items() if not name.startswith(own)}
             check_holding(holding, specs_of(parameters.items()), holder=f"TP rank {rank}")
         except WeightSyncError as error:
             return ProbeFinding(what=what, detail=first_line(error), is_equal=False)

@@ -57,9 +57,15 @@ def specs_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorSpe
     }
 
 
-def check_holding(holding: Holding, actual: Mapping[str, TensorSpec], *, holder: str) -> None:
-    """Raise a WeightSyncError that names the first tensors of `holder` that differ from its layout."""
-    differences = list(_differences(holding.tensors, actual))
+def check_holding(
+    holding: Holding, actual: Mapping[str, TensorSpec], *, holder: str, unplanned: tuple[str, ...] = ()
+) -> None:
+    """Raise a WeightSyncError that names the first tensors of `holder` that differ from its layout.
+
+    Tensors whose names begin with one of `unplanned` are the holder's own.
+    """
+    planned = {name: spec for name, spec in actual.items() if not name.startswith(unplanned)}
+    differences = list(_differences(holding.tensors, planned))
     if differences:
         raise WeightSyncError(f"{holder} does not match its layout: {first_few(differences)}")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Gpu, Layout, Link, Locations, on_gpus
@@ -52,6 +53,11 @@ class TransferSpec:
         if self.is_cpu_engine and not self.shares_devices:
             return Link.PROCESS
         return min(self.farthest_read, Link.DEVICE if self.is_cpu_engine else Link.NODE)
+
+    @property
+    def unplanned(self) -> tuple[str, ...]:
+        """Beginnings of the names of parameters that engines have loaded and keep."""
+        return family_of(self.shape).engine.unplanned
 
     @property
     def num_targets(self) -> int:

@@ -1,0 +1,171 @@
+"""Images of prompts: files and bytes become pixels once, which the run keeps and engines and trainers read.
+
+An image is untrusted: its size is read before it is decoded, and only formats of still pictures are. It is resized as
+the model's own processor would, and kept in a file that is named by the digest of its pixels. Numpy and Pillow alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from megarl.errors import DataError
+from megarl.families.shape import VisionShape
+from megarl.types import FloatArray
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""[height, width, 3]"""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_FILE = "preprocessor_config.json"
+_MOST_BYTES = 64 * 2**20
+_MOST_SOURCE_PIXELS = 64 * 10**6
+"""A picture of a phone has 12 to 50 million; decoded, as many take 192 MB."""
+_MOST_ASPECT = 200
+"""As in transformers' processor."""
+_DIGEST_BYTES = 16
+
+
+class ImageError(DataError):
+    """An image that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProcessor:
+    """Makes what a tower sees of an image; the numbers are those of the model's folder."""
+
+    vision: VisionShape
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, folder: Path, vision: VisionShape, *, max_image_pixels: int | None = None) -> ImageProcessor:
+        """Read the model's processor; `max_image_pixels` lowers the size of images that it allows."""
+        path = folder / _FILE
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ImageError(f"{path} is missing; without it nobody knows how the model's images are made") from None
+        except ValueError as error:
+            raise ImageError(f"{path} is not JSON: {error}") from None
+        size, step = fields.get("size") or {}, vision.token_pixels
+        least = fields.get("min_pixels") or size.get("shortest_edge") or 4 * step**2
+        most = fields.get("max_pixels") or size.get("longest_edge") or 1280 * step**2
+        for key, own in (("patch_size", vision.patch), ("merge_size", vision.merge)):
+            if fields.get(key, own) != own:
+                raise ImageError(f"{path}: {key} is {fields[key]}, that of the tower {own}")
+        most = most if max_image_pixels is None else min(most, max_image_pixels)
+        if most < step**2:
+            raise ImageError(f"data.max_image_pixels {most} is less than one token, {step} x {step} pixels")
+        mean, std = fields.get("image_mean", [0.5] * 3), fields.get("image_std", [0.5] * 3)
+        return cls(vision=vision, min_pixels=min(least, most), max_pixels=most, mean=tuple(mean), std=tuple(std))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that an image is resized to: whole tokens, within the bounds."""
+        if max(height, width) > _MOST_ASPECT * min(height, width):
+            raise ImageError(f"{width} x {height} pixels: one side is more than {_MOST_ASPECT} times the other")
+        step, area = self.vision.token_pixels, height * width
+        rows, columns = round(height / step), round(width / step)
+        if rows * columns * step**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / area)
+            rows, columns = (math.ceil(side * grow / step) for side in (height, width))
+        if rows * columns * step**2 > self.max_pixels:
+            shrink = math.sqrt(area / self.max_pixels)
+            rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
+        return rows * step, columns * step
+
+    def pixels(self, raw: bytes) -> Pixels:
+        """Return a decoded image in the size that the tower sees."""
+        image = decode(raw)
+        height, width = self.size(image.height, image.width)
+        return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+    def patches(self, pixels: Pixels) -> FloatArray:
+        """Return the numbers that the tower reads, those of a token's patches together. [patches, patch width]"""
+        vision = self.vision
+        colours: FloatArray = pixels.astype(np.float32) * np.float32(1 / 255)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        scaled: FloatArray = np.divide(colours - mean, std, dtype=np.float32)
+        rows, columns = (side // vision.token_pixels for side in pixels.shape[:2])
+        # [row, patch of the row, pixel, column, patch of the column, pixel, colour]
+        split = scaled.reshape(rows, vision.merge, vision.patch, columns, vision.merge, vision.patch, 3)
+        ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)
+        copies = np.repeat(ordered[:, :, :, :, :, None], vision.frames, axis=5)
+        return np.ascontiguousarray(copies.reshape(-1, vision.patch_width))
+
+
+def decode(raw: bytes) -> Image.Image:
+    """Return an image upright and in three colours; refuse what is no picture, is damaged or too large to decode."""
+    if len(raw) > _MOST_BYTES:
+        raise ImageError(f"{len(raw)} bytes, more than {_MOST_BYTES}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(raw), formats=FORMATS)
+            if image.width * image.height > _MOST_SOURCE_PIXELS:
+                raise ImageError(f"{image.width} x {image.height} pixels, more than {_MOST_SOURCE_PIXELS:,}")
+            if (num_frames := getattr(image, "n_frames", 1)) > 1:
+                raise ImageError(f"{num_frames} pictures in one file; videos are not supported")
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError) as error:
+        # Pillow raises each of these for some damaged file.
+        raise ImageError(f"not a readable image ({', '.join(FORMATS)}): {type(error).__name__}: {error}") from None
+
+
+def digest_of(pixels: Pixels) -> str:
+    """Return the name of an image: its pixels and its size."""
+    hashed = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=_DIGEST_BYTES)
+    hashed.update(np.ascontiguousarray(pixels).data)
+    return hashed.hexdigest()
+
+
+class ImageStore:
+    """The images of a run, each once, in files that any program shows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, digest: str) -> Path:
+        if len(digest) != 2 * _DIGEST_BYTES or not set(digest) <= set("0123456789abcdef"):
+            raise ImageError(f"{digest[:80]!r} is no digest of an image")
+        return self.folder / f"{digest}.png"
+
+    def put(self, pixels: Pixels) -> str:
+        """Keep an image and return its digest; one that is there already stays."""
+        digest = digest_of(pixels)
+        path = self.path(digest)
+        if path.exists():
+            return digest
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        with os.fdopen(descriptor, "wb") as file:
+            Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+        Path(name).replace(path)
+        return digest
+
+    def read(self, digest: str) -> Pixels:
+        """Return the pixels; a missing or changed file is an error."""
+        path = self.path(digest)
+        try:
+            with Image.open(path, formats=("PNG",)) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ImageError(f"{path}: the image of a prompt cannot be read: {error}") from None
+        if digest_of(pixels) != digest:
+            raise ImageError(f"{path}: the image was changed; its pixels have another digest")
+        return pixels

@@ -156,6 +156,12 @@ MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, records experts,
 or has windows on a GPU."""
 
+IMAGE_PROCESSORS = EnvVar(
+    name="SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE",
+    default="",
+    reason="Set for engines that take images: the package whose processors replace those of SGLang.",
+)
+
 SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # SGLang would refuse GPUs of which one has less free memory, because a trainer has not left it yet.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -223,7 +229,13 @@ def nccl_log(path: Path) -> dict[str, str]:
 
 
 def engine_environment(
-    *, device: str, tensor: int, interface: str | None, shares_devices: bool = False, has_own_classes: bool = False
+    *,
+    device: str,
+    tensor: int,
+    interface: str | None,
+    shares_devices: bool = False,
+    has_own_classes: bool = False,
+    takes_images: bool = False,
 ) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
     environment = {
@@ -236,6 +248,8 @@ def engine_environment(
         environment |= {GLOO_INTERFACE.name: interface, **nccl_interface(interface)}
     if has_own_classes:
         environment |= MODEL_CLASSES_ENVIRONMENT
+    if takes_images:
+        environment[IMAGE_PROCESSORS.name] = "megarl.engine.image_processors"
     if device == "cuda":
         environment |= kernel_caches()
     if device == "cpu":

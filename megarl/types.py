@@ -8,7 +8,7 @@ All numbers per token are listed in `tokens.COLUMNS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, TypeAlias
@@ -37,7 +37,7 @@ class ImagePlace:
     """An image among tokens, and its tokens there: rows of columns, one after the other."""
 
     digest: str
-    """That of its pixels, by which the run's store names it."""
+    """A digest of its pixels, by which the run's store names it."""
     start: int
     """The first of its tokens."""
     num_rows: int
@@ -75,7 +75,7 @@ class Prompt:
     rejected: TokenArray | None = None
     """An answer that is worse than the demonstration, end token included."""
     images: tuple[ImagePlace, ...] = ()
-    """In the order of their tokens."""
+    """Images among the tokens, in their order."""
 
 
 class FinishReason(StrEnum):
@@ -257,7 +257,7 @@ class TrainSample:
     returns: FloatArray | None = None
     """[T], what the critic learns."""
     images: tuple[ImagePlace, ...] = ()
-    """Those of the prompt."""
+    """Images of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +297,7 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
     shared: SharedPositions | None = None
     """None where every position is computed."""
     images: tuple[ImagePlace, ...] = ()
-    """In the order of their places."""
+    """Images among the tokens, in their order."""
 
     @property
     def targets(self) -> TokenArray:
@@ -314,19 +314,26 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
 
     @property
     def places_in_space(self) -> npt.NDArray[np.int32]:
-        """[3, N], the time, row and column of each token; all three are its position where no image is before it.
+        """[3, N], see the function."""
+        return places_in_space(self.positions, self.sequence_starts, self.images)
 
-        An image takes as much time as the longer of its sides has tokens.
-        """
-        places = np.repeat(self.positions[None], 3, axis=0)
-        ends = self.sequence_starts[np.searchsorted(self.sequence_starts, [i.start for i in self.images], "right")]
-        for image, end in zip(self.images, ends, strict=True):
-            own, order = slice(image.start, image.end), np.arange(image.num_tokens)
-            first = int(places[0, image.start])
-            inside = (np.zeros_like(order), order // image.num_columns, order % image.num_columns)
-            places[:, own] = first + np.stack(inside)
-            places[:, image.end : end] += max(image.num_rows, image.num_columns) - image.num_tokens
-        return places
+
+def places_in_space(
+    positions: npt.NDArray[np.int32], sequence_starts: npt.NDArray[np.int32], images: Sequence[ImagePlace]
+) -> npt.NDArray[np.int32]:
+    """Return the time, row and column of each token; all three are its position where no image is before it. [3, N]
+
+    An image takes as much time as the longer of its sides has tokens.
+    """
+    places = np.repeat(positions[None], 3, axis=0)
+    ends = sequence_starts[np.searchsorted(sequence_starts, [image.start for image in images], "right")]
+    for image, end in zip(images, ends, strict=True):
+        own, order = slice(image.start, image.end), np.arange(image.num_tokens)
+        first = int(places[0, image.start])
+        inside = (np.zeros_like(order), order // image.num_columns, order % image.num_columns)
+        places[:, own] = first + np.stack(inside)
+        places[:, image.end : end] += max(image.num_rows, image.num_columns) - image.num_tokens
+    return places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

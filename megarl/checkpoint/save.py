@@ -50,7 +50,7 @@ _COPIED = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
-    "*preprocessor_config.json",
+    "*processor_config.json",
     "*.model",
 )
 """Files that a model folder needs beside the weights."""

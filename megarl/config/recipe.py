@@ -105,8 +105,13 @@ class DataConfig(Section):
     """Column that rewards compare with; numbers and lists become JSON. null: there is none."""
     source_key: Annotated[str, Field(min_length=1)] = "data_source"
     """Column that names the kind of task; where it is missing, the file's name is used."""
+    images_key: Annotated[str, Field(min_length=1)] | None = "images"
+    """Column with the images of a row, in the order of their places (`<image>`, or content parts of type image): bytes,
+    paths (relative to the file), or structs with one of these. null: images are ignored."""
+    max_image_pixels: PositiveInt | None = None
+    """Larger images are made smaller. null: only those that the model's own processor finds too large."""
     max_prompt_tokens: PositiveInt = 1024
-    """Length of the longest prompt, after the chat template."""
+    """Length of the longest prompt, after the chat template, with the tokens of its images."""
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
     """The treatment of a prompt above max_prompt_tokens: the run is refused, or goes on without it."""
     is_shuffled: bool = True
@@ -423,6 +428,11 @@ class Recipe(Section):
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
+
+    @property
+    def images_folder(self) -> Path:
+        """The images of the run's prompts, which ranks and engines read."""
+        return self.run_folder.absolute() / "images"
 
     @property
     def data_parallel(self) -> int:

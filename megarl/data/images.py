@@ -13,7 +13,9 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,7 +25,7 @@ from PIL import Image, ImageOps
 
 from megarl.errors import DataError
 from megarl.families.shape import VisionShape
-from megarl.types import FloatArray
+from megarl.types import FloatArray, ImagePlace, TokenArray
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """[height, width, 3]"""
@@ -34,7 +36,7 @@ _MOST_BYTES = 64 * 2**20
 _MOST_SOURCE_PIXELS = 64 * 10**6
 """A picture of a phone has 12 to 50 million; decoded, as many take 192 MB."""
 _MOST_ASPECT = 200
-"""As in transformers' processor."""
+"""The limit of transformers' processor."""
 _DIGEST_BYTES = 16
 
 
@@ -132,6 +134,55 @@ def digest_of(pixels: Pixels) -> str:
     hashed = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=_DIGEST_BYTES)
     hashed.update(np.ascontiguousarray(pixels).data)
     return hashed.hexdigest()
+
+
+ImageSource: TypeAlias = bytes | Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReader:
+    """Puts the images of rows in their places among tokens, and into the run's store."""
+
+    model: Path
+    vision: VisionShape
+    max_pixels: int | None = None
+    store: Path | None = None
+    """None: images are checked and not kept."""
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        return ImageProcessor.of(self.model, self.vision, max_image_pixels=self.max_pixels)
+
+    def placed(self, token_ids: TokenArray, images: Sequence[ImageSource]) -> tuple[TokenArray, tuple[ImagePlace, ...]]:
+        """Return the tokens with as many for each image as it has, in place of one, and where they are."""
+        token, parts, places = self.vision.image_token, list[TokenArray](), list[ImagePlace]()
+        at = np.flatnonzero(token_ids == token)
+        if len(at) != len(images):
+            raise ImageError(
+                f"{len(images)} images, and {len(at)} places for them in the rendered prompt; "
+                "write <image> in a message for each, or a content part of type image"
+            )
+        start = num_before = 0
+        for number, (place, source) in enumerate(zip(at.tolist(), images, strict=True)):
+            try:
+                pixels = self.processor.pixels(source if isinstance(source, bytes) else _read(source))
+            except ImageError as error:
+                raise ImageError(f"image {number}: {error}") from None
+            rows, columns = (side // self.vision.token_pixels for side in pixels.shape[:2])
+            digest = digest_of(pixels) if self.store is None else ImageStore(self.store).put(pixels)
+            parts += [token_ids[start:place], np.full(rows * columns, token, np.int32)]
+            first = num_before + place - start
+            places.append(ImagePlace(digest=digest, start=first, num_rows=rows, num_columns=columns))
+            start, num_before = place + 1, first + rows * columns
+        return np.concatenate([*parts, token_ids[start:]]), tuple(places)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ImageError(f"{path}: {error.strerror}") from None
 
 
 class ImageStore:

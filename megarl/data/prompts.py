@@ -23,6 +23,7 @@ import numpy as np
 
 from megarl.config.algorithm import RowKind
 from megarl.config.recipe import DataConfig
+from megarl.data.images import ImageError, ImageReader
 from megarl.data.rows import (
     DataRow,
     RowBatch,
@@ -42,6 +43,7 @@ from megarl.types import (
     DEMONSTRATION,
     BoolArray,
     FinishReason,
+    ImagePlace,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -56,6 +58,7 @@ _T = TypeVar("_T")
 
 _ROWS_PER_WORKER = 8192
 """Fewer rows are tokenised in less time than a worker process takes to start."""
+_IMAGE_ROWS_PER_WORKER = 256
 _MAX_WORKERS = 16
 _PARTS_PER_WORKER = 4
 """Batches of rows that wait for each worker: more would only take memory."""
@@ -78,6 +81,7 @@ class PromptSet:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             parts = [prompt.uid.encode(), prompt.token_ids.tobytes(), prompt.ground_truth.encode()]
+            parts += [image.digest.encode() for image in prompt.images]
             arrays = (prompt.demonstration, prompt.demonstration_mask, prompt.rejected)
             parts += [b"" if array is None else array.tobytes() for array in arrays]
             for part in parts:
@@ -95,6 +99,8 @@ class PromptReader:
     """The limit of given answers."""
     as_chats: bool = False
     """An answer of a pair goes on to where the template ends the chat, as a reward model reads it on engines."""
+    images: ImageReader | str = "the model sees none"
+    """A text says why there can be none."""
     keeps_all: bool = True
     """False keeps the first prompt of each data source: the others are checked and counted."""
 
@@ -139,8 +145,9 @@ class PromptReader:
     def _parts(self, files: Sequence[Path], tokenizer: Tokenizer, num_rows: int) -> Iterator[tuple[Path, _Part]]:
         """Yield the parts in the order of the rows; those of many rows are made in worker processes."""
         keys = [*row_keys(self.config), *((self.config.chosen_key, self.config.rejected_key) * (self.kind == "pairs"))]
-        batches = row_batches(files, keys)
-        num_workers = min(_num_cores(), _MAX_WORKERS, num_rows // _ROWS_PER_WORKER)
+        batches = row_batches(files, keys, images_key=self.config.images_key)
+        per_worker = _ROWS_PER_WORKER if isinstance(self.images, str) else _IMAGE_ROWS_PER_WORKER
+        num_workers = min(_num_cores(), _MAX_WORKERS, num_rows // per_worker)
         if num_workers <= 1:
             yield from ((batch.path, self.part(tokenizer, batch)) for batch in batches)
             return
@@ -171,8 +178,14 @@ class PromptReader:
         questions, answers = _encode(tokenizer, rows, as_chats=self.as_chats)
         remaining = iter(answers)
         prompts: list[Prompt] = []
-        for row, token_ids in zip(rows, questions, strict=True):
+        wrong: list[str] = []
+        for row, question in zip(rows, questions, strict=True):
             demonstration, mask = next(remaining) if row.continuation else (None, None)
+            try:
+                token_ids, images = self._with_images(row, question)
+            except ImageError as error:
+                wrong.append(f"{batch.path} row {row.uid.rpartition(':')[2]}, column {config.images_key}: {error}")
+                continue
             prompts.append(
                 Prompt(
                     uid=row.uid,
@@ -185,9 +198,17 @@ class PromptReader:
                     messages=row.chat,
                     demonstration=demonstration,
                     demonstration_mask=mask,
+                    images=images,
                 )
             )
-        return prompts, []
+        return prompts, wrong
+
+    def _with_images(self, row: DataRow, token_ids: TokenArray) -> tuple[TokenArray, tuple[ImagePlace, ...]]:
+        if isinstance(self.images, ImageReader):
+            return self.images.placed(token_ids, row.images)
+        if row.images:
+            raise ImageError(f"{len(row.images)} images, and {self.images}; set data.images_key to null to ignore them")
+        return token_ids, ()
 
     @property
     def _limits(self) -> tuple[_Limit, ...]:

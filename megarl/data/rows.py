@@ -24,6 +24,9 @@ from megarl.types import JsonValue
 _EXTRA = "extra_info"
 
 _ROWS_PER_READ = 1024
+_IMAGE_ROWS_PER_READ = 16
+_MARK = "<image>"
+"""Stands for an image in a message, as in data sets for verl."""
 _CONVERTIBLE = (".jsonl", ".json", ".csv", ".arrow")
 _NUM_LOOKED_AT = 64
 _TEMPLATE_MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>", "<\uff5cUser\uff5c>")
@@ -42,6 +45,8 @@ class DataRow:
     continuation: tuple[Mapping[str, JsonValue], ...]
     """The rest of the conversation: answers to imitate, and messages between them. Empty unless rows are read as
     demonstrations."""
+    images: tuple[bytes | Path, ...] = ()
+    """One for each of the chat's parts of type image, in order."""
 
 
 def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[DataRow]:
@@ -72,19 +77,27 @@ class RowBatch:
 
 def row_keys(config: DataConfig) -> tuple[str, ...]:
     """Return the columns, or fields of columns, that rows are made of."""
-    keys = (config.prompt_key, config.response_key, config.source_key, config.ground_truth_key, _EXTRA)
+    keys = (
+        config.prompt_key,
+        config.response_key,
+        config.source_key,
+        config.ground_truth_key,
+        config.images_key,
+        _EXTRA,
+    )
     return tuple(key for key in keys if key is not None)
 
 
-def row_batches(files: Sequence[Path], keys: Sequence[str]) -> Iterator[RowBatch]:
-    """Yield all rows in order; one batch after the other is in memory."""
+def row_batches(files: Sequence[Path], keys: Sequence[str], *, images_key: str | None = None) -> Iterator[RowBatch]:
+    """Yield all rows in order; one batch after the other is in memory. Rows with images are few at a time."""
     columns = dict.fromkeys(part for key in keys for part in (key, key.partition(".")[0]))
     for path, name in zip(files, _file_names(files), strict=True):
         first = 0
         try:
             with pq.ParquetFile(path) as file:
                 present = [column for column in columns if column in file.schema_arrow.names]
-                for rows in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
+                num_rows = _IMAGE_ROWS_PER_READ if images_key in present else _ROWS_PER_READ
+                for rows in file.iter_batches(batch_size=num_rows, columns=present):
                     yield RowBatch(path=path, name=name, first=first, rows=rows)
                     first += len(rows)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -97,7 +110,8 @@ def checked_rows(batch: RowBatch, config: DataConfig, *, as_demonstrations: bool
     errors: list[str] = []
     for number, raw in enumerate(_raw(batch), start=batch.first):
         try:
-            rows.append(_row(raw, f"{batch.name}:{number}", config, as_demonstrations=as_demonstrations))
+            row = _row(raw, f"{batch.name}:{number}", config, as_demonstrations=as_demonstrations)
+            rows.append(_with_images(row, raw, config, folder=batch.path.parent))
         except _RowError as error:
             errors.append(f"{batch.path} row {number}, {error}")
     return rows, errors
@@ -162,7 +176,7 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
         _Column(
             name=config.prompt_key,
             accepts=lambda kind: _is_text(kind) or _is_chat(kind),
-            wanted="a string, or a list of messages with role and content strings",
+            wanted="a string, or a list of messages with role and content strings, or parts of content",
             remedy="; data.prompt_key names the column",
         ),
         _Column(name=config.response_key, accepts=_is_text, wanted="a string", is_required=False),
@@ -176,6 +190,17 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
         *(
             _truth_column(key, is_required=not as_demonstrations)
             for key in (config.ground_truth_key,)
+            if key is not None
+        ),
+        *(
+            _Column(
+                name=key,
+                accepts=lambda kind: pa.types.is_null(kind) or (_is_list(kind) and _is_image(kind.value_type)),
+                wanted="a list of images: bytes, paths, or structs with bytes or path",
+                is_required=False,
+                remedy="; data.images_key names the column, null where there is none",
+            )
+            for key in (config.images_key,)
             if key is not None
         ),
         _Column(
@@ -267,6 +292,36 @@ def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demon
     )
 
 
+def _with_images(row: DataRow, raw: Mapping[str, JsonValue], config: DataConfig, *, folder: Path) -> DataRow:
+    """Return the row with its images, and parts of content where messages have marks for them."""
+    listed = None if config.images_key is None else _value(raw, config.images_key)
+    if not listed:
+        return row
+    if config.template == "raw":
+        raise _RowError(f"column {config.images_key}: data.template raw has no places for images; set it to chat")
+    assert isinstance(listed, list), f"{config.images_key} is a {type(listed).__name__}, the schema has a list"
+    images = tuple(_image(each, number, config, folder) for number, each in enumerate(listed))
+    return replace(row, chat=tuple(map(_in_parts, row.chat)), images=images)
+
+
+def _image(value: object, number: int, config: DataConfig, folder: Path) -> bytes | Path:
+    content = (value.get("bytes") or value.get("path")) if isinstance(value, dict) else value
+    if not content or not isinstance(content, bytes | str):
+        raise _RowError(f"column {config.images_key}: image {number} has neither bytes nor a path")
+    return content if isinstance(content, bytes) else folder / content
+
+
+def _in_parts(message: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    content = message["content"]
+    if not isinstance(content, str) or _MARK not in content:
+        return message
+    parts: list[JsonValue] = []
+    for number, text in enumerate(content.split(_MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
+
+
 def _truth(raw: Mapping[str, JsonValue], key: str | None, *, is_required: bool) -> str:
     """Return the ground truth as text: a string as it is, anything else as JSON."""
     value = None if key is None else _value(raw, key)
@@ -305,12 +360,22 @@ def _chat(value: JsonValue, config: DataConfig) -> tuple[Mapping[str, JsonValue]
 def _message(value: JsonValue, column: str, place: int) -> Mapping[str, JsonValue]:
     # Parquet gives every message the keys of all messages; missing ones are null.
     message = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    if isinstance(parts := message.get("content"), list):
+        message["content"] = _content(parts)
     if "tool_calls" in message:
         message.setdefault("content", "")
     for key in ("role", "content"):
         if key not in message:
             raise _RowError(f"column {column}: message {place} has no {key}; give it a string")
     return message
+
+
+def _content(value: list[JsonValue]) -> str | list[JsonValue]:
+    """Return parts of content without their missing fields; a string where all of them are texts."""
+    parts = [{key: item for key, item in part.items() if item is not None} for part in value if isinstance(part, dict)]
+    if all(part.get("type", "text") == "text" for part in parts):
+        return "".join(str(part.get("text", "")) for part in parts)
+    return [dict(part) for part in parts]
 
 
 def _first_answer(chat: Sequence[Mapping[str, JsonValue]], config: DataConfig) -> int:
@@ -354,7 +419,17 @@ def _is_object(kind: pa.DataType) -> bool:
 
 
 def _is_chat(kind: pa.DataType) -> bool:
-    return _is_list(kind) and _has_text(kind.value_type, "role") and _has_text(kind.value_type, "content")
+    if not _is_list(kind) or not _has_text(kind.value_type, "role"):
+        return False
+    content = _field(kind.value_type, "content")
+    is_parts = content is not None and _is_list(content) and _has_text(content.value_type, "type")
+    return is_parts or _has_text(kind.value_type, "content")
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(_is_image(field.type) for field in kind if field.name in ("bytes", "path"))
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or _is_text(kind))
 
 
 def _has_text(kind: pa.DataType, key: str) -> bool:

@@ -69,7 +69,7 @@ class ShareSample:
     is_whole: bool
     """The sample has no other row, and the prompt is not part of it."""
     images: tuple[ImagePlace, ...] = ()
-    """Those of the prompt; () where the row has a context of its own."""
+    """Images of the prompt; () where the row has a context of its own."""
 
     @property
     def first(self) -> int:

@@ -17,10 +17,11 @@ from secrets import token_hex
 from megarl.config.section import Device
 from megarl.engine.batches import Generated, RequestBatches
 from megarl.engine.http import EngineHttp, HttpError, HttpReply, Send
+from megarl.engine.image_requests import image_data
 from megarl.errors import EngineError
 from megarl.routes import RouteRequest
 from megarl.system.secret import Secret
-from megarl.types import JsonValue, PolicyVersion
+from megarl.types import ImagePlace, JsonValue, PolicyVersion
 
 CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -96,6 +97,7 @@ class GenerateRequest:
     """Name of the loaded adapter to compute with; None is the base."""
     returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw
     routes: RouteRequest | None = None
+    images: tuple[ImagePlace, ...] = ()
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -120,6 +122,8 @@ class GenerateRequest:
             request["return_prompt_token_ids"] = True
         if self.routes is not None:
             request |= {"return_routed_experts": True, "routed_experts_start_len": self.routes.first}
+        if self.images:
+            request["image_data"] = image_data(self.images)
         if self.cache_key is not None:
             request["extra_key"] = self.cache_key
         if self.session_id is not None:

@@ -25,6 +25,7 @@ from megarl.config.native import JSON, read_library
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
+from megarl.engine.image_requests import image_words
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.engine.log import EngineLog
 from megarl.env import engine_environment
@@ -101,6 +102,7 @@ class EngineSpec:
     has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
     options: tuple[str, ...] = ()  # words of the command line that its family needs
     is_text_alone: bool = False  # the folder has what sees images, and the engine has not
+    images: Path | None = None  # the store of the images in requests; None: requests are text alone
     is_dequantized: bool = False  # the folder may have quantized files, and the engine has none
 
     @property
@@ -161,6 +163,7 @@ class EngineProcess:
                 interface=interface_of(self.spec.host),
                 shares_devices=self.spec.shares_devices,
                 has_own_classes=self.spec.has_own_classes,
+                takes_images=self.spec.images is not None,
             ),
             output=subprocess.PIPE,
         )
@@ -298,6 +301,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     words = [str(word) for option in options.items() for word in option]
     words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     words += [] if spec.device == "cpu" else _graph_words(config)
+    words += [] if spec.images is None else image_words(spec.images)
     module = "cpu" if spec.device == "cpu" else "server"
     words += [*flags, *spec.options, *_native_words(config.sglang)]
     return [sys.executable, "-m", f"megarl.engine.{module}", *words]
@@ -450,8 +454,8 @@ def family_options(shape: ModelShape, device: Device) -> tuple[str, ...]:
 
 
 def serves_text_alone(shape: ModelShape) -> bool:
-    """Whether the folders of a model have what sees images, which its engines leave out."""
-    return family_of(shape).engine.is_text_alone
+    """Whether the folders of a model have what sees images, and engines that get text alone leave it out."""
+    return family_of(shape).engine.is_text_alone or shape.vision is not None
 
 
 def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:

@@ -54,6 +54,10 @@ class Expectation:
     echo: tuple[int, ...] | None = None
     """The tokens that were sent, where the reply has to have those that the engine saw."""
     routes: RouteRequest | None = None
+    images: tuple[str, ...] = ()
+    """The digests of the images that were named in the request."""
+    num_prompt: int | None = None
+    """Tokens of the prompt that the engine has to have counted; None: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +126,8 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: _FlatLogprobs | list[_TokenLogprob] | None = None
     routed_experts: bytes | None = None
     cached_tokens: _Int32 | None = None
+    prompt_tokens: _Int32 | None = None
+    megarl_read_images: list[str] = []
 
 
 class _Reply(msgspec.Struct):
@@ -143,6 +149,7 @@ def read_response(content: bytes, expected: Expectation) -> Response:
     if expected.echo is not None:
         _check_echo(reply.prompt_token_ids, expected.echo)
     finish_reason = _finish_reason(meta.finish_reason, expected)
+    _check_images(meta, expected)
     is_cut = finish_reason is FinishReason.ABORT
     token_ids = _token_ids(reply, expected, fewest=0 if is_cut else 1)
     # A request that was aborted before its first token has no log-probabilities.
@@ -177,6 +184,15 @@ def _check_echo(seen: list[int] | None, sent: Sequence[int]) -> None:
         raise BadReplyError(
             f"the engine saw {len(seen)} prompt tokens, {len(sent)} were sent; they differ from {place}"
         )
+
+
+def _check_images(meta: _Meta, expected: Expectation) -> None:
+    """Refuse a response to other images, or to a prompt of another length, than those that it will be trained with."""
+    read = tuple(meta.megarl_read_images)
+    if read != expected.images and meta.finish_reason.type != FinishReason.ABORT:
+        raise BadReplyError(f"the engine read the images {list(read)}, sent were {list(expected.images)}")
+    if expected.num_prompt is not None and meta.prompt_tokens not in (None, expected.num_prompt):
+        raise BadReplyError(f"the engine counts {meta.prompt_tokens} prompt tokens, sent were {expected.num_prompt}")
 
 
 def _finish_reason(finish: _Finish, expected: Expectation) -> FinishReason:

@@ -33,7 +33,8 @@ import orjson
 import yaml
 
 from megarl.engine.batches import PARTIAL, Line
-from megarl.env import ONE_CARD, agent_store, own_host, update_environment
+from megarl.engine.image_requests import READ_IMAGES
+from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if ONE_CARD.read():
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called in each iteration of the loop of a paused scheduler."""
 _PAUSED_POLL_S = 0.005
+_PROCESSOR = "sglang.srt.managers.tokenizer_manager.get_processor_wrapper"
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info"
 
 
@@ -74,12 +76,18 @@ def register() -> None:
         return  # an older release, whose replies have lists
     HookRegistry.register(_TARGET, add_flat_logprobs, HookType.AROUND)
     HookRegistry.register(_PAUSED_LOOP, wait_while_paused, HookType.AROUND)
+    if IMAGE_PROCESSORS.read():
+        HookRegistry.register(_PROCESSOR, no_processor, HookType.AROUND)
 
 
 def wait_while_paused(record: Callable[[object], None], scheduler: object) -> None:
     """Give the core away for a moment."""
     record(scheduler)
     time.sleep(_PAUSED_POLL_S)
+
+
+def no_processor(_: Callable[[], object]) -> None:
+    """Make no processor of transformers: images come processed, and some need packages that are not here."""
 
 
 def add_flat_logprobs(
@@ -93,6 +101,8 @@ def add_flat_logprobs(
 ) -> None:
     """Write the log-probabilities of the output into `meta_info`, once, when the response is complete."""
     request = state.obj
+    if (images := getattr(request, READ_IMAGES, None)) is not None:
+        meta_info[READ_IMAGES] = images
     is_plain = not top_logprobs_num and token_ids_logprob is None and not return_text_in_logprobs
     is_flat = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
     if is_flat and request.stream and meta_info["finish_reason"] is None:

@@ -15,17 +15,7 @@ from megarl.families.llama import Llama
 from megarl.families.mistral import Mistral
 from megarl.families.mixtral import Mixtral
 from megarl.families.phi3 import Phi3
-from megarl.families.qwen2 import Qwen2
-from megarl.families.qwen2_5_vl import Qwen25Vl
-from megarl.families.qwen2_moe import Qwen2Moe
-from megarl.families.qwen3 import Qwen3
-from megarl.families.qwen3_5 import Qwen35
-from megarl.families.qwen3_5_moe import Qwen35Moe
-from megarl.families.qwen3_5_moe_text import Qwen35MoeText
-from megarl.families.qwen3_5_text import Qwen35Text
-from megarl.families.qwen3_moe import Qwen3Moe
-from megarl.families.qwen3_next import Qwen3Next
-from megarl.families.qwen3_vl import Qwen3Vl
+from megarl.families.qwen import QWEN
 from megarl.families.shape import ModelShape
 
 FAMILIES: tuple[Family, ...] = (
@@ -38,17 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     Mistral(),
     Mixtral(),
     Phi3(),
-    Qwen2(),
-    Qwen25Vl(),
-    Qwen2Moe(),
-    Qwen3(),
-    Qwen3Moe(),
-    Qwen3Next(),
-    Qwen3Vl(),
-    Qwen35(),
-    Qwen35Moe(),
-    Qwen35MoeText(),
-    Qwen35Text(),
+    *QWEN,
 )
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 PUBLIC_MODELS: Mapping[str, ModelShape] = {name: shape for family in FAMILIES for name, shape in family.models.items()}

@@ -2,8 +2,8 @@
 
 How a file is written
 ---------------------
-A file has one subclass of `Family`; `families/__init__.py` lists it, and nothing else outside of tests, recipes and
-documentation names it.
+A file has one subclass of `Family`; `families/__init__.py` or `qwen.py` lists it, and nothing else outside of tests,
+recipes and documentation names it.
 
 1. `name` is the `model_type` of config.json, `architecture` the class of transformers and SGLang.
 2. `read` makes a `ModelShape` of config.json, and refuses in one line what trainer or engine would compute

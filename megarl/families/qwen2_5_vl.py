@@ -30,7 +30,7 @@ _TINY = {"num_layers": 2, "hidden": 32, "ffn": 64, "heads": 2}
 class Qwen25Vl(Family):
     name = "qwen2_5_vl"
     architecture = "Qwen2_5_VLForConditionalGeneration"
-    engine = EngineTraits(module="qwen2_5_vl", unplanned=UNPLANNED, is_text_alone=True)
+    engine = EngineTraits(module="qwen2_5_vl", unplanned=UNPLANNED)
     kept = TOWER
     refuses: ClassVar[Mapping[Feature, str]] = REFUSES
 

@@ -31,7 +31,7 @@ from megarl.families.shape import ModelShape, public_shape
 class Qwen3Vl(Family):
     name = "qwen3_vl"
     architecture = "Qwen3VLForConditionalGeneration"
-    engine = EngineTraits(module="qwen3_vl", unplanned=UNPLANNED, is_text_alone=True)
+    engine = EngineTraits(module="qwen3_vl", unplanned=UNPLANNED)
     kept = TOWER
     root = "model.language_model."
     refuses: ClassVar[Mapping[Feature, str]] = REFUSES

@@ -228,10 +228,7 @@ class _Starter:
         folder: Path,
         refill: Callable[[Rank], bool] = lambda _: True,  # frozen models stay as they are
     ) -> RankGroup[Rank]:
-        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each.
-
-        What a model is not trained in comes from `folder`.
-        """
+        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]
         grouped = partial(
             RankGroup[Rank],
@@ -249,20 +246,7 @@ class _Starter:
                 self.stack.push_async_callback(adopted.end)
                 return adopted
             await adopted.end()
-        spec = RankSpec(
-            rank=0,
-            world=len(places.places),
-            master_address="",
-            master_port=0,
-            device=recipe.run.device,
-            split=split,
-            shape=shape,
-            seed=recipe.run.seed,
-            lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
-            has_float32_head=recipe.model.has_float32_head,
-            images=None if shape.vision is None else ImageFiles(model=folder.absolute(), store=images_of(recipe)),
-            timeout_s=recipe.train.deadline_s + _HANG_REPORT_S,
-        )
+        spec = self._spec(role, split, shape, world=len(places.places), folder=folder)
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
         named = type(f"{role.capitalize().replace('.', '_')}Rank", (RankHost,), {})
         remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
@@ -282,10 +266,23 @@ class _Starter:
         await group.start(build, spec)
         return group
 
-
-def images_of(recipe: Recipe) -> Path:
-    """Return the folder with the images of a run."""
-    return recipe.run_folder.absolute() / "images"
+    def _spec(self, role: str, split: ModelParallelConfig, shape: ModelShape, *, world: int, folder: Path) -> RankSpec:
+        """Return the arguments of the first rank; `folder` has what a model is not trained in."""
+        recipe = self.recipe
+        return RankSpec(
+            rank=0,
+            world=world,
+            master_address="",
+            master_port=0,
+            device=recipe.run.device,
+            split=split,
+            shape=shape,
+            seed=recipe.run.seed,
+            lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
+            has_float32_head=recipe.model.has_float32_head,
+            images=ImageFiles(model=folder.absolute(), store=recipe.images_folder),
+            timeout_s=recipe.train.deadline_s + _HANG_REPORT_S,
+        )
 
 
 def rank_log_name(role: str, rank: int) -> str:

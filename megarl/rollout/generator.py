@@ -293,6 +293,7 @@ class FleetGenerator:
             cache_key=str(version) if in_flight == "in_place" else None,
             returns_prompt=context.is_echoed,
             routes=routes,
+            images=context.prompt.images,
         )
         began = time.monotonic()
         heard = None
@@ -314,6 +315,8 @@ class FleetGenerator:
             in_flight=in_flight,
             echo=request.input_ids if context.is_echoed else None,
             routes=routes,
+            images=tuple(image.digest for image in context.prompt.images),
+            num_prompt=num_sent if context.prompt.images else None,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:

@@ -16,6 +16,7 @@ from megarl.checkpoint.manifest import TENSOR_SUFFIX, read_header
 from megarl.config.algorithm import RowKind
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
+from megarl.data.images import ImageReader
 from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, without_torch
 from megarl.episodes.play import tools_of
@@ -108,6 +109,7 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         kind="prompts",
         max_response_tokens=recipe.sampling.max_response_tokens,
         as_chats=is_scorer,
+        images=_image_reader(recipe, shape, is_kept=keeps_rows),
         keeps_all=keeps_rows,
     )
     train = replace(reader, kind=recipe.algorithm.needs.rows).read(data.train, tokenizer)
@@ -129,6 +131,26 @@ def read_inputs(recipe: Recipe, *, keeps_rows: bool = True) -> Inputs:
         eval=held_out["prompts"],
         eval_demonstrations=held_out["demonstrations"],
         eval_pairs=held_out["pairs"],
+    )
+
+
+def _image_reader(recipe: Recipe, shape: ModelShape, *, is_kept: bool) -> ImageReader | str:
+    """Return how prompts get their images, or why they can have none."""
+    if shape.vision is None:
+        return f"the model, a {shape.family}, sees none"
+    if recipe.environment is not None:
+        return "environments take text alone"
+    if recipe.roles.rollout is not None:
+        return "engines take text alone; sft and pairs on given answers train with images"
+    if recipe.algorithm.needs.is_scorer:
+        return "a reward model takes text alone"
+    if recipe.roles.frozen:
+        return f"roles.{next(iter(recipe.roles.frozen))} takes text alone"
+    return ImageReader(
+        model=recipe.model.path.absolute(),
+        vision=shape.vision,
+        max_pixels=recipe.data.max_image_pixels,
+        store=recipe.images_folder if is_kept else None,
     )
 
 

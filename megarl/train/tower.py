@@ -31,7 +31,7 @@ from megarl.weights.executors.hf import tensor_files
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_BYTES = 256 * 2**20
-"""Of outputs: hundreds of images, so that the passes of a step compute each once."""
+"""Outputs of hundreds of images, so that the passes of a step compute each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def image_tokens(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is added to some tokens of this rank behind the first layers."""
+    """Numbers that are added to some tokens of this rank behind the first layers."""
 
     places: Tensor  # [K], int64
     deep: tuple[Tensor, ...]  # [K, hidden] each, one for each of these layers

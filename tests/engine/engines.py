@@ -63,7 +63,9 @@ def serve(
     write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2, rope=rope)
     engine = family_of(shape).engine
     spec = engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert)
-    process = EngineProcess(replace(spec, options=engine.cpu_options, is_text_alone=engine.is_text_alone))
+    images = None if shape.vision is None else folder / "images"
+    spec = replace(spec, options=engine.cpu_options, is_text_alone=engine.is_text_alone, images=images)
+    process = EngineProcess(spec)
     process.start()
     asyncio.run(process.wait_ready())
     return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)

@@ -21,7 +21,7 @@ from megarl.config.model import read_model_shape
 from megarl.config.roles import ActorConfig, RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineKeys
 from megarl.engine.fleet import Fleet
-from megarl.engine.process import EngineProcess, EngineSpec, family_options
+from megarl.engine.process import EngineProcess, EngineSpec, family_options, serves_text_alone
 from megarl.engine.tool_commands import ToolControl, dump_file
 from megarl.errors import MegarlError, WeightSyncError, first_few, first_line
 from megarl.families import family_of
@@ -66,7 +66,9 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
         name = f"SGLang, TP{tensor}" + (f" EP{expert}" if expert > 1 else "")
         try:
             run, options = work / f"engine_{tensor}_{expert}", family_options(tiny, "cpu")
-            parameters = loaded_parameters(model, run, tensor=tensor, expert=expert, options=options)
+            parameters = loaded_parameters(
+                model, run, tensor=tensor, expert=expert, options=options, is_text_alone=serves_text_alone(tiny)
+            )
             yield _engine(name, tiny, numbers, parameters, expert=expert)
         except MegarlError as error:
             yield ProbeFinding(what=name, detail=first_line(error), is_equal=False)
@@ -127,14 +129,15 @@ def numbered(extents: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def loaded_parameters(
-    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...]
+    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...], is_text_alone: bool = False
 ) -> list[dict[str, Tensor]]:
     """Return the parameters of each TP rank after SGLang's own loading."""
-    return asyncio.run(_loaded(model, run, tensor=tensor, expert=expert, options=options))
+    loading = _loaded(model, run, tensor=tensor, expert=expert, options=options, is_text_alone=is_text_alone)
+    return asyncio.run(loading)
 
 
 async def _loaded(
-    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...]
+    model: Path, run: Path, *, tensor: int, expert: int, options: tuple[str, ...], is_text_alone: bool
 ) -> list[dict[str, Tensor]]:
     spec = EngineSpec(
         index=0,
@@ -146,6 +149,7 @@ async def _loaded(
         keys=EngineKeys.fresh(),
         start_timeout_s=_TIMEOUT_S,
         options=options,
+        is_text_alone=is_text_alone,
     )
     process = EngineProcess(spec)
     process.start()

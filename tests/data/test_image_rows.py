@@ -14,13 +14,17 @@ from PIL import Image
 
 from megarl.config.recipe import DataConfig
 from megarl.data.images import ImageReader, ImageStore
+from megarl.data.packing import Packing
 from megarl.data.prompts import PromptReader, PromptSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError
 from megarl.families import PUBLIC_MODELS
 from megarl.families.qwen2_5_vl import vision_of
+from megarl.types import ImagePlace
 from tests.data.test_images import FIELDS
 from tests.episodes.templates import write_tokenizer
+from tests.filled_shares import pack
+from tests.train.samples import make_samples
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -140,3 +144,26 @@ def test_a_model_without_eyes_refuses_images_unless_they_are_ignored(
         PromptReader(config=config, kind="prompts").read([path], tokenizer)
     ignoring = config.model_copy(update={"images_key": None})
     assert PromptReader(config=ignoring, kind="prompts").read([path], tokenizer).prompts[0].images == ()
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_prompts_are_computed_once_where_their_images_are_equal_too(other: str) -> None:
+    samples = [
+        replace(
+            make_samples(1, vocab=9)[0],
+            prompt_ids=np.arange(8, dtype=np.int32),
+            images=(ImagePlace(digest=digest, start=2, num_rows=2, num_columns=1),),
+        )
+        for digest in ("a", other)
+    ]
+    packing = Packing(
+        data_parallel=1, tokens_per_micro_batch=64, pad_multiple=1, micro_batch_multiple=1, samples_per_update=None
+    )
+    (batch,) = pack(samples, packing, temperature=1.0, shares_prefixes=True)
+    (micro_batch,) = batch.mini_batches[0].micro_batches
+    length = int(micro_batch.sequence_starts[1])
+    assert [(image.digest, image.start) for image in micro_batch.images] == [("a", 2), (other, length + 2)]
+    computed = len(micro_batch.token_ids) if micro_batch.shared is None else len(micro_batch.shared.computed)
+    assert computed == (2 * length - 8 if other == "a" else 2 * length)
+    # Two rows and one column of tokens take the time of two, as they are two; the next text is where it would be.
+    assert micro_batch.places_in_space[:, 2:5].tolist() == [[2, 2, 4], [2, 3, 4], [2, 2, 4]]

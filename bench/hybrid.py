@@ -1,7 +1,7 @@
 """Times of one training step with gated delta nets in three of four layers, against attention in all of them.
 
 Both models have the same widths, and nearly as many parameters; the one of delta nets runs with and without kernels,
-without them up to 32k tokens of a sequence, of which a step takes seconds.
+without them up to 32k tokens in a sequence: a step then takes seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from bench.figures import Figure
 from bench.training import Timed, TrainWorkload, alone, clear_device, micro_batch, randomise, step, timed
 from megarl.config.roles import ActorConfig
 from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import DeltaWidths
 from megarl.train.build import build_chunks
-from megarl.train.delta_net import DeltaKernels, GatedDeltaNet, kernels_for
+from megarl.train.delta_fused import is_possible
+from megarl.train.delta_kernels import is_usable
+from megarl.train.delta_net import DeltaKernels, GatedDeltaNet
 from megarl.train.model import PolicyModel
 
 _MODEL, _LAYERS = "qwen3.5-2b", 4
@@ -25,13 +28,13 @@ _WARMUPS, _REPEATS = 2, 3
 
 
 def measure_hybrid() -> Iterator[Figure]:
-    """Yield the time of a step for each length, by the kernels of this machine and in plain torch."""
+    """Yield the time of a step for each length, by all kernels of this machine and in plain torch."""
     shape = PUBLIC_MODELS[_MODEL]
     assert shape.delta is not None, f"{_MODEL} without delta nets"
     for num_sequences, tokens in _LENGTHS:
         label = f"{num_sequences} x {tokens // 1024}k"
         full = measure(num_sequences, tokens)
-        for kernels in dict.fromkeys((kernels_for(shape.delta), "torch")):
+        for kernels in _choices(shape.delta):
             if kernels == "torch" and tokens > _LONGEST_IN_TORCH:
                 continue
             hybrid = measure(num_sequences, tokens, kernels=kernels)
@@ -43,6 +46,14 @@ def measure_hybrid() -> Iterator[Figure]:
                 against=f"attention in all layers, {1e3 * full.seconds:.1f} ms, {full.peak_bytes / 1e9:.0f} GB",
                 ratio=full.seconds / hybrid.seconds,
             )
+
+
+def _choices(widths: DeltaWidths) -> Iterator[DeltaKernels]:
+    if is_usable():
+        yield "fla"
+    if is_possible(widths):
+        yield "own"
+    yield "torch"
 
 
 def measure(num_sequences: int, tokens: int, *, kernels: DeltaKernels | None = None) -> Timed:

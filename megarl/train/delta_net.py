@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.families.shape import DeltaWidths
 from megarl.train.attention import PackedSequences
-from megarl.train.delta_fused import convolved, delta_rule_fused, gated_norm, is_possible
+from megarl.train.delta_fused import WAS_SEEN_RIGHT, convolved, delta_rule_fused, gated_norm, is_possible
 from megarl.train.delta_kernels import delta_rule_by_kernels, is_usable
 from megarl.train.delta_rule import delta_rule, short_convolution
 
@@ -40,7 +40,7 @@ def kernels_for(widths: DeltaWidths) -> DeltaKernels:
     """Return the kernels for heads of these widths on this machine."""
     if is_usable():
         return "fla"
-    return "own" if is_possible(widths) else "torch"
+    return "own" if WAS_SEEN_RIGHT and is_possible(widths) else "torch"
 
 
 @dataclass(kw_only=True)

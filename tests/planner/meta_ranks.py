@@ -1,8 +1,9 @@
 """Real Megatron ranks of large recipes without memory: torch's fake process group, and tensors that are only shapes.
 
 `python -m tests.planner.meta_ranks layouts RECIPE` builds every rank of every trained model on the meta device, one
-after the other; `activations RECIPE` runs a micro-batch through first stages in a FakeTensorMode. Each prints a line of
-JSON per model. In a process of its own: the CPU stand-in of Megatron replaces functions of torch.
+after the other; `activations RECIPE` runs a micro-batch through first stages in a FakeTensorMode, `layers NAME` one
+through a few layers of a public model on one rank. Each prints a line of JSON per model. In a process of its own: the
+CPU stand-in of Megatron replaces functions of torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.load import read_recipe
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import Recipe
-from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.config.roles import ActorConfig, OptimizerConfig, TrainedModelConfig
+from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork, _kept_bytes_per_token
 from megarl.planner.deployment import find_shapes
@@ -60,6 +62,8 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import FlatRange, restrict
 
 _DTYPE = "bfloat16"
+_DIVISIBLE_TOKENS = 7680
+"""Experts of all public models get equal parts of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +306,7 @@ def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSe
             whole=PackedSequences(starts=starts, lengths=[tokens]),
         )
     rotation = Rotation(cosines=angles, sines=angles.clone())
-    return PackedSequences(starts=starts, lengths=[tokens], rotations=(rotation,), part=part)
+    return PackedSequences(starts=starts, lengths=[tokens], rotations=(rotation, rotation), part=part)
 
 
 def replace_kernels() -> None:
@@ -393,19 +397,39 @@ def _spans(query_lengths: list[int], key_lengths: list[int]) -> Spans:
     return Spans(query_starts=starts, key_starts=starts, query_lengths=query_lengths, key_lengths=key_lengths)
 
 
-def main(what: str, path: Path) -> None:
-    torch.set_num_threads(1)
-    install()
-    if what == "activations":
-        replace_kernels()
-    recipe = read_recipe(path, []).recipe
+def few_layers(name: str) -> TrainedModel:
+    """Return the first layers of a public model, on one rank."""
+    shape, few = PUBLIC_MODELS[name], range(4)
+    shape = replace(
+        shape,
+        num_layers=len(few),
+        vocab=32_000,
+        window_layers=tuple(layer for layer in shape.window_layers if layer in few),
+        delta_layers=tuple(layer for layer in shape.delta_layers if layer in few),
+    )
+    return TrainedModel(role="actor", shape=shape, split=ActorConfig(pool="train"), lora=None, world=1)
+
+
+def findings(what: str, subject: str) -> Iterator[Found | Kept]:
+    if what == "layers":
+        yield kept_by_a_micro_batch(few_layers(subject), tokens_per_micro_batch=_DIVISIBLE_TOKENS)
+        return
+    recipe = read_recipe(Path(subject), []).recipe
     recipe = planned(recipe, gpu_of(recipe.cluster))
     for model in trained_models(recipe):
         tokens = recipe.train.micro_batch_tokens
-        found = check_ranks(model) if what == "layouts" else kept_by_a_micro_batch(model, tokens_per_micro_batch=tokens)
+        yield check_ranks(model) if what == "layouts" else kept_by_a_micro_batch(model, tokens_per_micro_batch=tokens)
+
+
+def main(what: str, subject: str) -> None:
+    torch.set_num_threads(1)
+    install()
+    if what != "layouts":
+        replace_kernels()
+    for found in findings(what, subject):
         sys.stdout.write(f"{json.dumps(asdict(found))}\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import read_recipe
+from megarl.families import FAMILIES, PUBLIC_MODELS
 from tests.repository import ROOT
 
 LARGE = sorted(
@@ -18,15 +19,16 @@ LARGE = sorted(
     for path in ROOT.glob("recipes/*.yaml")
     if sum(pool.gpus for pool in read_recipe(path, []).recipe.pools.values()) >= 8
 )
+SMALLEST = [min(family.models, key=lambda name: PUBLIC_MODELS[name].hidden) for family in FAMILIES if family.models]
 INTERLEAVED = """
 extends: {recipe}
 roles: {{actor: {{pipeline: 4, virtual_pipeline: 5}}}}
 """
 
 
-def found(what: str, recipe: Path) -> list[dict[str, object]]:
+def found(what: str, subject: Path | str) -> list[dict[str, object]]:
     """Return what was found of each trained model, by a process of its own."""
-    words = [sys.executable, "-m", "tests.planner.meta_ranks", what, str(recipe)]
+    words = [sys.executable, "-m", "tests.planner.meta_ranks", what, str(subject)]
     # What Megatron compiles would read tensors without memory.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=7200)
@@ -67,7 +69,17 @@ def test_every_rank_of_interleaved_stages_is_as_planned(real_ranks: None, interl
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", LARGE, ids=lambda path: path.stem)
 def test_a_micro_batch_of_the_real_shape_keeps_what_is_planned(real_ranks: None, recipe: Path) -> None:
-    models = found("activations", recipe)
+    check_activations("activations", recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_layers_of_every_family_keep_what_is_planned(real_ranks: None, name: str) -> None:
+    check_activations("layers", name)
+
+
+def check_activations(what: str, subject: Path | str) -> None:
+    models = found(what, subject)
     assert models
     for model in models:
         kept, planned = model["kept_bytes"], model["planned_bytes"]

@@ -99,8 +99,8 @@ _flex = torch.compile(flex_attention, dynamic=False)
 
 
 def _by_flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
-    heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attended: Tensor = _flex(*heads_first, block_mask=mask, enable_gqa=True)
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    attended: Tensor = _flex(queries, keys, values, block_mask=mask, enable_gqa=True)
     return attended[0].transpose(0, 1)
 
 

@@ -276,6 +276,8 @@ def _attention_bytes(work: ModelWork) -> int:
         kept += (item + _FLOAT32_BYTES) * outputs  # what is gated, and its weights
     angles = 0 if work.is_fused else 4 * shape.head_dim  # sine and cosine, for queries and for keys
     per_rank = angles + _kept_of_others(shape, split) + _latent_elements(work)
+    if work.keys_per_token > 1:
+        per_rank += _gathered_for_rows(work, work.keys_per_token - 1)
     return kept // split.tensor + item * per_rank
 
 
@@ -352,14 +354,10 @@ def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:
     return (2 * split.context + 1 if split.context_exchange == "gather" else 4) * heads * shape.head_dim
 
 
-def _of_rows(work: ModelWork) -> int:
-    """Return the bytes per token of keys and values gathered for whole rows, of their gradients, and of the sums."""
-    if work.keys_per_token == 1:
-        return 0
+def _gathered_for_rows(work: ModelWork, keys_per_token: float) -> int:
+    """Return the elements per token of keys and values that are gathered for whole rows, in one width for both."""
     cost = family_of(work.shape).attention(work.shape)
-    # The kernels have one width for both.
-    width = 2 * max(cost.keys, cost.values) // work.split.tensor
-    return int(work.item_bytes * width * (2 * work.keys_per_token + 1))
+    return int(2 * max(cost.keys, cost.values) // work.split.tensor * keys_per_token)
 
 
 def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
@@ -445,7 +443,9 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
     else:
         in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
         in_feed_forward = item * max(in_experts, 4 * shape.experts.shared) // split.tensor
-    # The gathered keys and values, and their gradients before and after the sum of both chunks, or over all rows.
-    in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split) + _of_rows(work)
+    # The gathered keys and values, and their gradients before and after the sum of both chunks, or of all rows.
+    in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split)
+    if work.keys_per_token > 1:
+        in_attention += item * _gathered_for_rows(work, work.keys_per_token + 1)
     gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))

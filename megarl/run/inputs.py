@@ -140,8 +140,6 @@ def _image_reader(recipe: Recipe, shape: ModelShape, *, is_kept: bool) -> ImageR
         return f"the model, a {shape.family}, sees none"
     if recipe.environment is not None:
         return "environments take text alone"
-    if recipe.roles.rollout is not None:
-        return "engines take text alone; sft and pairs on given answers train with images"
     if recipe.algorithm.needs.is_scorer:
         return "a reward model takes text alone"
     if recipe.roles.frozen:

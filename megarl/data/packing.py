@@ -93,7 +93,6 @@ def plan_packs(
     """
     assert lengths, "nothing to pack"
     if packing.sequence_multiple > 1:
-        assert prefixes is None, "shared prefixes of sequences that ranks share"
         lengths = [round_up(length, packing.sequence_multiple) for length in lengths]
     ends = range(1, len(lengths) + 1) if ends is None else ends
     bounds = [0, *ends]
@@ -218,19 +217,6 @@ def _bundles(wholes: Sequence[Sequence[int]], rows: _Rows, capacity: int) -> Ite
         num_tokens += more
     if bundle:
         yield bundle
-
-
-def zigzag(starts: npt.NDArray[np.int32], context: int) -> npt.NDArray[np.int64]:
-    """Return the positions of a pack that each context-parallel rank has, in its order. [context, N / context]
-
-    Every sequence is cut into 2 * context equal chunks; rank r has chunks r and 2 * context - 1 - r of each, so that
-    all ranks have the same tokens and the same work under a causal mask.
-    """
-    lengths = np.diff(starts)
-    assert not (lengths % (2 * context)).any(), f"a sequence is not a multiple of {2 * context} tokens"
-    chunk = lengths // (2 * context)
-    firsts = (starts[:-1, None] + chunk[:, None] * [r, 2 * context - 1 - r] for r in range(context))
-    return np.stack([runs(first.ravel(), np.repeat(chunk, 2)) for first in firsts])
 
 
 def runs(firsts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

@@ -277,7 +277,9 @@ def _attention_bytes(work: ModelWork) -> int:
     angles = 0 if work.is_fused else 4 * shape.head_dim  # sine and cosine, for queries and for keys
     per_rank = angles + _kept_of_others(shape, split) + _latent_elements(work)
     if work.keys_per_token > 1:
-        per_rank += _gathered_for_rows(work, work.keys_per_token - 1)
+        # A rank's own keys are counted above; context-parallel ranks gather them as well.
+        for_rows = _gathered_for_rows(work, work.keys_per_token - (split.context == 1))
+        per_rank += max(0, for_rows - _gathered(shape, split))
     return kept // split.tensor + item * per_rank
 
 
@@ -446,6 +448,6 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
     # The gathered keys and values, and their gradients before and after the sum of both chunks, or of all rows.
     in_attention = _recurrence_bytes(work) or 3 * item * _gathered(shape, split)
     if work.keys_per_token > 1:
-        in_attention += item * _gathered_for_rows(work, work.keys_per_token + 1)
+        in_attention = max(in_attention, item * _gathered_for_rows(work, work.keys_per_token + 1))
     gradients = max(in_feed_forward, in_attention) + 2 * item * shape.hidden
     return max(gradients, _DRAWN_BYTES * max(_dropped_width(work, layer) for layer in _ADAPTED))

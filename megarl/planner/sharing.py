@@ -16,8 +16,8 @@ def sharing_obstacle(train: TrainConfig, split: ModelParallelConfig, shape: Mode
     """Return why rows stay apart; None where their common beginnings are computed once."""
     if not train.share_prefixes:
         return "train.share_prefixes is false"
-    if split.context > 1:
-        return f"{split.context} context-parallel ranks divide each row"
+    if split.context > 1 and split.context_exchange != "gather":
+        return f"context_exchange: {split.context_exchange} sends whole rows between ranks; gather does not"
     if shape.delta_layers:
         return "delta nets carry a state from token to token, which has no branches"
     return None

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megarl.data.context_parts import computed_parts
 from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
 from megarl.train.delta_rule import Blocks, Chunks, blocks_of, chunks_of
 from megarl.train.flash_attention import Spans, attend_by_flash
@@ -31,7 +32,6 @@ from megarl.train.long_attention import (
     ContextPart,
     Rectangles,
     attend_by_cudnn,
-    attend_to_all,
     context_part,
     is_usable,
     rectangles_of,
@@ -111,17 +111,13 @@ def packed_sequences(
 
 
 def _sharing_sequences(starts: npt.NDArray[np.int32], topology: Topology, shared: SharedPositions) -> PackedSequences:
-    """Return what each row computes: its end, whose queries see the keys of the whole row. Some compute nothing."""
-    assert topology.context == 1, f"shared prefixes on {topology.context} context-parallel ranks"
-    own = np.searchsorted(shared.computed, starts)
-    has_queries = np.diff(own) > 0
-    seen = SeenKeys.of(
-        shared.places[np.repeat(has_queries, np.diff(starts))],
-        num_keys=len(shared.computed),
-        query_lengths=np.diff(own)[has_queries],
-        key_lengths=np.diff(starts)[has_queries],
-        device=topology.device,
-    )
+    """Return the runs that this rank computes of each row: its end, or parts of it, whose queries see the whole row."""
+    own, places, group = shared.computed, shared.places, None
+    if topology.context > 1:
+        of_ranks = computed_parts(shared, topology.context)
+        own, group = own[of_ranks[topology.context_rank]], topology.context_group
+        places = np.argsort(of_ranks.ravel())[places]
+    seen = SeenKeys.of(starts, own, places, num_keys=len(shared.computed), device=topology.device, group=group)
     return PackedSequences(starts=seen.spans.query_starts, lengths=seen.spans.query_lengths, seen=seen)
 
 
@@ -200,14 +196,14 @@ class PackedAttention(torch.nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
         softmax = Softmax(scale=self.scale, window=self.window, sinks=self.softmax_offset)
-        if packed_seq_params.part is not None and self.exchanging is not None:
-            whole, mask = packed_seq_params.part.whole, AttnMaskType.padding_causal
+        part = packed_seq_params.part
+        if part is not None and self.exchanging is not None:
+            whole, mask = part.whole, AttnMaskType.padding_causal
             attended: Tensor = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
             return attended.view(query.shape)
-        if packed_seq_params.part is not None:
-            return attend_to_all(query, key, value, packed_seq_params.part, softmax)
-        if packed_seq_params.seen is not None:
-            return attend_to_seen(query, key, value, packed_seq_params.seen, softmax)
+        seen = packed_seq_params.seen if part is None else part.seen
+        if seen is not None:
+            return attend_to_seen(query, key, value, seen, softmax)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, softmax)
         rectangles = packed_seq_params.rectangles

@@ -6,7 +6,7 @@ compiled at its first use. The positions behind a sequence in its rectangle are 
 mask, and their output is discarded.
 
 Where ranks share each sequence, a rank gathers the keys and values of all, and its two chunks of a sequence attend to
-those up to their own positions; or Transformer Engine exchanges them.
+those up to their own positions (`seen_keys`); or Transformer Engine exchanges them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megarl.data.packing import runs, zigzag
-from megarl.train.seen_keys import SeenKeys, attend_to_seen
-from megarl.train.softmax import Softmax
+from megarl.data.context_parts import zigzag
+from megarl.train.seen_keys import SeenKeys
 from megarl.train.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -221,13 +219,13 @@ def _tokens(rectangle: Tensor, part: Rectangle) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPart:
-    """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
+    """This rank's two chunks of each sequence, and the tokens of all ranks."""
 
     group: dist.ProcessGroup
     places: Tensor  # [ranks * N], places of the tokens of all sequences among the gathered ones
     gathered: Tensor  # [ranks * N], the inverse: where each gathered token is in the sequences
     lengths: list[int]  # of the whole sequences
-    seen: SeenKeys  # by each chunk, of the gathered ones
+    seen: SeenKeys  # of the gathered ones
     whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
 
 
@@ -237,12 +235,9 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
     def on_device(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(device=topology.device, dtype=dtype, non_blocking=True)
 
-    size, rank = topology.context, topology.context_rank
     whole, longest = on_device(starts, torch.int32), int(np.diff(starts).max())
-    chunk = np.diff(starts) // (2 * size)
-    query_lengths = np.repeat(chunk, 2)
-    key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
-    gathered = zigzag(starts, size).ravel()
+    of_ranks = zigzag(starts, topology.context)
+    gathered = of_ranks.ravel()
     places = np.argsort(gathered)
     return ContextPart(
         group=topology.context_group,
@@ -250,11 +245,12 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
         gathered=on_device(gathered, torch.int64),
         lengths=np.diff(starts).tolist(),
         seen=SeenKeys.of(
-            places[runs(np.repeat(starts[:-1], 2), key_lengths)],
+            starts,
+            of_ranks[topology.context_rank],
+            places,
             num_keys=len(places),
-            query_lengths=query_lengths,
-            key_lengths=key_lengths,
             device=topology.device,
+            group=topology.context_group,
         ),
         whole=PackedSeqParams(
             qkv_format="thd",
@@ -266,10 +262,3 @@ def context_part(starts: npt.NDArray[np.int32], topology: Topology) -> ContextPa
             max_seqlen_kv=longest,
         ),
     )
-
-
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
-    """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
-    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
-    keys, values = gathered.split((key.shape[-1], value.shape[-1]), dim=-1)
-    return attend_to_seen(query, keys, values, part.seen, softmax)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.data.packing import runs, zigzag
+from megarl.data.context_parts import computed_parts, scored_parts
+from megarl.data.packing import runs
 from megarl.families.shape import ModelShape
 from megarl.tokens import PackedColumns
 from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
@@ -40,7 +41,7 @@ _COLUMNS = tuple(each.name for each in fields(PackedColumns))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
-    """This rank's N tokens of a micro-batch: all of them, or two chunks of each sequence (`data.packing.zigzag`).
+    """This rank's N tokens of a micro-batch: all of them, or its part of each sequence (`data.context_parts`).
 
     A model computes M of them, the others have the result of an equal one.
     """
@@ -72,10 +73,8 @@ class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
 
 def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float) -> DeviceMicroBatch:
     """Copy this rank's tokens to its device."""
-    device, context = topology.device, topology.context
-    mine = zigzag(micro_batch.sequence_starts, context)[topology.context_rank] if context > 1 else slice(None)
-    shared = micro_batch.shared
-    inputs = mine if shared is None else shared.computed
+    device, context, shared = topology.device, topology.context, micro_batch.shared
+    mine, inputs, computed_places = _own_positions(micro_batch, topology)
 
     def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(array[mine]).to(device=device, dtype=dtype, non_blocking=True)
@@ -87,13 +86,15 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         """Return zeros for a column that every pass has and this one does not need."""
         if array is None or array.size:
             return None if array is None else tensor(array)
-        return torch.zeros(num_tokens // context, device=device, dtype=torch.from_numpy(array).dtype)
+        return torch.zeros(int(episode_starts[-1]), device=device, dtype=torch.from_numpy(array).dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
     sequences = packed_sequences(micro_batch.sequence_starts, topology, shared)
     if micro_batch.routes is not None:
         sequences.routes = rank_routes(micro_batch.routes, inputs, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
+    if context > 1:
+        episode_starts = np.searchsorted(mine, episode_starts).astype(np.int32)
     columns: dict[str, Any] = {name: column(getattr(micro_batch, name)) for name in _COLUMNS}
     return DeviceMicroBatch(
         token_ids=inputs_of(micro_batch.token_ids),
@@ -101,29 +102,49 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         places_in_space=inputs_of(micro_batch.places_in_space.T)[0].T if micro_batch.images else None,
         images=image_tokens(micro_batch, inputs, device),
         sequences=sequences,
-        episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
+        episode_starts=torch.from_numpy(episode_starts).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
         loss_places=_loss_places(micro_batch, mine, device),
-        computed_places=None if shared is None else tensor(shared.places),
+        computed_places=None
+        if computed_places is None
+        else torch.from_numpy(computed_places).to(device=device, non_blocking=True),
         temperature=temperature,
         num_pack_tokens=num_tokens if shared is None else len(shared.computed),
         **columns,
     )
 
 
-def _loss_places(micro_batch: MicroBatch, mine: npt.NDArray[np.int64] | slice, device: torch.device) -> Tensor | None:
+_Positions: TypeAlias = npt.NDArray[np.int64] | slice
+
+
+def _own_positions(
+    micro_batch: MicroBatch, topology: Topology
+) -> tuple[_Positions, _Positions, npt.NDArray[np.int32] | None]:
+    """Return the positions that this rank scores, those that it computes, and where the former are among the latter."""
+    context, rank, shared = topology.context, topology.context_rank, micro_batch.shared
+    if context == 1:
+        return (slice(None), slice(None), None) if shared is None else (slice(None), shared.computed, shared.places)
+    mine = scored_parts(micro_batch, context)[rank]
+    if shared is None:
+        return mine, mine, None
+    part = computed_parts(shared, context)[rank]
+    return mine, shared.computed[part], np.searchsorted(part, shared.places[mine]).astype(np.int32)
+
+
+def _loss_places(micro_batch: MicroBatch, mine: _Positions, device: torch.device) -> Tensor | None:
     """Return the places of loss tokens, found on the host: on a GPU they would have to be waited for.
 
     In a forward pass those of all response tokens where prompts are shared, or None.
     """
     if micro_batch.loss_mask.size:
-        places = np.flatnonzero(micro_batch.loss_mask[mine])
+        is_scored = micro_batch.loss_mask
     elif micro_batch.shared is None:
         return None
     else:
-        places = runs(micro_batch.response_starts, micro_batch.response_ends - micro_batch.response_starts)
-    return torch.from_numpy(places).to(device)
+        is_scored = np.zeros(len(micro_batch.token_ids), np.bool_)
+        is_scored[runs(micro_batch.response_starts, micro_batch.response_ends - micro_batch.response_starts)] = True
+    return torch.from_numpy(np.flatnonzero(is_scored[mine])).to(device)
 
 
 def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
@@ -133,11 +154,15 @@ def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) ->
     """
     if topology.context == 1:
         return column.float().cpu().numpy()
-    shape = (len(micro_batch.token_ids), *column.shape[1:])
-    gathered = torch.empty(shape, dtype=torch.float32, device=column.device)
-    dist.all_gather_into_tensor(gathered, column.float(), group=topology.context_group)
-    whole = np.empty(shape, np.float32)
-    whole[zigzag(micro_batch.sequence_starts, topology.context).ravel()] = gathered.cpu().numpy()
+    parts = scored_parts(micro_batch, topology.context)
+    most = max(map(len, parts))
+    own = torch.zeros((most, *column.shape[1:]), dtype=torch.float32, device=column.device)
+    own[: len(column)] = column
+    gathered = torch.empty((len(parts) * most, *column.shape[1:]), dtype=torch.float32, device=column.device)
+    dist.all_gather_into_tensor(gathered, own, group=topology.context_group)
+    whole = np.empty((len(micro_batch.token_ids), *column.shape[1:]), np.float32)
+    for part, numbers in zip(parts, gathered.view(len(parts), most, *column.shape[1:]).cpu().numpy(), strict=True):
+        whole[part] = numbers[: len(part)]
     return whole
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
+from megarl.data.context_parts import zigzag
+from megarl.data.packing import Packing, SequenceCost, plan_packs
 from megarl.data.shares import UNUSED_IN_FORWARD, unpack, with_columns
 from megarl.tokens import SampleColumn, assemble
 from megarl.types import FloatArray, MicroBatch, TrainBatch, TrainSample

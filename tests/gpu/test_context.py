@@ -23,7 +23,8 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
 from megarl.config.lora import LoraConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import Packing, zigzag
+from megarl.data.context_parts import zigzag
+from megarl.data.packing import Packing
 from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import ModelWork, activation_bytes, head_bytes

@@ -49,7 +49,12 @@ def test_shared_prompts_shorten_the_passes_of_every_model() -> None:
     [
         ("qwen2.5-7b", "run.name=plain", None),
         ("qwen2.5-7b", "train.share_prefixes=false", "train.share_prefixes is false"),
-        ("qwen2.5-7b", "roles.actor.context=2", "2 context-parallel ranks divide each row"),
+        ("qwen2.5-7b", "roles.actor.context=2", None),
+        (
+            "qwen2.5-7b",
+            "roles.actor={pool: train, context: 2, context_exchange: ring}",
+            "context_exchange: ring sends whole rows",
+        ),
         ("qwen3.5-2b", "run.name=plain", "delta nets carry a state from token to token, which has no branches"),
         ("qwen3-30b-a3b", "run.name=plain", "train.routing replays the experts of each rollout"),
         ("qwen2.5-7b", "sampling.rollouts_per_prompt=1", "each prompt has one answer"),

@@ -21,7 +21,17 @@ from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
-from tests.train.splits import FULL, GRPO, MIXTURE_SPLITS, SELECTIVE, assert_close, packed, setup_of, whole_weights
+from tests.train.splits import (
+    CONTEXT_SPLITS,
+    FULL,
+    GRPO,
+    MIXTURE_SPLITS,
+    SELECTIVE,
+    assert_close,
+    packed,
+    setup_of,
+    whole_weights,
+)
 from tests.train.splits import SPLITS as DENSE_SPLITS
 from tests.train.test_critic import of_split
 from tests.train.test_critic import setup_of as critic_setup
@@ -30,7 +40,7 @@ from tests.train.test_lora import random_adapter, whole_adapter
 from tests.train.test_objectives import ALGORITHMS
 
 TOLERANCE = 1e-6
-SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
+SPLITS = {**DENSE_SPLITS, **CONTEXT_SPLITS, **MIXTURE_SPLITS}
 
 
 def make_groups(num: int, size: int, *, vocab: int) -> list[TrainSample]:
@@ -110,13 +120,15 @@ class Case:
 
 KL = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss", coef=0.2), entropy_coef=0.1)
 CASES = {
-    **{f"GRPO {split}": Case(split=split, algorithm=KL) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2")},
+    **{f"GRPO {split}": Case(split=split, algorithm=KL) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "CP2")},
+    **{f"GRPO {split}": Case(split=split, algorithm=KL) for split in CONTEXT_SPLITS},
     **{name: Case(algorithm=algorithm) for name, algorithm in ALGORITHMS.items()},
     "DAPO": Case(algorithm=GrpoConfig(kind="grpo", loss=PLAIN.model_copy(update={"clip_high": 0.28}))),
     "SFT": Case(algorithm=SftConfig(kind="sft")),
     "LoRA with dropout": Case(has_lora=True),
     "recomputed whole": Case(megatron=FULL),
     "recomputed in part": Case(megatron=SELECTIVE, split="TP2-SP"),
+    "recomputed in part CP2": Case(megatron=SELECTIVE, split="CP2"),
     "windows and two bases": Case(family="gemma3_text"),
     "windows and sinks": Case(family="gpt_oss"),
     "windows and sinks EP2": Case(family="gpt_oss", split="EP2"),
@@ -125,6 +137,14 @@ CASES = {
     "mixture EP2": Case(family="qwen3_moe", split="EP2"),
     "episodes": Case(are_episodes=True),
     "episodes PP2-VPP2": Case(are_episodes=True, split="PP2-VPP2"),
+    "episodes CP2": Case(are_episodes=True, split="CP2"),
+    "episodes CP4": Case(are_episodes=True, split="CP4"),
+    "sequences as a whole CP2": Case(algorithm=ALGORITHMS["gspo"], split="CP2"),
+    "windows and sinks CP2": Case(family="gpt_oss", split="CP2"),
+    "MLA CP2-TP2-EP4-ETP1": Case(family="deepseek_v3", split="CP2-TP2-EP4-ETP1"),
+    "episodes with replayed experts CP2-EP2": Case(
+        are_episodes=True, family="qwen3_moe", has_routes=True, split="CP2-EP2"
+    ),
     "episodes with windows": Case(are_episodes=True, family="gemma3_text"),
     "episodes with replayed experts": Case(are_episodes=True, family="qwen3_moe", has_routes=True),
     "episodes with replayed experts EP2": Case(are_episodes=True, family="qwen3_moe", has_routes=True, split="EP2"),
@@ -134,7 +154,10 @@ SLOW = (
     "sapo",
     "gpg",
     "recomputed in part",
-    *(name for name in CASES if name.endswith(("EP2", "ETP1")) or name == "episodes PP2-VPP2"),
+    "recomputed in part CP2",
+    "windows and sinks CP2",
+    *(name for name in CASES if name.endswith(("EP2", "ETP1", "CP4")) or name == "episodes PP2-VPP2"),
+    *(f"GRPO {split}" for split in CONTEXT_SPLITS if split != "CP4"),
 )
 
 
@@ -227,24 +250,15 @@ def test_a_teacher_answers_once_for_shared_tokens_and_teaches_the_same(
     assert_close(shared_weights, weights, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("split", "family", "message"),
-    [
-        ("CP2", "qwen2", "shared prefixes of sequences that ranks share"),
-        ("TP1", "qwen3_next", "a state has no branches"),
-    ],
-)
-def test_what_cannot_share_is_never_given_shared_rows(
-    split: str, family: str, message: str, cluster: Cluster, models: Models
-) -> None:
+def test_a_model_with_states_is_never_given_shared_rows(cluster: Cluster, models: Models) -> None:
     """A packing that a plan would not make ends in an assertion, not in wrong gradients."""
-    model = models.get(family, tied=False)
-    world, actor = SPLITS[split]
+    model = models.get("qwen3_next", tied=False)
+    world, actor = SPLITS["TP1"]
     samples = make_groups(1, 4, vocab=model.shape.vocab)
 
     def train_shared() -> None:
         batch = packed(samples, world=world, actor=actor, shares_prefixes=True)
         cluster.run(world, jobs.train, setup_of(model, actor), [], batch)
 
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match="a state has no branches"):
         train_shared()

@@ -112,7 +112,8 @@ def packed_sequences(
 
 def _sharing_sequences(starts: npt.NDArray[np.int32], topology: Topology, shared: SharedPositions) -> PackedSequences:
     """Return the runs that this rank computes of each row: its end, or parts of it, whose queries see the whole row."""
-    own, places, group = shared.computed, shared.places, None
+    own, group = shared.computed, None
+    places: npt.NDArray[np.integer] = shared.places
     if topology.context > 1:
         of_ranks = computed_parts(shared, topology.context)
         own, group = own[of_ranks[topology.context_rank]], topology.context_group

@@ -73,7 +73,7 @@ class DeviceMicroBatch(PackedColumns[Tensor, Tensor, Tensor]):
 
 def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float) -> DeviceMicroBatch:
     """Copy this rank's tokens to its device."""
-    device, context, shared = topology.device, topology.context, micro_batch.shared
+    device, shared = topology.device, micro_batch.shared
     mine, inputs, computed_places = _own_positions(micro_batch, topology)
 
     def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
@@ -93,7 +93,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     if micro_batch.routes is not None:
         sequences.routes = rank_routes(micro_batch.routes, inputs, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
-    if context > 1:
+    if not isinstance(mine, slice):
         episode_starts = np.searchsorted(mine, episode_starts).astype(np.int32)
     columns: dict[str, Any] = {name: column(getattr(micro_batch, name)) for name in _COLUMNS}
     return DeviceMicroBatch(

@@ -302,6 +302,7 @@ def _sequences(model: TrainedModel, tokens: int, topology: Topology) -> PackedSe
                 order=torch.empty(sum(keys), dtype=torch.int32),
                 bounds=torch.empty(tokens * size + 1, dtype=torch.int32),
                 spans=_spans(lengths, keys),
+                group=topology.context_group,
             ),
             whole=PackedSequences(starts=starts, lengths=[tokens]),
         )

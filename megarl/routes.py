@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.tokens import RouteArray
+
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,14 @@ def join_routes(parts: Iterable[tuple[int, RouteArray]], num_tokens: int) -> Rou
             routes = np.full((num_tokens, *part.shape[1:]), np.iinfo(part.dtype).max, part.dtype)
         routes[first : first + len(part)] = part[: max(num_tokens - first, 0)]
     return routes
+
+
+def prompt_digest(routes: RouteArray | None, num_tokens: int) -> str:
+    """Return a digest of the routes of a prompt, behind which are those of `num_tokens` tokens but the last."""
+    if routes is None:
+        return ""
+    of_prompt = np.ascontiguousarray(routes[: len(routes) - num_tokens + 1])
+    return hashlib.blake2b(of_prompt.data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

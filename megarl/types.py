@@ -165,6 +165,8 @@ class Rollout:
     finish_reason: FinishReason
     content: ContentHandle
     episode: Episode = SINGLE
+    prompt_routes: str = ""
+    """Digest of the experts that the engine chose in the prompt; empty where it named none."""
     score: Score | None = None
     """The score that its environment gave; None where the recipe's reward scores it."""
 

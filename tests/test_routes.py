@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.routes import PackedRoutes, RouteShape, join_routes
+from megarl.routes import PackedRoutes, RouteShape, join_routes, prompt_digest
 
 SHAPE = RouteShape(num_layers=2, per_token=2, num_experts=8)
 NUMBERS = np.array([[[0, 7], [3, 1]], [[5, 4], [2, 6]], [[1, 0], [6, 5]]], "<i4")
@@ -62,3 +62,12 @@ def test_a_stage_takes_its_own_layers() -> None:
     assert packed.are_known().tolist() == [True, True, True, False, False, True, True, False]
     assert packed.of_layers(1, 2)[[0, 5], 0].tolist() == NUMBERS[[0, 0], 1].tolist()
     assert packed.of_layers(0, 2).shape == (8, 2, 2)
+
+
+def test_a_digest_is_of_the_prompt_alone() -> None:
+    routes = SHAPE.read(NUMBERS.tobytes(), 3)
+    others = np.concatenate([routes[:2], routes[:1]])
+    # A prompt of two tokens and a response of two, the last of which was not computed.
+    assert prompt_digest(routes, 2) == prompt_digest(others, 2) == prompt_digest(routes[:2], 1)
+    assert prompt_digest(routes, 1) != prompt_digest(others, 1)
+    assert prompt_digest(None, 2) == ""

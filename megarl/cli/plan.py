@@ -329,12 +329,13 @@ def _sharing_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
     """Return what shared prefixes save, or why rows stay apart."""
     plan, recipe = answer.plan, answer.recipe
     split, shape = recipe.roles.actor, plan.shapes.policy
-    apart = prompt_obstacle(recipe, split, shape, role="actor")
+    apart = prompt_obstacle(recipe, split, shape)
+    as_far = " where the engine chose the same experts in all of them" if recipe.replays_routing(shape) else ""
     notes = []
     if apart is None:
         notes.append(
-            f"shared prefixes: the actor computes {timing.computed_tokens:,} of these tokens, prompts of a group once; "
-            f"saves {_seconds(timing.shared_s)} of passes"
+            f"shared prefixes: the actor computes {timing.computed_tokens:,} of these tokens, prompts of a group once"
+            f"{as_far}; saves {_seconds(timing.shared_s)} of passes"
         )
     elif recipe.samples_per_prompt > 1 or recipe.environment is not None:
         notes.append(f"shared prefixes: the actor computes each prompt for every row: {apart}")

@@ -185,7 +185,7 @@ class TrainConfig(Section):
     share_prefixes: bool = True
     """Compute tokens once that rows of a micro-batch begin with: the prompt of a group, the history of an episode. The
     gradients are the same. Rows stay apart in models with delta nets and with a `context_exchange` other than `gather`;
-    prompts also where an engine's experts are replayed."""
+    where an engine's experts are replayed, as far as they differ."""
     tokens_per_tree: PositiveInt | None = None
     """Up to this many tokens are packed where that keeps rows with a common beginning together, instead of
     `tokens_per_micro_batch`. null: as many as the plan finds memory for, up to eight times that; on a CPU no more."""

@@ -88,6 +88,7 @@ class GroupRecord:
     num_tokens: tuple[int, ...]
     finish_reasons: tuple[FinishReason, ...]
     episodes: tuple[Episode, ...]
+    prompt_routes: tuple[str, ...]
     scores: tuple[ScoreRow, ...]
     baseline: ScoreRow | None
 
@@ -98,6 +99,7 @@ class GroupRecord:
             num_tokens=tuple(rollout.num_tokens for rollout in rollouts),
             finish_reasons=tuple(rollout.finish_reason for rollout in rollouts),
             episodes=tuple(rollout.episode for rollout in rollouts),
+            prompt_routes=tuple(rollout.prompt_routes for rollout in rollouts),
             scores=tuple(map(_score_row, scored.scores)),
             baseline=None if scored.baseline is None else _score_row(scored.baseline),
         )
@@ -107,9 +109,9 @@ class GroupRecord:
     ) -> ScoredGroup:
         """Return the group; `contents` and `columns` are those of its rollouts, in their order."""
         rollouts = tuple(
-            Rollout(finish_reason=finish_reason, content=content, episode=episode, **of_rollout)
-            for finish_reason, episode, content, of_rollout in zip(
-                self.finish_reasons, self.episodes, contents, columns, strict=True
+            Rollout(finish_reason=reason, episode=episode, prompt_routes=routes, content=content, **of_rollout)
+            for reason, episode, routes, content, of_rollout in zip(
+                self.finish_reasons, self.episodes, self.prompt_routes, contents, columns, strict=True
             )
         )
         num_trained = len(self.scores)

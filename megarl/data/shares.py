@@ -349,13 +349,13 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
 def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_routes: bool) -> list[Prefix]:
     """Return what each row has in common with an earlier one: the prompt, or the history of its episode.
 
-    An engine may send one prompt to other experts in each rollout, which only the ranks see.
+    With `has_routes` a prompt is common to rollouts for which the engine chose the same experts in it.
     """
     prefixes: list[Prefix] = []
     # By content: after a resume equal prompts may be other objects than before.
     # The tokens of all images are equal.
     keys = {id(sample.prompt_ids): _key_of(sample) for sample in samples}
-    firsts: dict[tuple[bytes, ...], int] = {}
+    firsts: dict[tuple[bytes | str, ...], int] = {}
     begin = 0
     for index, row in enumerate(rows):
         sample = samples[row.sample_id]
@@ -363,7 +363,11 @@ def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_rou
             begin = index
         shared = sample.rollout.episode.shared
         if row.continues_prompt:
-            first = index if has_routes else firsts.setdefault(keys[id(sample.prompt_ids)], index)
+            key = keys[id(sample.prompt_ids)]
+            if has_routes:
+                # Where an engine names no experts, as for a demonstration, the model chooses them.
+                key = *key, sample.rollout.prompt_routes
+            first = firsts.setdefault(key, index)
             prefixes.append(NOTHING if first == index else Prefix(first, len(sample.prompt_ids)))
         elif shared and (earlier := Prefix(*shared[index - begin])).row >= 0:
             prefixes.append(Prefix(begin + earlier.row, earlier.num_tokens))
@@ -372,7 +376,7 @@ def _prefixes(rows: Sequence[_RowOf], samples: Sequence[TrainSample], *, has_rou
     return prefixes
 
 
-def _key_of(sample: TrainSample) -> tuple[bytes, ...]:
+def _key_of(sample: TrainSample) -> tuple[bytes | str, ...]:
     return sample.prompt_ids.tobytes(), *(image.digest.encode() for image in sample.images)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from megarl.data.prefixes import row_prefixes
 from megarl.episodes.protocol import Heard, SampledTurn
 from megarl.errors import RewardError
-from megarl.routes import join_routes
+from megarl.routes import join_routes, prompt_digest
 from megarl.tokens import Content, RouteArray, SampledTokens, join_tokens, shared_if_equal
 from megarl.types import (
     DEMONSTRATION,
@@ -300,6 +300,7 @@ class Session:
             loss_mask=_mask(parts),
             finish_reason=FinishReason.LENGTH if ending is Ending.LENGTH else FinishReason.STOP,
             episode=episode,
+            prompt_routes=prompt_digest(joined, num_tokens),
             score=score,
         )
 

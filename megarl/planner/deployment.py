@@ -292,7 +292,7 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
 def _planned_model(
     recipe: Recipe, shape: ModelShape, role: str, split: ModelParallelConfig, placement: ModelPlacement
 ) -> PlannedModel:
-    group, train = _group(recipe, shape, role, split, placement), recipe.train
+    group, train = _group(recipe, shape, split, placement), recipe.train
     half = StepWorkload.half(recipe.data, recipe.sampling)
     tokens = half.in_groups(group, num_rows=group, tokens_per_micro_batch=train.micro_batch_tokens)
     return PlannedModel(
@@ -311,9 +311,9 @@ def _planned_model(
     )
 
 
-def _group(recipe: Recipe, shape: ModelShape, role: str, split: ModelParallelConfig, placement: ModelPlacement) -> int:
+def _group(recipe: Recipe, shape: ModelShape, split: ModelParallelConfig, placement: ModelPlacement) -> int:
     """Return the rows of a prompt that one rank has: all, unless ranks outnumber the prompts of an update."""
-    if prompt_obstacle(recipe, split, shape, role=role) is not None:
+    if prompt_obstacle(recipe, split, shape) is not None:
         return 1
     prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
     return min(recipe.samples_per_prompt, -(-prompts * recipe.samples_per_prompt // placement.parallel.data))

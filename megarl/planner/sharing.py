@@ -23,14 +23,12 @@ def sharing_obstacle(train: TrainConfig, split: ModelParallelConfig, shape: Mode
     return None
 
 
-def prompt_obstacle(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape, *, role: str) -> str | None:
+def prompt_obstacle(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape) -> str | None:
     """Return why the rows of a group do not share their prompt in a model; None where they do."""
     if (obstacle := sharing_obstacle(recipe.train, split, shape)) is not None:
         return obstacle
     if recipe.samples_per_prompt == 1:
         return "each prompt has one answer"
-    if role == "actor" and recipe.replays_routing(shape):
-        return "train.routing replays the experts of each rollout, which may differ in a prompt"
     return None
 
 

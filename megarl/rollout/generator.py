@@ -30,7 +30,7 @@ from megarl.episodes.play import Player
 from megarl.episodes.protocol import Heard
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.families.shape import ModelShape
-from megarl.routes import RouteRequest, RouteShape
+from megarl.routes import RouteRequest, RouteShape, prompt_digest
 from megarl.system.faults import reach
 from megarl.tokens import Content, SampledTokens, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
@@ -334,6 +334,7 @@ class FleetGenerator:
             versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
+            prompt_routes=prompt_digest(response.routes, len(response.token_ids)),
         )
 
 

@@ -249,6 +249,15 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
+_TEXT_OF = {
+    **{f"qwen2.5-vl-{size}": f"qwen2.5-{size}" for size in ("3b", "7b", "32b", "72b")},
+    **{
+        f"qwen3-vl-{size}": f"qwen3-{text}"
+        for size, text in (("2b", "1.7b"), ("4b", "4b"), ("8b", "8b"), ("32b", "32b"))
+    },
+}
+"""The towers of models that see images are not counted: their text is that of another model."""
+PARAMETERS |= {name: PARAMETERS[text] for name, text in _TEXT_OF.items()}
 
 
 def test_every_entry_is_counted() -> None:

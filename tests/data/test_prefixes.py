@@ -199,13 +199,19 @@ def test_rows_of_episodes_are_packed_with_their_history_once() -> None:
     assert len(micro_batch.shared.computed) == (5 + 1 + 5) + (2 + 1 + 5)
 
 
-def test_a_prompt_that_replayed_experts_may_divide_is_not_shared() -> None:
-    samples = make_group([5, 5], 0)
-    found = [
-        next(pack(samples, PACKING, temperature=1.0, has_routes=has_routes, shares_prefixes=True))
-        for has_routes in (False, True)
+@pytest.mark.parametrize(("routes", "is_shared"), [("aa", True), ("ab", False), ("aba", True)])
+def test_a_prompt_is_shared_by_rollouts_whose_replayed_experts_are_equal_in_it(routes: str, is_shared: bool) -> None:
+    samples = [
+        replace(sample, rollout=replace(sample.rollout, prompt_routes=digest))
+        for sample, digest in zip(make_group([5] * len(routes), 0), routes, strict=True)
     ]
-    assert [share.mini_batches[0].micro_batches[0].shared is None for share in found] == [False, True]
+    found = {
+        has_routes: next(pack(samples, PACKING, temperature=1.0, has_routes=has_routes, shares_prefixes=True))
+        for has_routes in (False, True)
+    }
+    shared = {key: share.mini_batches[0].micro_batches[0].shared for key, share in found.items()}
+    assert shared[False] is not None
+    assert (shared[True] is not None) == is_shared
 
 
 def test_a_prefix_that_is_none_is_a_bug() -> None:

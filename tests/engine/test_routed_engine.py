@@ -90,6 +90,7 @@ async def test_a_response_has_the_experts_of_its_prompt_and_of_its_tokens(mixtur
     async with mixture.fleet() as fleet:
         rollouts = (await generator_of(fleet, mixture).generate(prompt_of(*PROMPT))).rollouts
     assert len({rollout.num_tokens for rollout in rollouts}) > 1
+    assert len({rollout.prompt_routes for rollout in rollouts}) == 1
     for rollout in rollouts:
         check_routes(mixture, PROMPT, rollout)
 

@@ -143,9 +143,10 @@ def test_requests_keep_to_the_limits(server: Judge, make_group: MakeGroup) -> No
     scores(config_of(server, concurrency=3), make_group(*"abcdefghi"))
     assert server.most_at_once == 3
     server.pause_s, server.requests = 0.0, []
+    began = time.monotonic()
     scores(config_of(server, requests_per_second=20), make_group(*"abcdefghi"))
-    times = sorted(moment for moment, _, _ in server.requests)
-    assert times[-1] - times[0] > 0.3
+    # Nine requests take 0.4 s; a busy machine may delay the first ones.
+    assert max(moment for moment, _, _ in server.requests) - began > 0.3
 
 
 def test_the_key_is_sent_and_never_shown(

@@ -13,6 +13,7 @@ import pytest
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, KlLossConfig, SftConfig
 from megarl.config.lora import ALL_MODULES
 from megarl.data.prefixes import row_prefixes
+from megarl.routes import prompt_digest
 from megarl.tokens import Content, RouteArray
 from megarl.types import Episode, FloatArray, Rollout, TokenArray, TrainBatch, TrainSample
 from tests.schedule import slow
@@ -43,8 +44,8 @@ TOLERANCE = 1e-6
 SPLITS = {**DENSE_SPLITS, **CONTEXT_SPLITS, **MIXTURE_SPLITS}
 
 
-def make_groups(num: int, size: int, *, vocab: int) -> list[TrainSample]:
-    """Return samples whose groups have one prompt each."""
+def make_groups(num: int, size: int, *, vocab: int, num_routed: int = 0) -> list[TrainSample]:
+    """Return samples whose groups have one prompt each; with routed layers, two kinds of experts in each prompt."""
     samples = make_samples(num * size, vocab=vocab, seed=4)
     prompts = [samples[size * group].prompt_ids for group in range(num)]
     groups = [replace(sample, prompt_ids=prompts[index // size]) for index, sample in enumerate(samples)]
@@ -53,6 +54,11 @@ def make_groups(num: int, size: int, *, vocab: int) -> list[TrainSample]:
     def noise(sample: TrainSample, size: float) -> FloatArray:
         return (size * random.standard_normal(len(sample.advantages))).astype(np.float32)
 
+    if num_routed:
+        groups = [
+            _routed(sample, num_routed, seed=2 * (index // size) + index % 2, random=random)
+            for index, sample in enumerate(groups)
+        ]
     return [
         replace(
             sample,
@@ -64,6 +70,24 @@ def make_groups(num: int, size: int, *, vocab: int) -> list[TrainSample]:
     ]
 
 
+def _routed(sample: TrainSample, num_layers: int, *, seed: int, random: np.random.Generator) -> TrainSample:
+    """Return the sample with experts; those of the prompt follow from `seed`."""
+    num_tokens = sample.rollout.num_tokens
+    routes = np.concatenate(
+        [
+            _routes(len(sample.prompt_ids), num_layers, np.random.default_rng(seed)),
+            _routes(num_tokens - 1, num_layers, random),
+        ]
+    )
+    content = replace(sample.rollout.content.load(), routes=routes)
+    rollout = replace(sample.rollout, content=content, prompt_routes=prompt_digest(routes, num_tokens))
+    return replace(sample, rollout=rollout)
+
+
+def _routes(num_tokens: int, num_layers: int, random: np.random.Generator) -> RouteArray:
+    return random.random((num_tokens, num_layers, NUM_EXPERTS)).argsort(axis=-1)[..., :2].astype(np.uint8)
+
+
 def make_episodes(num: int, *, vocab: int, has_routes: bool = False, num_layers: int = 0) -> list[TrainSample]:
     """Return episodes of four rows: the prompt with an answer, then histories that branch at different places."""
     random = np.random.default_rng(9)
@@ -71,17 +95,14 @@ def make_episodes(num: int, *, vocab: int, has_routes: bool = False, num_layers:
     def new(size: int) -> TokenArray:
         return random.integers(0, vocab, size).astype(np.int32)
 
-    def routes(size: int) -> RouteArray:
-        return random.random((size, num_layers, NUM_EXPERTS)).argsort(axis=-1)[..., :2].astype(np.uint8)
-
     samples = []
     for _ in range(num):
         prompt = new(6)
         rows = [np.concatenate([prompt, new(5)])]
-        chosen = [routes(len(rows[0]))]
+        chosen = [_routes(len(rows[0]), num_layers, random)]
         for earlier, common in ((0, 9), (1, 12), (0, 4)):
             rows.append(np.concatenate([rows[earlier][:common], new(7)]))
-            chosen.append(np.concatenate([chosen[earlier][:common], routes(7)]))
+            chosen.append(np.concatenate([chosen[earlier][:common], _routes(7, num_layers, random)]))
         token_ids = np.concatenate([rows[0][len(prompt) :], *rows[1:]])
         starts = np.cumsum([len(rows[0]) - len(prompt), *map(len, rows[1:-1])]).tolist()
         joined = np.concatenate(chosen)[:-1] if has_routes else None
@@ -115,7 +136,7 @@ class Case:
     def samples(self, vocab: int, num_layers: int) -> list[TrainSample]:
         if self.are_episodes:
             return make_episodes(6, vocab=vocab, has_routes=self.has_routes, num_layers=num_layers)
-        return make_groups(3, 4, vocab=vocab)
+        return make_groups(3, 4, vocab=vocab, num_routed=num_layers if self.has_routes else 0)
 
 
 KL = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss", coef=0.2), entropy_coef=0.1)
@@ -134,6 +155,7 @@ CASES = {
     "windows and sinks EP2": Case(family="gpt_oss", split="EP2"),
     "MLA": Case(family="deepseek_v3"),
     "MLA TP2-EP2-ETP1": Case(family="deepseek_v3", split="TP2-EP2-ETP1"),
+    "mixture with replayed experts": Case(family="qwen3_moe", has_routes=True),
     "mixture EP2": Case(family="qwen3_moe", split="EP2"),
     "episodes": Case(are_episodes=True),
     "episodes PP2-VPP2": Case(are_episodes=True, split="PP2-VPP2"),

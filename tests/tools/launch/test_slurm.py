@@ -74,7 +74,7 @@ def test_the_job_saves_before_its_time_is_up_and_is_queued_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lead", "hours"), [("dapo_32b", 300, 24), ("grpo_70b", 480, 17), ("grpo_235b", 1380, 18)]
+    ("name", "lead", "hours"), [("dapo_32b", 300, 24), ("grpo_70b", 480, 16), ("grpo_235b", 1380, 18)]
 )
 def test_lead_time_and_grace_follow_from_the_plan(
     name: str, lead: int, hours: int, capsys: pytest.CaptureFixture[str]
@@ -87,7 +87,7 @@ def test_lead_time_and_grace_follow_from_the_plan(
     short = ["launch", "slurm", str(path), "--nodes", "40", "--time", f"{2 * lead // 60 + 1}"]
     if name == "dapo_32b":
         assert cli.run(short) == 2
-        assert "a start and the first step take about 3716 s" in capsys.readouterr().err
+        assert "a start and the first step take about 3681 s" in capsys.readouterr().err
 
 
 def test_whole_nodes_unless_told_how_many_cores() -> None:

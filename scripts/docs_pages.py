@@ -1,6 +1,6 @@
 """Write what is generated of the documentation; `make docs` runs it.
 
-docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, the modules in docs/contributing.md, the families in
+docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, packages and modules in docs/contributing.md, families in
 docs/models.md, the rates of GPUs in docs/planning.md.
 """
 
@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -133,12 +134,26 @@ def _described(entry: str | dict[str, str]) -> str:
 
 def readme() -> str:
     """Return the README with its table of figures as they are recorded."""
-    return _with_part(ROOT / "README.md", "figures: bench/recorded.json", readme_table())
+    return _with_part((ROOT / "README.md").read_text(), "figures: bench/recorded.json", readme_table())
 
 
 def contributing() -> str:
-    """Return the page for contributors with the list of all modules."""
-    return _with_part(DOCS / "contributing.md", "modules: their docstrings", list(_modules()))
+    """Return the page for contributors with the packages in the order of their layers, and all modules."""
+    page = _with_part((DOCS / "contributing.md").read_text(), "packages: pyproject.toml", list(_packages()))
+    return _with_part(page, "modules: their docstrings", list(_modules()))
+
+
+def _packages() -> Iterator[str]:
+    """Yield the packages and modules of each layer, with the first sentences of their docstrings."""
+    yield from ("| layer | | |", "|---|---|---|")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [each for each in contracts[0]["layers"] if each.startswith("megarl.")]
+    for number, layer in enumerate(layers):
+        for name in layer.replace("megarl.", "").split(" | "):
+            path = ROOT / "megarl" / name
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            text = ast.get_docstring(ast.parse(file.read_text())) or ""
+            yield f"| {len(layers) - number} | `{name}` | {_cell(text.partition(chr(10) * 2)[0])} |"
 
 
 def _modules() -> Iterator[str]:
@@ -157,7 +172,7 @@ def _modules() -> Iterator[str]:
 
 def models() -> str:
     """Return the page of models with the table of families."""
-    return _with_part(DOCS / "models.md", "families: megarl/families", list(_families()))
+    return _with_part((DOCS / "models.md").read_text(), "families: megarl/families", list(_families()))
 
 
 def _families() -> Iterator[str]:
@@ -178,7 +193,7 @@ def _families() -> Iterator[str]:
 
 def planning() -> str:
     """Return the page of plans with the rates of every GPU."""
-    return _with_part(DOCS / "planning.md", "gpus: megarl/planner/hardware.py", list(_gpus()))
+    return _with_part((DOCS / "planning.md").read_text(), "gpus: megarl/planner/hardware.py", list(_gpus()))
 
 
 def _gpus() -> Iterator[str]:
@@ -194,10 +209,10 @@ def _gpus() -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{rate:g}' for rate in rates)} |"
 
 
-def _with_part(path: Path, source: str, lines: list[str]) -> str:
-    """Return a page whose part between two comments is made of these lines."""
+def _with_part(page: str, source: str, lines: list[str]) -> str:
+    """Return the page with these lines between two comments."""
     begin, end = f"<!-- {source}, written by make docs -->", f"<!-- end of {source.partition(':')[0]} -->"
-    before, _, rest = path.read_text().partition(begin)
+    before, _, rest = page.partition(begin)
     return "\n".join([f"{before}{begin}", *lines, f"{end}{rest.partition(end)[2]}"])
 
 

@@ -1,0 +1,1 @@
+"""All of Ray that knows no role: placement, local nodes, leases, adoption, stored arrays."""

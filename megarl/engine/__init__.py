@@ -1,0 +1,1 @@
+"""Generating, and all that knows SGLang: processes, requests, replies, weights, and which engine gets a request."""

@@ -1,0 +1,1 @@
+"""Tasks, tools, environments and agents: what one attempt at a prompt consists of."""

@@ -1,0 +1,1 @@
+"""Trainer processes: start, calls, hangs, sending."""

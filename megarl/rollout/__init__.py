@@ -1,0 +1,1 @@
+"""Prompts to scored groups: generator, workers, groups, teachers."""

@@ -1,0 +1,1 @@
+"""One run: launch, preflight, build, the loop, buffer, evaluation, saver, resume."""

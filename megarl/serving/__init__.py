@@ -1,0 +1,1 @@
+"""Engines kept alive and up to date: supervisor, publishers, canary, phases, frozen models."""

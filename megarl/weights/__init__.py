@@ -1,0 +1,1 @@
+"""Slices, layouts and plans (pure), and the executors that move bytes (torch)."""

@@ -1,7 +1,7 @@
 """Write what is generated of the documentation; `make docs` runs it.
 
-docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, packages and modules in docs/contributing.md, families in
-docs/models.md, the rates of GPUs in docs/planning.md.
+docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, packages and modules in docs/contributing.md, the
+families in docs/models.md, the rates of GPUs in docs/planning.md.
 """
 
 from __future__ import annotations

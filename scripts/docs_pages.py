@@ -1,7 +1,7 @@
 """Write what is generated of the documentation; `make docs` runs it.
 
 docs/cli.md, docs/api.md, docs/llms.txt, the figures of the README, packages and modules in docs/contributing.md, the
-families in docs/models.md, the rates of GPUs in docs/planning.md.
+families in docs/models.md, the rates of GPUs in docs/planning.md, the alerts in docs/runbook.md.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megarl.env import update_environment
 from megarl.families import FAMILIES
 from megarl.planner.hardware import GPUS
 from megarl.run_result import Result
+from scripts.dashboards.alerts import ALERTS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -170,6 +171,20 @@ def _modules() -> Iterator[str]:
         yield f"| `{path.name}` | {sentence.rstrip('.')} |"
 
 
+def runbook() -> str:
+    """Return the runbook with the table of alerts."""
+    return _with_part((DOCS / "runbook.md").read_text(), "alerts: scripts/dashboards/alerts.py", list(_alerts()))
+
+
+def _alerts() -> Iterator[str]:
+    """Yield a row for each alert; an ellipsis stands for what Prometheus fills in."""
+    yield from ("| alert | severity | after | |", "|---|---|---|---|")
+    for alert in ALERTS:
+        summary = re.sub(r"{{.*?}}", "…", alert.summary.removeprefix("run {{ $labels.run }}: "))
+        name = f"[{alert.full_name}](#{alert.anchor})"
+        yield f"| {name} | {alert.severity} | {alert.lasting if alert.lasting != '0s' else ''} | {_cell(summary)} |"
+
+
 def models() -> str:
     """Return the page of models with the table of families."""
     return _with_part((DOCS / "models.md").read_text(), "families: megarl/families", list(_families()))
@@ -223,6 +238,7 @@ def pages() -> dict[Path, str]:
         DOCS / "contributing.md": contributing(),
         DOCS / "models.md": models(),
         DOCS / "planning.md": planning(),
+        DOCS / "runbook.md": runbook(),
         ROOT / "README.md": readme(),
     }
 

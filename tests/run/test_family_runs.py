@@ -102,6 +102,31 @@ def tensors_read(model: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors_of(model).items() if is_read(name)}
 
 
+def before_last_step(done: Run, name: str) -> Path:
+    """Copy a run as it was before its last step."""
+    again = done.folder.with_name(name)
+    shutil.copytree(done.folder, again, symlinks=True)
+    shutil.rmtree(again / "checkpoints" / f"step_{STEPS:06d}")
+    (again / "checkpoints" / "latest").unlink()
+    (again / "checkpoints" / "latest").symlink_to(f"step_{RESUMED:06d}")
+    return again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_delta_nets_go_on_with_the_same_bits(family: str, folder: Path, engine_template: EngineTemplate) -> None:
+    model = model_of(family, folder, name=f"{family}_bits")
+    settings = (f"model.path={model}", *COMMON, *ONE_RANK)
+    done = run(folder, f"{family}_bits_once", *settings, engines=engine_template)
+    again = before_last_step(done, f"{family}_bits_again")
+    resumed = run(folder, again.name, *settings, engines=engine_template)
+    check_agrees(resumed, family)
+    assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, RESUMED]
+    expected, found = tensors_of(done.model), tensors_of(resumed.model)
+    assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_family_is_trained_saved_resumed_in_another_layout_and_exported(
@@ -112,11 +137,7 @@ def test_a_family_is_trained_saved_resumed_in_another_layout_and_exported(
     done = run(folder, f"{family}_once", *settings, *ONE_RANK, engines=engine_template)
     check_agrees(done, family)
 
-    again = folder / "runs" / f"{family}_again"
-    shutil.copytree(done.folder, again, symlinks=True)
-    shutil.rmtree(again / "checkpoints" / f"step_{STEPS:06d}")
-    (again / "checkpoints" / "latest").unlink()
-    (again / "checkpoints" / "latest").symlink_to(f"step_{RESUMED:06d}")
+    again = before_last_step(done, f"{family}_again")
     resumed = run(folder, again.name, *settings, f"roles.actor={OTHERS[family]}", engines=engine_template)
     check_agrees(resumed, family)
     assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, RESUMED]

@@ -312,6 +312,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
         *_sharing_notes(answer, timing),
+        *_image_notes(answer, timing),
     ]
     if saves(answer.recipe.checkpoint):
         notes.append(
@@ -344,6 +345,17 @@ def _sharing_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
     if plan.tokens_per_tree is not None:
         notes.append(f"rows with a common beginning may fill a micro-batch up to {plan.tokens_per_tree:,} tokens")
     return notes
+
+
+def _image_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
+    tower, data = answer.plan.tower, answer.recipe.data
+    if tower is None:
+        return []
+    limit = "data.max_prompt_tokens" if data.max_image_pixels is None else "data.max_image_pixels"
+    return [
+        f"images: assumes one of {tower.mean_tokens:,} tokens in each prompt, and none of more than "
+        f"{tower.most_tokens:,} ({limit}); towers take {_seconds(timing.images_s)} of the step"
+    ]
 
 
 def _cost(answer: PlanAnswer, timing: Timing) -> str:

@@ -39,6 +39,8 @@ def dtype_on(device: Device) -> DtypeName:
     return "float32" if device == "cpu" else "bfloat16"
 
 
+REMEMBERED_IMAGE_BYTES = 256 * 2**20
+"""Outputs of a tower that a rank keeps, of hundreds of images, so that the passes of a step compute each once."""
 LOGIT_CHUNK_BYTES = 640 << 20
 """Logits in memory at a time: enough for full-speed matrix kernels, little beside the activations."""
 

@@ -7,15 +7,12 @@ from bisect import bisect_left
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Deployment, PlannedModel, RoleShapes, deploy
 from megarl.planner.flops import forward_work
-from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, EXPERT_EFFICIENCY, GpuModel
+from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, EXPERT_EFFICIENCY, LAYER_START_S, GpuModel
 from megarl.planner.ledger import SPARE_SHARE, ledgers, with_release
 from megarl.planner.sharing import sharing_obstacle
 
 _FEWEST_TOKENS = 8192
 """Rows with which the products of any model fill a GPU; more are needed where its layers are small."""
-_LAYER_START_S = 1.4e-3
-"""Time of the host to start one layer's forward and backward pass: a micro-batch of a 135M model with 30 layers took
-58, 100 and 167 ms with 8k, 32k and 64k tokens on an H200, of which 42 ms are independent of its tokens."""
 _BUSY = 4
 """A GPU computes for this many times as long as the host needs to start its work."""
 _TREE = 8
@@ -91,7 +88,7 @@ def _wanted_tokens(recipe: Recipe, actor: PlannedModel, gpu: GpuModel) -> int:
     work = forward_work(shape, num_tokens=context, num_squared_tokens=context**2)
     forward = work.dense / DENSE_EFFICIENCY + work.expert / EXPERT_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
     token_s = 3 * forward / context / gpu.flops / (parallel.tensor * parallel.context * parallel.pipeline)
-    busy = _BUSY * _LAYER_START_S * shape.num_layers / parallel.pipeline / token_s
+    busy = _BUSY * LAYER_START_S * shape.num_layers / parallel.pipeline / token_s
     prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
     own = prompts * recipe.samples_per_prompt * context // parallel.data
     if parallel.pipeline > 1:

@@ -35,6 +35,7 @@ from megarl.planner.memory import (
     stage_memory,
 )
 from megarl.planner.sharing import GroupTokens, prompt_obstacle
+from megarl.planner.tower import TowerWork
 from megarl.routes import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
 
@@ -158,6 +159,8 @@ class PlannedModel:
     pool: str
     work: ModelWork
     placement: ModelPlacement
+    tower: TowerWork | None = None
+    """None for text alone."""
     group: int = 1
     """Rows of a data-parallel rank that begin with one prompt, which is computed once; 1 where rows stay apart."""
 
@@ -307,6 +310,7 @@ def _planned_model(
             lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
         ),
         placement=placement,
+        tower=TowerWork.of(shape, recipe.data),
         group=group,
     )
 

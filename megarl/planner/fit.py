@@ -38,6 +38,7 @@ from megarl.planner.replay import RecordedRun, Replay, replay
 from megarl.planner.reshard import Reshard, reshard
 from megarl.planner.run_time import RunTime, run_time
 from megarl.planner.timing import Timing, estimate
+from megarl.planner.tower import TowerWork
 from megarl.weights.layouts.megatron import MegatronParallel
 
 NUM_PROPOSALS = 3
@@ -304,6 +305,8 @@ class RunPlan:
     reshard: Reshard | None
     """None for a run without engines."""
     tokens_per_micro_batch: int
+    tower: TowerWork | None
+    """None for text alone."""
     tokens_per_tree: int | None
     """More tokens, for rows with a common beginning; None where there are no more."""
 
@@ -351,6 +354,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         sizes=sizes,
         reshard=published,
         tokens_per_micro_batch=completed.train.micro_batch_tokens,
+        tower=deployment.models["actor"].tower,
         tokens_per_tree=completed.train.tokens_per_tree,
     )
     fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)

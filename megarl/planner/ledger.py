@@ -17,8 +17,15 @@ from typing import Literal
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
-from megarl.config.section import GIB, dtype_on
-from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, head_bytes, scoring_bytes
+from megarl.config.section import GIB, REMEMBERED_IMAGE_BYTES, dtype_on
+from megarl.planner.activations import (
+    activation_bytes,
+    chunks_in_flight,
+    forward_bytes,
+    fp8_weight_bytes,
+    head_bytes,
+    scoring_bytes,
+)
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
@@ -28,6 +35,7 @@ from megarl.planner.memory import (
     EngineMemory,
     StageMemory,
 )
+from megarl.planner.tower import num_tower_parameters
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 from megarl.weights.algebra.slices import ITEM_BYTES
 
@@ -184,7 +192,10 @@ class _PoolLedgers:
         if engine is None:
             return
         if has_weights:
-            yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
+            text_bytes = engine.weight_bytes - engine.tower_bytes
+            yield LedgerItem(name="engine weights", num_bytes=text_bytes, is_exact=True)
+            if engine.tower_bytes:
+                yield LedgerItem(name="engine tower", num_bytes=engine.tower_bytes, is_exact=True)
         if engine.adapter_bytes:
             yield LedgerItem(name="adapter slots", num_bytes=engine.adapter_bytes, is_exact=True)
         if has_cache:
@@ -192,6 +203,9 @@ class _PoolLedgers:
         yield from _publish_items(deployment)
         if deployment.capacity_bytes is not None:
             yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+            if (tower := deployment.models["actor"].tower) is not None:
+                num_bytes = tower.activation_bytes(tower.most_tokens, ITEM_BYTES[dtype_on(deployment.device)])
+                yield LedgerItem(name="engine images", num_bytes=num_bytes, is_exact=False)
             has_ranks = deployment.roles.rollout is not None and deployment.roles.rollout.tensor > 1
             if has_ranks:
                 yield LedgerItem(name="communicators", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
@@ -229,6 +243,8 @@ class _ModelMemory:
             self._held = [(self._item("weights", stage.num_bytes),) for stage in model.bare_weights]
         else:
             self._held = [tuple(self._trained(stage)) for stage in model.stages]
+        # It is loaded on ranks with the embedding.
+        self._held[0] = (*self._held[0], *self._tower())
 
     @property
     def held(self) -> tuple[LedgerItem, ...]:
@@ -286,30 +302,52 @@ class _ModelMemory:
             if self._deployment.roles.rollout and self._deployment.roles.rollout.fp8_keep is not None:
                 yield self._item(_DERIVED, stage.weight_bytes // 2, is_exact=False)
 
+    def _tower(self) -> Iterator[LedgerItem]:
+        if (tower := self._model.tower) is not None:
+            item_bytes = self._work.item_bytes
+            yield self._item("tower", item_bytes * num_tower_parameters(self._work.shape))
+            num_bytes = max(REMEMBERED_IMAGE_BYTES, tower.output_bytes(tower.most_tokens, item_bytes))
+            yield self._item("remembered images", num_bytes, is_exact=False)
+
     def _scoring(self, stage: int) -> Iterator[LedgerItem]:
         is_last = stage == self._work.split.pipeline - 1
         head = scoring_bytes(self._work, has_gradients=False) if is_last else 0
-        yield from self._pass(stage, forward_bytes(self._work), head)
+        yield from self._pass(stage, forward_bytes(self._work), head, in_flight=1)
         if self._exchanges_weights:
             largest_bytes = self._model.bare_weights[stage].largest_bytes
             yield LedgerItem(name="exchanged tensor", num_bytes=largest_bytes, is_exact=True)
 
     def _updating(self, stage: int) -> Iterator[LedgerItem]:
-        yield from self._pass(stage, activation_bytes(self._work, stage), head_bytes(self._work, stage))
+        in_flight = chunks_in_flight(self._work.split, stage)
+        activations, head = activation_bytes(self._work, stage), head_bytes(self._work, stage)
+        yield from self._pass(stage, activations, head, in_flight=in_flight)
         if self._offload != "nothing":
             num_bytes = min(self._model.stages[stage].optimizer_bytes, NUM_PIECES * PIECE_ELEMENTS * _PIECE_ITEM_BYTES)
             yield self._item("optimizer in pieces", num_bytes, is_exact=False)
 
-    def _pass(self, stage: int, activations: int, head: int) -> Iterator[LedgerItem]:
+    def _pass(self, stage: int, activations: int, head: int, *, in_flight: int) -> Iterator[LedgerItem]:
         yield self._item("activations", activations, is_exact=False)
+        images = self._images(activations, in_flight) if stage == 0 else 0
+        if images:
+            yield self._item("images", images, is_exact=False)
         if self._work.split.precision == "fp8":
             yield self._item("weights in FP8", fp8_weight_bytes(self._work, stage), is_exact=False)
         if head:
             name = "values" if self._work.shape.has_value_head else "log-probabilities"
             yield LedgerItem(name=name, num_bytes=head, is_exact=False)
         if self._work.device != "cpu":
-            num_bytes = int(ALLOCATOR_SHARE * (activations + head))
+            num_bytes = int(ALLOCATOR_SHARE * (activations + images + head))
             yield LedgerItem(name="allocator", num_bytes=num_bytes, is_exact=False)
+
+    def _images(self, activations: int, in_flight: int) -> int:
+        """Return what the largest image needs beyond the activations of its micro-batch, which begin after it; and
+        what micro-batches keep of the tower's deeper outputs, at most for every token."""
+        if (tower := self._model.tower) is None:
+            return 0
+        work = self._work
+        one = tower.activation_bytes(tower.most_tokens, work.item_bytes)
+        deep = work.item_bytes * work.tokens * len(tower.vision.deep_layers) * tower.hidden // work.sequence_ranks
+        return max(0, one - activations // in_flight) + in_flight * deep
 
     def _without(self, items: Sequence[LedgerItem], *names: str) -> tuple[LedgerItem, ...]:
         return tuple(item for item in items if item.name not in {self._prefix + name for name in names})

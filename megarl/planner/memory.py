@@ -14,6 +14,7 @@ from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
 from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import GpuModel
+from megarl.planner.tower import num_tower_parameters
 from megarl.weights.algebra.slices import ITEM_BYTES, Layout, TensorSpec
 from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
@@ -54,6 +55,8 @@ class StageMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     weight_bytes: int
+    tower_bytes: int
+    """Weights of what sees images; part of `weight_bytes`."""
     adapter_bytes: int
     """Memory that is reserved for the adapters of all versions that are loaded at a time."""
     expert_bytes: int
@@ -261,6 +264,8 @@ def engine_memory(
     device: Device = "cpu" if capacity_bytes is None else "cuda"
     item_bytes = 1 if rollout.has_fp8_cache else ITEM_BYTES[dtype_on(device)]
     weights = _engine_weights(shape, rollout.tensor, rollout.expert, device, rollout.fp8_keep)
+    tower_bytes = ITEM_BYTES[dtype_on(device)] * num_tower_parameters(shape, tensor=rollout.tensor)
+    weight_bytes = weights.held_bytes + tower_bytes
     adapter_bytes = 0
     if lora is not None:
         adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
@@ -277,9 +282,10 @@ def engine_memory(
     else:
         # SGLang takes its fraction of the memory that is free when its context exists.
         static_bytes = int((capacity_bytes - ENGINE_CONTEXT_BYTES) * rollout.memory_fraction)
-        cached_tokens = max(0, static_bytes - weights.held_bytes - adapter_bytes - states_bytes) // per_token
+        cached_tokens = max(0, static_bytes - weight_bytes - adapter_bytes - states_bytes) // per_token
     return EngineMemory(
-        weight_bytes=weights.held_bytes,
+        weight_bytes=weight_bytes,
+        tower_bytes=tower_bytes,
         adapter_bytes=adapter_bytes,
         expert_bytes=weights.expert_bytes,
         cache_bytes=cached_tokens * per_token + states_bytes,

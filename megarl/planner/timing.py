@@ -19,6 +19,7 @@ from typing import TypeAlias
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
+from megarl.config.section import REMEMBERED_IMAGE_BYTES
 from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.planner.activations import recomputed_share
@@ -99,6 +100,8 @@ class Timing:
     """Tokens of `trained_tokens` that the actor computes: a prompt once for the rows that share it."""
     shared_s: float
     """Time of passes that this saves in a step, over all models."""
+    images_s: float
+    """Part of the phases in which towers compute images, engines and ranks together."""
 
     @property
     def step_s(self) -> float:
@@ -127,7 +130,7 @@ def estimate(
     except for the publish. `snapshots` are the bytes per rank of each stage that a checkpoint copies, by role."""
     sequences = train.prompts_per_step * algorithm.needs.samples_per_prompt(sampling.rollouts_per_prompt)
     models = _training_times(deployment, workload, train=train, num_sequences=sequences)
-    running, rollout = 0, list[PhaseTime]()
+    running, rollout, images_s = 0, list[PhaseTime](), 0.0
     if deployment.engine is not None and algorithm.needs.has_engines:
         num_rounds, num_prompts = generated_prompts(algorithm, train, workload)
         # Prompts of so many steps are under way at once, and only the last of them waits for its longest response.
@@ -136,9 +139,11 @@ def estimate(
         engines = RolloutTime(deployment, workload, num_sequences=num_sequences)
         running = engines.num_running
         seconds = num_rounds * engines.seconds(num_prompts=num_steps * num_prompts) / num_steps
+        images_s = num_rounds * engines.images_s(num_prompts=num_prompts)
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=seconds, is_waited_for=True)]
     publish = [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)] if deployment.engine else []
     scoring, learning = _work(deployment, models, train, algorithm.kl)
+    images_s += sum(_image_seconds(models, scoring, learning, epochs=train.epochs).values())
     apart = _training_times(deployment, workload, train=train, num_sequences=sequences, shares_prompts=False)
     alone = chain.from_iterable(work.values() for work in _work(deployment, apart, train, algorithm.kl))
     together = chain(scoring.values(), learning.values())
@@ -157,6 +162,7 @@ def estimate(
         trained_tokens=sequences * workload.sequence_tokens,
         computed_tokens=round(actor.tokens.num_computed),
         shared_s=sum(seconds for _, seconds in alone) - sum(seconds for _, seconds in together),
+        images_s=images_s,
     )
 
 
@@ -257,7 +263,25 @@ def _work(
         compared_s = values.forward_s + values.exchange_s if deployment.has_reference("critic") else 0.0
         scoring[PhaseName.VALUES] = ("critic", values.forward_s + compared_s)
         learning[PhaseName.CRITIC_UPDATE] = ("critic", critic.epochs * models["critic"].update_s)
+    for name, images_s in _image_seconds(models, scoring, learning, epochs=train.epochs).items():
+        for work in (scoring, learning):
+            if name in work:
+                work[name] = (work[name][0], work[name][1] + images_s)
     return scoring, learning
+
+
+def _image_seconds(
+    models: Mapping[str, TrainingTime], scoring: _Work, learning: _Work, *, epochs: int
+) -> dict[PhaseName, float]:
+    """Return the time of towers in each phase: in every pass of a model, or in its first if it remembers them."""
+    seconds, seen = dict[PhaseName, float](), set[str]()
+    for name, (role, _) in (*scoring.items(), *learning.items()):
+        num_passes = epochs if name is PhaseName.UPDATE else 1
+        if models[role].remembers_images:
+            num_passes = 0 if role in seen else 1
+        seen.add(role)
+        seconds[name] = num_passes * models[role].images_s
+    return seconds
 
 
 def _side_by_side(work: _Work, pools: Mapping[str, str]) -> Iterator[PhaseTime]:
@@ -300,6 +324,7 @@ class RolloutTime:
         assert engine is not None, "no engine"
         placement, gpu = deployment.placement, deployment.gpu
         self._shape = deployment.models["actor"].work.shape
+        self._tower = deployment.models["actor"].tower
         self._gpu = gpu
         self._engine = engine
         self._workload = workload
@@ -323,7 +348,16 @@ class RolloutTime:
         """Return the time of one prefill per prompt and of all decoding steps."""
         prompts = num_prompts * self._workload.mean_prompt_tokens
         rate = self._num_engines * self._tensor * self._gpu.flops * PREFILL_EFFICIENCY
-        return 2 * num_multiplied(self._shape) * prompts / rate + self._decoding_s()
+        prefill_s = 2 * num_multiplied(self._shape) * prompts / rate
+        return prefill_s + self.images_s(num_prompts=num_prompts) + self._decoding_s()
+
+    def images_s(self, *, num_prompts: int) -> float:
+        """Return the time in which the engines' towers compute the image of each prompt."""
+        if self._tower is None:
+            return 0.0
+        tokens = min(self._tower.mean_tokens, self._workload.mean_prompt_tokens)
+        operations = self._tower.work(tokens).total / (self._tensor * self._gpu.flops * PREFILL_EFFICIENCY)
+        return num_prompts / self._num_engines * max(operations, self._tower.start_s)
 
     def _decoding_s(self) -> float:
         """Simulate one engine from one end of a request to the next."""
@@ -440,6 +474,35 @@ class TrainingTime:
         traffic_s = tensor * self._tensor_s() + (2 + repeats) * (self._expert_s() + self._context_s())
         per_update_s = self._reduction_s() + self._offload_s()
         return PASS_S + (1 + self.bubble) * (compute_s + traffic_s) + self._num_mini_batches * per_update_s
+
+    @property
+    def images_s(self) -> float:
+        """Time of the tower in one pass; each rank with the embedding computes all images of its micro-batches."""
+        tower = self._model.tower
+        if tower is None:
+            return 0.0
+        work = tower.work(self._image_tokens)
+        slowdown = FLOAT32_SLOWDOWN if self._work.split.precision == "fp32" else 1.0
+        operations = slowdown * work.dense / DENSE_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
+        return self._num_images * max(operations / (self._gpu.flops * self._gpu.reached), tower.start_s)
+
+    @property
+    def remembers_images(self) -> bool:
+        """Whether a rank has the tower's outputs of a step for its later passes."""
+        tower = self._model.tower
+        if tower is None:
+            return True
+        num_bytes = self._num_images * tower.output_bytes(self._image_tokens, self._work.item_bytes)
+        return num_bytes <= REMEMBERED_IMAGE_BYTES
+
+    @property
+    def _image_tokens(self) -> int:
+        return 0 if self._model.tower is None else min(self._model.tower.mean_tokens, self.tokens.prompt_tokens)
+
+    @property
+    def _num_images(self) -> float:
+        """Different images of a rank in a step: those of its groups."""
+        return self.tokens.num_rows / self._model.placement.parallel.data / self._model.group
 
     @property
     def exchange_s(self) -> float:

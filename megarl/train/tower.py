@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.config.section import REMEMBERED_IMAGE_BYTES
 from megarl.data.images import ImageProcessor, ImageStore, Pixels
 from megarl.errors import CheckpointError
 from megarl.families import family_of
@@ -29,9 +30,6 @@ from megarl.types import ImagePlace, MicroBatch
 from megarl.weights.executors.hf import tensor_files
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED_BYTES = 256 * 2**20
-"""Outputs of hundreds of images, so that the passes of a step compute each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,7 @@ class Tower:
             for each in found:
                 assert len(each) == image.num_tokens, f"{len(each)} tokens of an image, not {image.num_tokens}"
             self._outputs[image.digest] = found
-            while len(self._outputs) > 1 and self._remembered_bytes > _REMEMBERED_BYTES:
+            while len(self._outputs) > 1 and self._remembered_bytes > REMEMBERED_IMAGE_BYTES:
                 self._outputs.popitem(last=False)
         self._outputs.move_to_end(image.digest)
         return found

@@ -32,6 +32,7 @@ PUBLIC = [
     "grpo_glm45_air",
     "grpo_gptoss_20b",
     "grpo_qwen35_35b_a3b",
+    "grpo_qwen25_vl_7b",
     "dapo_32b",
     "dapo_70b_async",
     "grpo_32b_32k",
@@ -80,6 +81,14 @@ def test_every_role_and_its_work_is_in_the_tables(capsys: pytest.CaptureFixture[
     for phase in ("old log-probabilities", "reference log-probabilities", "values", "critic update"):
         assert f"\n  {phase} " in out
     assert "in parallel" in out
+
+
+def test_towers_and_their_images_are_in_the_tables_and_in_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_qwen25_vl_7b.yaml"), "--shape", "qwen3-vl-8b"]) == 0
+    out = capsys.readouterr().out
+    for row in ("tower", "images (about)", "remembered images (about)", "engine tower", "engine images (about)"):
+        assert f"\n  {row} " in out
+    assert "images: assumes one of 294 tokens in each prompt, and none of more than 588 (data.max_image_pixels)" in out
 
 
 def test_what_does_not_fit_comes_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,15 @@ from tests.repository import ROOT
 WORDS = ["--model", "models/Qwen2.5-7B", "--shape", "qwen2.5-7b", "--train", "train.parquet", "--reward", "gsm8k"]
 
 
-def test_a_recipe_that_fits_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shape", ["qwen2.5-7b", "qwen3-vl-8b"])
+def test_a_recipe_that_fits_is_written(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    assert run(["init", str(path), *WORDS, "--gpus", "8", "--eval", "eval.parquet"]) == 0, capsys.readouterr().err
+    words = [*WORDS, "--shape", shape, "--gpus", "8", "--eval", "eval.parquet"]
+    assert run(["init", str(path), *words]) == 0, capsys.readouterr().err
     recipe = read_recipe(path).recipe
     assert (recipe.run.name, recipe.reward.kind) == ("mine", "gsm8k")
     assert recipe.evaluation is not None
-    assert answer(path, [], PlanQuestion(shape_name="qwen2.5-7b")).plan.sizes.fits
+    assert answer(path, [], PlanQuestion(shape_name=shape)).plan.sizes.fits
     assert run(["init", str(path), *WORDS, "--gpus", "8"]) == 2
     assert "exists; name another file" in capsys.readouterr().err
 

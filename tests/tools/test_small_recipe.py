@@ -38,6 +38,7 @@ LARGE = (
     "grpo_glm45_air",
     "grpo_gptoss_20b",
     "grpo_qwen35_35b_a3b",
+    "grpo_qwen25_vl_7b",
     "dapo_32b",
 )
 

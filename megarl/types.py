@@ -320,6 +320,14 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
         return places_in_space(self.positions, self.sequence_starts, self.images)
 
 
+def with_short_images(token_ids: TokenArray, images: Sequence[ImagePlace]) -> TokenArray:
+    """Return the tokens with one for each image, as people read them; all tokens of an image are equal."""
+    is_kept = np.ones(len(token_ids), np.bool_)
+    for image in images:
+        is_kept[image.start + 1 : image.end] = False
+    return token_ids[is_kept]
+
+
 def places_in_space(
     positions: npt.NDArray[np.int32], sequence_starts: npt.NDArray[np.int32], images: Sequence[ImagePlace]
 ) -> npt.NDArray[np.int32]:

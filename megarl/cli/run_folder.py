@@ -27,6 +27,7 @@ from megarl.cli.display import make_display
 from megarl.cli.lines import format_number, make_console, progress_lines
 from megarl.config.document import leaves
 from megarl.config.load import read_recipe
+from megarl.config.section import IMAGES_FOLDER
 from megarl.data.episode_trace import EpisodeTrace, as_atif, as_json, find_episode
 from megarl.data.evaluation_files import Generation, SpokenTurn, list_generations, read_generations
 from megarl.data.rollout_files import list_rollouts, read_episodes
@@ -176,7 +177,7 @@ def samples(
 ) -> None:
     """Show prompts and answers of an evaluation with their scores, or one episode of training."""
     if episode is not None:
-        show_episode(find_episode(run, episode), form, make_console(), max_chars=max_chars)
+        show_episode(find_episode(run, episode), form, make_console(), run=run, max_chars=max_chars)
         return
     path = _evaluation_file(run, step)
     chosen = (
@@ -184,18 +185,18 @@ def samples(
         for generation in read_generations(path)
         if not (is_wrong and generation.is_right) and source in (None, generation.data_source)
     )
-    num_shown = show_generations(islice(chosen, limit), make_console(), max_chars=max_chars)
+    num_shown = show_generations(islice(chosen, limit), make_console(), run=run, max_chars=max_chars)
     if not num_shown:
         raise DataError(f"{path}: no answer matches; leave out --wrong or --source")
     print(f"{num_shown} shown of {path}")
 
 
-def show_episode(trace: EpisodeTrace, form: EpisodeForm, console: Console, *, max_chars: int) -> None:
+def show_episode(trace: EpisodeTrace, form: EpisodeForm, console: Console, *, run: Path, max_chars: int) -> None:
     """Print an episode as a conversation, or as JSON of one kind."""
     if form is not EpisodeForm.TEXT:
         print(json.dumps(as_atif(trace) if form is EpisodeForm.ATIF else as_json(trace), ensure_ascii=False, indent=1))
         return
-    lines = [Text(_printable(_cut_start(trace.prompt, max_chars)), style="dim")]
+    lines = [Text(_printable(_cut_start(trace.prompt, max_chars)), style="dim"), *_images(run, trace.images)]
     row = 0
     for turn in trace.turns:
         if turn.row != row:
@@ -226,14 +227,14 @@ def _evaluation_file(run: Path, step: int | None) -> Path:
     return files[step]
 
 
-def show_generations(generations: Iterable[Generation], console: Console, *, max_chars: int) -> int:
+def show_generations(generations: Iterable[Generation], console: Console, *, run: Path, max_chars: int) -> int:
     """Print one panel each, and return how many."""
     width = min(console.width, _MAX_WIDTH)
     count = 0
     for count, generation in enumerate(generations, start=1):  # noqa: B007 - the count is the answer
         title = Text(_printable(f" {generation.prompt_uid}  {generation.data_source} "))
         panel = Panel(
-            Group(*_lines(generation, max_chars)),
+            Group(*_lines(generation, run, max_chars)),
             title=title,
             title_align="left",
             border_style="green" if generation.is_right else "red",
@@ -243,8 +244,9 @@ def show_generations(generations: Iterable[Generation], console: Console, *, max
     return count
 
 
-def _lines(generation: Generation, max_chars: int) -> Iterator[Text]:
+def _lines(generation: Generation, run: Path, max_chars: int) -> Iterator[Text]:
     yield Text(_printable(_cut_start(generation.prompt, max_chars)), style="dim")
+    yield from _images(run, generation.images)
     for turn in generation.turns:
         yield _spoken(turn, max_chars)
     if not generation.turns:
@@ -258,6 +260,13 @@ def _lines(generation: Generation, max_chars: int) -> Iterator[Text]:
     if generation.prediction is not None:
         facts.append(f"prediction {_cut_start(generation.prediction, max_chars)}")
     yield Text(_printable("  ".join(facts)), style="green" if generation.is_right else "red")
+
+
+def _images(run: Path, digests: Sequence[str]) -> Iterator[Text]:
+    """Yield the files of the images of a prompt, which a terminal does not show."""
+    for digest in digests:
+        path = run / IMAGES_FOLDER / f"{digest}.png"
+        yield Text(_printable(f"image {path}"), style="cyan", overflow="fold")
 
 
 def _spoken(turn: SpokenTurn, max_chars: int) -> Text:

@@ -16,7 +16,7 @@ from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
-from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
+from megarl.config.section import IMAGES_FOLDER, Device, DtypeName, GpuName, Section, UserCode, dtype_on
 from megarl.families.shape import ModelShape
 
 LEAST_GRACE_S = 120.0
@@ -432,7 +432,7 @@ class Recipe(Section):
     @property
     def images_folder(self) -> Path:
         """The images of the run's prompts, which ranks and engines read."""
-        return self.run_folder.absolute() / "images"
+        return self.run_folder.absolute() / IMAGES_FOLDER
 
     @property
     def data_parallel(self) -> int:

@@ -54,6 +54,9 @@ CPU_CACHED_TOKENS = 32_768
 CPU_SLOT = "megarl_slot"
 """The Ray resource that stands for a GPU on a CPU run."""
 
+IMAGES_FOLDER = "images"
+"""The folder of a run with the images of its prompts, each a PNG file that is named by its digest."""
+
 EXCLUDED_FILE = "excluded_nodes.txt"
 """The addresses of the nodes that a run excludes, in its folder, one per line; the script of a job reads it."""
 

@@ -45,6 +45,8 @@ class EpisodeTrace:
     data_source: str
     prompt: str
     prompt_ids: tuple[int, ...]
+    images: tuple[str, ...]
+    """Digests of the prompt's images, which are files in the run's store."""
     turns: tuple[TracedTurn, ...]
     ending: str
     score: float
@@ -108,6 +110,7 @@ def _trace(saved: Mapping[str, Any], name: str) -> EpisodeTrace:
         data_source=saved["data_source"],
         prompt=saved["prompt"],
         prompt_ids=tuple(saved["prompt_ids"]),
+        images=tuple(saved.get("images") or ()),
         turns=tuple(turns),
         ending=saved["ending"] or saved["finish_reason"],
         score=saved["score"],

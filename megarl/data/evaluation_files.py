@@ -46,6 +46,8 @@ class Generation:
     num_tokens: int
     prompt: str = ""
     """The prompt with the chat template applied."""
+    images: tuple[str, ...] = ()
+    """Digests of the images of the prompt, which stand as one token each in its text."""
     response: str = ""
     ending: str | None = None
     """Why the episode ended; None for a single response, which has no turns."""
@@ -58,7 +60,7 @@ class EvaluatedRollout:
 
     generation: Generation
     """Without its texts."""
-    prompt_ids: TokenArray  # [P]
+    prompt_ids: TokenArray  # [P], with one token for each image
     content: ContentHandle
     turns: tuple[Turn, ...]
 

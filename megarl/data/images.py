@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import stat
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -208,6 +209,18 @@ class ImageStore:
             Image.fromarray(pixels).save(file, "PNG", compress_level=1)
         Path(name).replace(path)
         return digest
+
+    def file_bytes(self, digest: str) -> bytes:
+        """Return the file of an image as it is, for a person who looks at it; a link is no image."""
+        path = self.path(digest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise ImageError(f"{path} is not a file")
+                return file.read(_MOST_BYTES)
+        except OSError as error:
+            raise ImageError(f"{path}: the image cannot be read: {error.strerror}") from None
 
     def read(self, digest: str) -> Pixels:
         """Return the pixels; a missing or changed file is an error."""

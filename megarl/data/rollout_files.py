@@ -31,6 +31,7 @@ from megarl.types import (
     ScoredGroup,
     TokenArray,
     TrainSample,
+    with_short_images,
 )
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -149,7 +150,8 @@ def make_table(
             "row_starts": pa.array([sample.rollout.episode.rows for sample in samples], pa.list_(pa.int32())),
             "turns": pa.array([_turns(sample.rollout.episode) for sample in samples], pa.list_(_TURN)),
             "line": [_line(sample.rollout.text) for sample in samples],
-            "prompt": [decode(sample.prompt_ids) for sample in samples],
+            "prompt": [decode(with_short_images(sample.prompt_ids, sample.images)) for sample in samples],
+            "images": pa.array([_digests(sample) for sample in samples], pa.list_(pa.string())),
             "pieces": pa.array(
                 [_pieces(sample.rollout.token_ids, decode, singles) for sample in samples], pa.list_(pa.string())
             ),
@@ -157,6 +159,10 @@ def make_table(
             **_columns(samples),
         },
     )
+
+
+def _digests(sample: TrainSample) -> list[str]:
+    return [image.digest for image in sample.images]
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:

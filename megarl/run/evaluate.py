@@ -42,6 +42,7 @@ from megarl.types import (
     Prompt,
     ScoredGroup,
     TrainSample,
+    with_short_images,
 )
 
 logger = logging.getLogger(__name__)
@@ -200,11 +201,12 @@ class HeldOutAnswers:
                 ground_truth=prompt.ground_truth,
                 finish_reason=rollout.finish_reason,
                 num_tokens=rollout.num_tokens,
+                images=tuple(image.digest for image in prompt.images),
                 ending=None if rollout.episode.ending is None else rollout.episode.ending.value,
             )
             yield EvaluatedRollout(
                 generation=generation,
-                prompt_ids=prompt.token_ids,
+                prompt_ids=with_short_images(prompt.token_ids, prompt.images),
                 content=rollout.content,
                 turns=rollout.episode.turns,
             )

@@ -24,7 +24,7 @@ from megarl.tools.page.run_data import RunFolder, compare_overviews
 from scripts.dashboards.monitoring import monitoring_files
 from tests.observe.samples import ListSink, evaluated, generation, make_recipe, step_summary
 from tests.repository import ROOT
-from tests.tools.page.runs import make_run
+from tests.tools.page.runs import make_run, make_seen
 
 
 def test_a_runs_phases_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +132,22 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal(
     text = shown(capsys, str(evaluated_run), "--wrong")
     assert "worse\\x1b[2J" in text
     assert "\x1b[2J" not in text
+
+
+def test_the_files_of_images_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digests = tuple(path.stem for path in sorted(make_seen(Path("run")).glob("images/*.png")))
+    write_generations(generations_file(Path("run"), 1), [as_line(generation(images=digests))])
+    text = shown(capsys, "run")
+    for digest in digests:
+        assert f"image run/images/{digest}.png" in text
+    text = shown(capsys, "run", "--episode", "1/train.parquet:1/0")
+    assert text.count("image run/images/") == 2
+    saved = json.loads(shown(capsys, "run", "--episode", "1/train.parquet:0/0", "--format", "json"))
+    assert (saved["prompt"], sorted(saved["images"])) == ("1#+#=", list(digests))
+    assert len(saved["prompt_ids"]) == 9
 
 
 def test_long_texts_are_cut(

@@ -228,6 +228,7 @@ def generation(
     is_greedy: bool = True,
     index: int = 0,
     data_source: str = "arithmetic",
+    images: tuple[str, ...] = (),
 ) -> Generation:
     return Generation(
         prompt_uid="eval.parquet:3",
@@ -242,6 +243,7 @@ def generation(
         finish_reason=FinishReason.STOP,
         num_tokens=2,
         prompt=prompt,
+        images=images,
         response=response,
     )
 

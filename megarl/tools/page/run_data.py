@@ -10,6 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from megarl.config.section import IMAGES_FOLDER
+from megarl.data.images import ImageStore
 from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
 from megarl.errors import DataError
 from megarl.observe.cost import describe_cost
@@ -164,6 +166,10 @@ class RunFolder:
             "row": row,
             **{key: _strict(value) for key, value in read_rollout(files[step], row).items()},
         }
+
+    def image(self, digest: str) -> bytes:
+        """Return the PNG file of an image of a prompt."""
+        return ImageStore(self.folder / IMAGES_FOLDER).file_bytes(digest)
 
     def _list(self, path: Path) -> list[dict[str, Any]]:
         """Read a file once, and again when a resumed run has rewritten the step."""

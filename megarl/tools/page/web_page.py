@@ -28,6 +28,8 @@ STYLE = "page.css"
 SCRIPTS = ("source.js", "elements.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
 """In the order they are loaded: each uses only those before it."""
 STATIC_FILES = {STYLE: "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
+MAX_IMAGE_BYTES = 16 * 2**20
+"""Images in a report, in all; a rollout of which one is left out has its name."""
 MAX_INLINED = 400
 """Rollouts in a report; from a longer run a random choice, the same each time."""
 _PARAMETER = "token"
@@ -46,11 +48,11 @@ def served_page() -> str:
     return read_static("index.html").replace("<!-- head -->", f"{links}\n{scripts}")
 
 
-def served_policy() -> str:
-    """Return a policy that lets the browser load files of this server and nothing else."""
+def served_policy(host: str) -> str:
+    """Return a policy that lets the browser load the files and images of this server and nothing else."""
     return (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        f"img-src http://{host}/api/image; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -71,7 +73,7 @@ def comparison_page(runs: Mapping[str, RunFolder], tables: Sequence[JsonValue] =
 def _document(content: Mapping[str, JsonValue]) -> str:
     style, script = read_static(STYLE), "\n".join(read_static(name) for name in SCRIPTS)
     data = _inlined(json.dumps(content, allow_nan=False))
-    policy = f"default-src 'none'; script-src {_hash(script)} {_hash(data)}; style-src {_hash(style)}"
+    policy = f"default-src 'none'; script-src {_hash(script)} {_hash(data)}; style-src {_hash(style)}; img-src data:"
     head = "\n".join(
         (
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -89,7 +91,27 @@ def _chosen_rollouts(run: RunFolder) -> dict[str, JsonValue]:
     chosen = sorted(random.Random(0).sample(range(len(rows)), min(MAX_INLINED, len(rows))))  # noqa: S311 - a choice
     inlined = [rows[place] for place in chosen]
     details = [run.rollout(row["step"], row["row"]) for row in inlined]
-    return {"num_rollouts": len(rows), "rows": list(inlined), "rollouts": list(details)}
+    return {
+        "num_rollouts": len(rows),
+        "rows": list(inlined),
+        "rollouts": list(details),
+        "images": _images(run, details),
+    }
+
+
+def _images(run: RunFolder, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, JsonValue]:
+    """Return the images of rollouts as text, by digest, as far as there is room."""
+    images, num_bytes = dict[str, JsonValue](), 0
+    for digest in dict.fromkeys(digest for rollout in rollouts for digest in rollout.get("images") or ()):
+        try:
+            image = run.image(digest)
+        except DataError:
+            continue  # the page says so where it would be
+        num_bytes += len(image)
+        if num_bytes > MAX_IMAGE_BYTES:
+            break
+        images[digest] = base64.b64encode(image).decode()
+    return images
 
 
 def _all_rows(run: RunFolder) -> list[dict[str, Any]]:
@@ -136,6 +158,7 @@ class PageServer:
         app.router.add_get("/api/run", self._overview)
         app.router.add_get("/api/rollouts", self._rollouts)
         app.router.add_get("/api/rollout", self._rollout)
+        app.router.add_get("/api/image", self._image)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, self._port)
@@ -169,7 +192,7 @@ class PageServer:
             response = web.json_response({"error": str(error)}, status=HTTPStatus.NOT_FOUND)
         except ValueError as error:
             response = web.json_response({"error": str(error)}, status=HTTPStatus.BAD_REQUEST)
-        response.headers["Content-Security-Policy"] = served_policy()
+        response.headers["Content-Security-Policy"] = served_policy(request.host)
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"
         response.headers.setdefault("Cache-Control", "no-cache")
@@ -198,6 +221,10 @@ class PageServer:
         async with self._reading:
             answer: dict[str, JsonValue] = await asyncio.to_thread(self._run.rollout, step, row)
         return web.json_response(answer)
+
+    async def _image(self, request: web.Request) -> web.StreamResponse:
+        image = await asyncio.to_thread(self._run.image, request.query.get("digest", ""))
+        return web.Response(body=image, content_type="image/png")
 
 
 async def _index(_request: web.Request) -> web.StreamResponse:

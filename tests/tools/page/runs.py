@@ -7,11 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageDraw
 
+from megarl.config.section import IMAGES_FOLDER
+from megarl.data.images import ImageStore
 from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
 from megarl.observe.events import EVENTS_FILE, Event, EventLog, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
 from megarl.observe.summary import Phase
-from megarl.types import Ending, Episode, Turn, TurnKind
+from megarl.types import Ending, Episode, ImagePlace, Turn, TurnKind
 from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import BEGAN, evaluated, run_started, step_finished
 
@@ -55,6 +58,26 @@ def make_run(folder: Path, *, num_steps: int = 4, rollouts_per_step: int = 8, is
             for number in range(rollouts_per_step)
         ]
         write_rollouts(rollouts_file(folder, step), rows, decode=decode)
+    return folder
+
+
+IMAGES = (Image.new("RGB", (96, 48), "white"), Image.linear_gradient("L").resize((64, 64)).convert("RGB"))
+
+
+def make_seen(folder: Path) -> Path:
+    """Return a run of one step whose prompts have two images; of the second prompt one is lost."""
+    make_run(folder, num_steps=1)
+    ImageDraw.Draw(IMAGES[0]).rectangle((8, 8, 28, 28), fill="navy")
+    store = ImageStore(folder / IMAGES_FOLDER)
+    digests = [store.put(np.asarray(image)) for image in IMAGES]
+    rows = []
+    for number, second in enumerate((digests[1], "0" * 32)):
+        one = sampled("2", position=number)
+        places = [ImagePlace(digest=digests[0], start=1, num_rows=1, num_columns=2)]
+        places.append(ImagePlace(digest=second, start=4, num_rows=2, num_columns=2))
+        prompt_ids = np.frombuffer(b"1##+####=", np.uint8).astype(np.int32)
+        rows.append(replace(one, sample=replace(one.sample, prompt_ids=prompt_ids, images=tuple(places))))
+    write_rollouts(rollouts_file(folder, 1), rows, decode=decode)
     return folder
 
 

@@ -13,7 +13,7 @@ import pytest
 from bench.browser import Page, open_browser
 from megarl.tools.page.run_data import RunFolder
 from megarl.tools.page.web_page import PageServer, report_page
-from tests.tools.page.runs import ANSWER, CALL, GIVEN, HOSTILE, make_episodes, make_run
+from tests.tools.page.runs import ANSWER, CALL, GIVEN, HOSTILE, make_episodes, make_run, make_seen
 
 pytestmark = pytest.mark.needs("chromium")
 
@@ -147,6 +147,42 @@ def test_an_episode_is_a_conversation_and_its_step_has_a_swimlane(tmp_path: Path
             assert await page.until("document.querySelectorAll('rect.turn').length") == 3 * 12
             titles = await page.evaluate("[...document.querySelectorAll('#timeline h2')].map((one) => one.textContent)")
             assert "Episodes of step 1: 12" in titles
+
+    asyncio.run(main())
+
+
+SIZES = "[...document.querySelectorAll('.images img')].map((one) => [one.naturalWidth, one.naturalHeight])"
+SECOND = "document.querySelectorAll('.item')[1].click()"
+MISSING = "document.querySelector('.images p')?.textContent"
+
+
+async def see(page: Page) -> None:
+    """Two images of the first prompt are drawn; of the second, one, and a line says what is missing."""
+    await page.until("document.querySelectorAll('.item .line').length === 2")
+    await page.evaluate("document.querySelector('.item').click()")
+    await page.until("document.querySelectorAll('.images img').length === 2")
+    await page.until("[...document.querySelectorAll('.images img')].every((one) => one.complete && one.naturalWidth)")
+    assert await page.evaluate(SIZES) == [[96, 48], [64, 64]]
+    assert await page.evaluate("document.querySelector('pre.prompt').textContent") == "1#+#="
+    await page.evaluate(SECOND)
+    assert await page.until(MISSING) == f"image 2 of 2 is not here: images/{'0' * 32}.png"
+    assert await page.until(f"{SIZES}.length === 1 && {SIZES}[0][0] === 96")
+
+
+def test_images_of_prompts_are_shown_beside_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = make_seen(tmp_path / "run")
+        async with shown(folder, view="rollouts") as page:
+            await see(page)
+            # The browser says what it could not load.
+            assert [complaint for complaint in page.complaints if "404" not in complaint] == []
+            page.complaints.clear()
+        path = tmp_path / "report.html"
+        path.write_text(report_page(RunFolder(folder)))
+        async with open_browser() as page:
+            await page.open(f"{path.as_uri()}#rollouts")
+            await see(page)
+            assert not page.complaints
 
     asyncio.run(main())
 

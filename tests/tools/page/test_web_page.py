@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megarl.errors import MachineError
 from megarl.tools.page.web_page import PageServer
-from tests.tools.page.runs import make_run
+from tests.tools.page.runs import make_run, make_seen
 
 
 def with_server(folder: Path, act: Callable[[PageServer, aiohttp.ClientSession], Awaitable[None]]) -> None:
@@ -67,6 +68,12 @@ def test_page_scripts_and_data_are_there(folder: Path) -> None:
         ("api/rollouts?sort=__class__", 400, "sort must be one of"),
         ("api/rollouts?offset=-1", 400, "offset must be a number"),
         ("events.jsonl", 404, ""),
+        ("api/image", 404, "is no digest of an image"),
+        ("api/image?digest=../../events.jsonl", 404, "is no digest of an image"),
+        ("api/image?digest=%2fetc%2fpasswd", 404, "is no digest of an image"),
+        (f"api/image?digest={'0' * 32}", 404, "cannot be read: No such file"),
+        (f"api/image?digest={'0' * 31}%00", 404, "is no digest of an image"),
+        (f"images/{'0' * 32}.png", 404, ""),
     ],
 )
 def test_bad_questions_get_a_sentence(folder: Path, path: str, status: int, sentence: str) -> None:
@@ -79,6 +86,25 @@ def test_bad_questions_get_a_sentence(folder: Path, path: str, status: int, sent
             assert sentence in text
 
     with_server(folder, act)
+
+
+def test_an_image_is_served_and_a_link_out_of_the_store_is_not(folder: Path) -> None:
+    seen = make_seen(folder.parent / "seen")
+    store = seen / "images"
+    (store / f"{'1' * 32}.png").symlink_to("/etc/passwd")
+    (store / f"{'2' * 32}.png").mkdir()
+    os.mkfifo(store / f"{'3' * 32}.png")
+
+    async def act(_: PageServer, session: aiohttp.ClientSession) -> None:
+        for path in sorted(store.glob("*.png")):
+            async with session.get("api/image", params={"digest": path.stem}) as response:
+                is_image = path.is_file() and not path.is_symlink()
+                assert response.status == (200 if is_image else 404)
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                if is_image:
+                    assert (response.content_type, await response.read()) == ("image/png", path.read_bytes())
+
+    with_server(seen, act)
 
 
 def test_somebody_elses_name_for_this_machine_is_refused(folder: Path) -> None:
@@ -94,7 +120,15 @@ def test_other_users_of_the_machine_are_refused(folder: Path) -> None:
 
     async def act(server: PageServer, _: aiohttp.ClientSession) -> None:
         async with aiohttp.ClientSession(base_url=server.url) as stranger:
-            for path in ("", "api/run", "api/rollouts", "static/page.js", "?token=", "api/run?token=guess"):
+            for path in (
+                "",
+                "api/run",
+                "api/rollouts",
+                "static/page.js",
+                "api/image",
+                "?token=",
+                "api/run?token=guess",
+            ):
                 async with stranger.get(path) as response:
                     assert response.status == 403, path
                     assert "megarl view" in await response.text()

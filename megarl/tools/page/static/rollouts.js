@@ -183,11 +183,26 @@ megarl.rollouts = (() => {
       element("dl", {}, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("h3", {}, "Prompt"),
       element("pre", { class: "prompt" }, one.prompt),
+      ...images(one),
       element("div", { class: "toolbar" }, element("h3", {}, turns(one).length > 1 ? "Episode" : "Response"), select, ...(colour === "text" ? [] : [scale()])),
       ...(turns(one).length > 1 ? [lane(one)] : []),
       ...turns(one).flatMap((turn) => (colour === "text" ? said(one, turn) : tokens(one, turn))),
     );
     parts.detail.scrollTop = 0;
+  }
+
+  // The images of the prompt, in their order.
+  function images(one) {
+    if (!one.images || !one.images.length) return [];
+    return [element("div", { class: "images" }, ...one.images.map((digest, i) => image(digest, `image ${i + 1} of ${one.images.length}`)))];
+  }
+
+  function image(digest, label) {
+    const missing = () => element("p", { class: "meta" }, `${label} is not here: images/${digest}.png`);
+    const source = megarl.source.image(digest);
+    if (!source) return missing();
+    const shown = element("img", { src: source, alt: label, title: `${label}: images/${digest}.png`, onerror: () => shown.replaceWith(missing()) });
+    return shown;
   }
 
   function tokens(one, turn) {

@@ -27,6 +27,7 @@ megarl.source = (() => {
       run: () => get("api/run", tag ? { "If-None-Match": tag } : {}),
       rollouts: (query) => get(`api/rollouts?${new URLSearchParams(query)}`),
       rollout: (step, row) => get(`api/rollout?step=${step}&row=${row}`),
+      image: (digest) => `api/image?${new URLSearchParams({ digest })}`,
     };
   }
 
@@ -55,6 +56,7 @@ megarl.source = (() => {
         };
       },
       rollout: async (step, row) => details.get(`${step}/${row}`),
+      image: (digest) => (data.images[digest] ? `data:image/png;base64,${data.images[digest]}` : null),
     };
   }
 })();

@@ -12,7 +12,7 @@ import anyio
 import httpx2
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
+from mcp.types import CONNECTION_CLOSED, CallToolResult, ImageContent, TextContent
 from pydantic import ValidationError
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
@@ -119,7 +119,7 @@ class _Session:
     async def call(self, call: Call) -> Observation:
         client = await self._connected()
         try:
-            return _observed(await self._within(client.call_tool(call.name, dict(call.arguments))))
+            return _observed(call.name, await self._within(client.call_tool(call.name, dict(call.arguments))))
         except TimeoutError:
             text = f"{call.name} gave no result within {self._timeout_s:g} s"
         except MCPError as error:
@@ -165,7 +165,11 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _observed(result: CallToolResult) -> Observation:
+def _observed(name: str, result: CallToolResult) -> Observation:
+    for block in result.content:
+        if isinstance(block, ImageContent):
+            text = f"error: {name} answered with an image ({block.mime_type[:40]}), and results are text alone"
+            return Observation(text=text, is_error=True)
     parts = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
     is_error = bool(result.is_error)
     text = ("error: " if is_error else "") + "\n".join(parts)

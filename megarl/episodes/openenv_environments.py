@@ -16,7 +16,7 @@ import aiohttp
 
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.errors import ConfigError, EnvironmentLostError, Problem
-from megarl.system.foreign import finite32, one_line, read_json
+from megarl.system.foreign import finite32, image_in, one_line, read_json
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, Score
 
@@ -197,6 +197,8 @@ class OpenEnvEnvironment:
     def _text(self, data: Mapping[str, JsonValue]) -> str:
         """Return the only text of an observation, or all its fields as JSON."""
         observation = data.get("observation")
+        if (kind := image_in(observation)) is not None:
+            raise EnvironmentLostError(f"{self._url}: an observation is or has {kind}, and observations are text alone")
         if isinstance(observation, str):
             return observation
         own: JsonValue = observation

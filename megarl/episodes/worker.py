@@ -24,7 +24,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from megarl.episodes.program import ProgramError, ProgramTask, run_program
 from megarl.episodes.protocol import Observation, PreparedTool, ToolSchema, Transcript
 from megarl.reward.protocol import check_result, finite_list, type_name
-from megarl.system.foreign import finite32
+from megarl.system.foreign import finite32, image_in
 from megarl.system.proc import limited_time
 from megarl.system.shared_worker import AnswersBeside, BlockedError, CpuTimeError, SharedLoop, Within
 from megarl.system.user_code import describe_error
@@ -176,7 +176,7 @@ class _Surroundings:
             if isinstance(instance, PreparedTool):
                 instance.prepare()
             with limited_time(self._task["call_deadline_s"]):
-                return _observed(finished(partial(getattr(instance, name), **read), runner))
+                return _observed(name, finished(partial(getattr(instance, name), **read), runner))
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
             return self._failed_call(name, error)
 
@@ -185,7 +185,7 @@ class _Surroundings:
         try:
             read = method.read(arguments)
             calling = _result(partial(getattr(self._instances[place], name), **read))
-            return _observed(await within(self._task["call_deadline_s"], calling))
+            return _observed(name, await within(self._task["call_deadline_s"], calling))
         except (BlockedError, CpuTimeError) as error:
             return {"lost": f"{name}: {error}", "is_crowded": True}
         except asyncio.CancelledError:
@@ -352,7 +352,9 @@ def _named(cls: type, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {name: item for name, item in row.items() if takes_any or name in parameters}
 
 
-def _observed(value: object) -> dict[str, object]:
+def _observed(name: str, value: object) -> dict[str, object]:
+    if (kind := image_in(value.text if isinstance(value, Observation) else value)) is not None:
+        return {"lost": f"{name} gave {kind}, and observations are text alone"}
     observation = value if isinstance(value, Observation) else Observation(text=_as_text(value))
     reward = observation.reward
     if reward is not None and finite32(reward) is None:

@@ -9,9 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 
+_IMAGE_PARTS = {
+    "image_url": {"image_url"},
+    "input_image": {"image_url", "file_id"},
+    "image": {"data", "source", "image"},
+}
+"""Parts of a content that are images, by type, with the fields of which one holds it."""
+_IMAGE_BYTES = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP", re.DOTALL)
+_IMAGE_TEXT = re.compile(r"data:image/[\w.+-]+;base64,|iVBORw0KGgo|/9j/[\w+/]{60}|R0lGOD[\w+/]{60}|UklGR[\w+/]{7}RUJQ")
+"""An address with the image in it, and the beginnings of such bytes in base64."""
+_LEAST_SIDE = 16
+"""Fewer rows or columns of three or four numbers are no image."""
+_MAX_LISTED = 32
+"""Items of a list that are looked at."""
 _LARGEST = 2.0**63
 """Larger numbers are refused: the square of this one, which a variance needs, is still finite in 32 bits."""
 _MAX_DEPTH = 64
@@ -66,6 +79,39 @@ def one_line(text: object, *, max_characters: int = _MAX_LINE) -> str:
     known = str(text)
     shown = "".join(each if each.isprintable() else " " for each in known[:max_characters])
     return whole_text(shown) + ("..." if len(known) > max_characters else "")
+
+
+def image_in(value: object, depth: int = 8) -> str | None:
+    """Return what kind of image a value is or has in it, in the forms that tools give them; None where it has none."""
+    match value:
+        case bytes() | bytearray() | memoryview():
+            return "bytes of an image" if _IMAGE_BYTES.match(value) else None
+        case str():
+            return "an image in base64" if _IMAGE_TEXT.match(value) else None
+        case Mapping():
+            kind = value.get("type")
+            if isinstance(kind, str) and not _IMAGE_PARTS.get(kind, set()).isdisjoint(value):
+                return f"a part of type {kind}"
+            return _first_image(value.values(), depth)
+        case list() | tuple():
+            return "pixels" if _are_pixels(value) else _first_image(value[:_MAX_LISTED], depth)
+    if type(value).__module__.startswith("PIL."):
+        return "an image of Pillow"
+    shape = getattr(value, "shape", None)
+    is_image = isinstance(shape, tuple) and len(shape) == 3 and str(getattr(value, "dtype", "")).endswith("uint8")
+    return "an array of pixels" if is_image else None
+
+
+def _first_image(values: Iterable[object], depth: int) -> str | None:
+    found = (image_in(each, depth - 1) for each in values) if depth else ()
+    return next((kind for kind in found if kind is not None), None)
+
+
+def _are_pixels(rows: Sequence[object]) -> bool:
+    """Whether these are rows of columns of three or four whole numbers."""
+    columns = rows[0] if len(rows) >= _LEAST_SIDE else None
+    pixel = columns[0] if isinstance(columns, list | tuple) and len(columns) >= _LEAST_SIDE else None
+    return isinstance(pixel, list | tuple) and len(pixel) in (3, 4) and all(type(each) is int for each in pixel)
 
 
 def finite32(value: object) -> float | None:

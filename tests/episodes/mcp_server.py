@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from mcp.server.mcpserver import MCPServer
+from mcp.types import ImageContent, TextContent
 
 
 def serve(port: int, mark: Path | None) -> None:
@@ -27,6 +28,12 @@ def serve(port: int, mark: Path | None) -> None:
         """Wait."""
         time.sleep(seconds)
         return "waited"
+
+    @server.tool()
+    def draw(side: int) -> list[TextContent | ImageContent]:
+        """Draw a square."""
+        image = ImageContent(data="iVBORw0KGgo=", mime_type="image/png")
+        return [TextContent(text=f"a square of {side}"), image]
 
     if mark is not None and mark.exists():
 

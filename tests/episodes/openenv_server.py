@@ -25,6 +25,12 @@ def _observed(text: str, *, reward: float | None, is_done: bool) -> dict[str, ob
     return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": is_done}}
 
 
+def _seen() -> dict[str, object]:
+    """Return an observation with a screenshot, as those of a browser have one."""
+    screenshot = [[[0, 0, 0]] * 32] * 24
+    return {"type": "observation", "data": {"observation": {"text": "", "screenshot": screenshot}, "done": False}}
+
+
 async def _play(request: web.Request) -> web.WebSocketResponse:
     socket = web.WebSocketResponse()
     await socket.prepare(request)
@@ -34,6 +40,8 @@ async def _play(request: web.Request) -> web.WebSocketResponse:
             break
         asked = json.loads(message.data)
         match asked["type"]:
+            case "reset" | "step" if -3 in asked["data"].values():
+                await socket.send_json(_seen())
             case "reset":
                 secret = asked["data"].get("secret", 7)
                 await socket.send_json(_observed("Guess my number.", reward=None, is_done=False))

@@ -169,6 +169,40 @@ async def test_messages_with_a_call_are_recorded_as_one_row(tokenizer: Tokenizer
     assert _history(tokenizer, session).endswith(_CALLED_AND_ANSWERED)
 
 
+_PIXELS = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": _PIXELS}}]}]},
+            "image_url",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}]},
+            "image",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": _PIXELS}]}]},
+            "input_image",
+        ),
+    ],
+)
+async def test_an_image_is_refused_by_name_in_every_dialect(
+    path: str, body: dict[str, Any], kind: str, tokenizer: Tokenizer
+) -> None:
+    session = ScriptedSession(tokenizer, [])
+    async with _serving(tokenizer, session) as (access,), httpx.AsyncClient(base_url=access.url) as client:
+        headers = {"x-api-key": access.key, "Authorization": f"Bearer {access.key}"}
+        refused = await client.post(path, json={"model": "m", "max_tokens": 9, **body}, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"content must be text; parts of type {kind} are not served"
+
+
 def _message(text: str) -> dict[str, Any]:
     """Put a message together from its events, as Anthropic's client does."""
     message: dict[str, Any] = {}

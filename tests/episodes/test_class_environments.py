@@ -163,6 +163,48 @@ def test_a_tool_that_misbehaves_is_an_observation(write_class: Callable[[str], P
     run(environments.close())
 
 
+_CAMERA = '''
+import asyncio
+
+from PIL import Image
+
+from megarl.episodes.protocol import Observation
+
+
+class Camera:
+    def look(self) -> Image.Image:
+        """Look."""
+        return Image.new("RGB", (8, 8))
+
+    async def look_later(self):
+        """Look later."""
+        await asyncio.sleep(0)
+        return Observation(text=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}])
+
+    def name(self) -> str:
+        """Say what this is."""
+        return "a camera"
+
+    def score(self, transcript):
+        return 1
+'''
+
+
+@pytest.mark.parametrize("episodes", [None, 2])
+def test_an_observation_with_an_image_is_refused_in_one_line(
+    episodes: int | None, write_class: Callable[[str], Path], run: Run
+) -> None:
+    environments = run(open_environments(_config(write_class(_CAMERA), episodes_per_process=episodes)))
+    environment = run(environments.open(_ROW))
+    assert run(environment.call(_call("name"))).text == "a camera"
+    for name, kind in [("look", "an image of Pillow"), ("look_later", "a part of type image_url")]:
+        with pytest.raises(EnvironmentLostError) as refused:
+            run(environment.call(_call(name)))
+        assert str(refused.value) == f"{name} gave {kind}, and observations are text alone"
+    run(environment.close())
+    run(environments.close())
+
+
 @pytest.mark.fault("an environment's process dies or hangs in a call", "its episode is lost, others go on")
 def test_a_process_that_dies_or_freezes_is_a_lost_environment(
     write_class: Callable[[str], Path], run: Run, monkeypatch: pytest.MonkeyPatch

@@ -39,7 +39,7 @@ def _call(name: str, **arguments: JsonValue) -> Call:
 
 def test_tools_of_a_server_are_called_and_fail_as_observations(port: int, run: Run) -> None:
     environments = run(open_environments(_config(port)))
-    assert [tool.name for tool in environments.tools] == ["add", "fail", "wait"]
+    assert [tool.name for tool in environments.tools] == ["add", "fail", "wait", "draw"]
     assert environments.tools[0].parameters["required"] == ["a", "b"]
     environment = run(environments.open({}))
     assert run(environment.call(_call("add", a=2, b=3))).text == "5"
@@ -47,6 +47,9 @@ def test_tools_of_a_server_are_called_and_fail_as_observations(port: int, run: R
     assert failed.is_error
     assert failed.text.startswith("error: Error executing tool fail")
     assert run(environment.call(_call("add", a="two", b=3))).is_error
+    drawn = run(environment.call(_call("draw", side=3)))
+    assert drawn.is_error
+    assert drawn.text == "error: draw answered with an image (image/png), and results are text alone"
     assert "there is no tool subtract" in run(environment.call(_call("subtract"))).text
     assert run(environment.score(Transcript(prompt=(), messages=(), ending="answered"))) is None
     run(environment.close())

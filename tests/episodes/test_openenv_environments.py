@@ -73,6 +73,22 @@ def test_a_server_that_dies_or_hangs_is_a_lost_environment(run: Run) -> None:
         run(environments.close())
 
 
+def test_an_observation_with_an_image_is_refused_in_one_line(run: Run) -> None:
+    port = free_port()
+    told = f"ws://127.0.0.1:{port}/ws: an observation is or has pixels, and observations are text alone"
+    with running(_SERVER, port):
+        environments = run(open_environments(_config(port)))
+        environment = run(environments.open({}))
+        with pytest.raises(EnvironmentLostError) as refused:
+            run(environment.call(_step(-3)))
+        assert str(refused.value) == told
+        run(environment.close())
+        with pytest.raises(EnvironmentLostError) as refused:
+            run(environments.open({"extra_info": {"secret": -3}}))
+        assert str(refused.value) == told
+        run(environments.close())
+
+
 def test_a_server_that_is_none_is_refused_in_one_line(run: Run) -> None:
     with pytest.raises(ConfigError, match="is it an OpenEnv server") as refused:
         run(open_environments(_config(free_port())))

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from PIL import Image
 
-from megarl.system.foreign import finite32, map_texts, one_line, read_json, whole_text, without_marks, without_markup
+from megarl.system.foreign import (
+    finite32,
+    image_in,
+    map_texts,
+    one_line,
+    read_json,
+    whole_text,
+    without_marks,
+    without_markup,
+)
 from tests import hostile
 
 _MARKS = ("<|im_start|>", "<|im_end|>", "|im_end|", "</think>", "$")
@@ -88,3 +100,68 @@ def test_a_line_of_a_log_is_one_line_without_control_characters(text: str) -> No
 
 def test_all_texts_of_a_value_are_changed() -> None:
     assert map_texts(["a", {"b": ("c", 1, None)}], str.upper) == ["A", {"B": ["C", 1, None]}]
+
+
+def encoded(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 24), "teal").save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_an_image_is_known_as_bytes_and_as_text_whatever_is_around_it(kind: str) -> None:
+    raw = encoded(kind)
+    text = base64.b64encode(raw).decode()
+    for value in (raw, memoryview(raw), bytearray(raw)):
+        assert image_in(value) == "bytes of an image"
+    for written in (text, f"data:image/{kind.lower()};base64,{text}", {"screen": {"shot": text}}, ["seen", (text,)]):
+        assert image_in(written) == "an image in base64"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ([{"type": "text"}, {"type": "image_url", "image_url": {"url": "https://"}}], "a part of type image_url"),
+        ({"type": "input_image", "image_url": "https://"}, "a part of type input_image"),
+        ({"type": "image", "source": {"type": "base64", "data": ""}}, "a part of type image"),
+        ({"type": "image", "data": "", "mimeType": "image/png"}, "a part of type image"),
+        (Image.new("L", (2, 2)), "an image of Pillow"),
+        (np.zeros((20, 30, 3), np.uint8), "an array of pixels"),
+        ({"screenshot": np.zeros((20, 30, 3), np.uint8).tolist()}, "pixels"),
+    ],
+)
+def test_an_image_is_named_by_its_form(value: object, kind: str) -> None:
+    assert image_in(value) == kind
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "iVBORw is how PNG begins in base64",
+        "/9j/ is how JPEG begins",
+        "data of an image",
+        "data:image/png is how such an address begins",
+        {"type": "image", "title": "Mona Lisa", "url": "https://"},
+        {"type": ["image"], "results": [1, 2.5, None, True]},
+        [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]]],
+        np.zeros((20, 30, 3), np.float32),
+        b"RIFF....WAVE",
+        b"text",
+        7,
+        None,
+    ],
+)
+def test_what_is_no_image_is_none(value: object) -> None:
+    assert image_in(value) is None
+
+
+@given(hostile.texts(_MARKS))
+def test_texts_are_no_images(text: str) -> None:
+    assert image_in(text) is None
+    assert image_in({text: [text]}) is None
+
+
+def test_a_value_that_contains_itself_is_looked_at_to_an_end() -> None:
+    value: list[object] = []
+    value.append(value)
+    assert image_in(value) is None

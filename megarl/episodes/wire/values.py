@@ -179,7 +179,8 @@ def text_of(content: JsonValue, kinds: Sequence[str] = ("text",)) -> str:
             texts.append(part)
             continue
         if not isinstance(part, dict) or part.get("type") not in kinds:
-            raise RefusedError("content must be text; pictures, sounds and files are not served")
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RefusedError(f"content must be text; parts of type {str(kind)[:40]} are not served")
         texts.append(str(part.get("text") or ""))
     return "".join(texts)
 

@@ -75,6 +75,8 @@ class RegexRewardConfig(_BuiltIn):
     """Python's syntax; the group named `answer` is compared, else the first group, else the whole match."""
     ignores_case: bool = False
     """Upper and lower case count as equal."""
+    is_format: bool = False
+    """1 when the whole response matches, whatever the ground truth, else 0."""
 
 
 class MultipleChoiceRewardConfig(_BuiltIn):

@@ -1,4 +1,4 @@
-"""The answer is the last match of a pattern."""
+"""The answer is the last match of a pattern, or the response as a whole has its form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def compute_score(
     *,
     pattern: str,
     ignores_case: bool = False,
+    is_format: bool = False,
 ) -> Result:
+    if is_format:
+        flags = re.IGNORECASE if ignores_case else 0
+        return {"score": float(re.fullmatch(pattern, solution_str, flags) is not None), "prediction": None}
     prediction = find(pattern, solution_str)
     if prediction is None:
         return {"score": 0.0, "prediction": None}

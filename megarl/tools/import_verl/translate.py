@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.document import Tree
+from megarl.config.hub import public_model_name
 from megarl.config.roles import FP8_TOKENS
+from megarl.families import PUBLIC_MODELS
 from megarl.tools.import_verl.algorithm import (
     put_distillation,
     put_estimator,
@@ -79,6 +81,8 @@ _BATCH = 256
 _OWN_FILE = "environment.py"
 _RESULT_CHARACTERS = 256
 """verl's limit of a tool's result where none is given."""
+_PROCESSOR = "data.mm_processor_kwargs."
+_FROZEN = "the tower that sees images is not trained, and verl trains it unless freeze_vision_tower is set"
 _FORMATS = {"hermes": "hermes", "llama3_json": "llama"}
 
 
@@ -91,6 +95,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
     _run_section(keys)
     _checkpoint(keys)
     put_pools(keys)
+    put_images(keys)
     _loggers(keys)
     if keys.is_sft:
         keys.put("algorithm.kind", "sft")
@@ -348,6 +353,19 @@ def put_prompts(keys: Translation) -> None:
         keys.report("data.truncation", KeyVerdict.NO_EFFECT, "a prompt that is too long is refused, as with error")
     else:
         keys.report("data.truncation", KeyVerdict.NOT_SUPPORTED, "prompts are never cut: data.overlong_prompts: drop")
+
+
+def put_images(keys: Translation) -> None:
+    """Put the size of images; what sees them is not trained, unlike in verl where nothing freezes it."""
+    keys.move_count(f"{_PROCESSOR}max_pixels", "data.max_image_pixels")
+    key = f"{ACTOR}freeze_vision_tower"
+    model = public_model_name(Path(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))))
+    if keys.given.get(key) is True:
+        keys.report(key, KeyVerdict.NO_EFFECT, "the tower that sees images is not trained")
+    elif keys.given.get(key) is False:
+        keys.report(key, KeyVerdict.NOT_SUPPORTED, _FROZEN)
+    elif model is not None and PUBLIC_MODELS[model].vision is not None:
+        keys.notes.append(f"model.path: {_FROZEN}")
 
 
 def _evaluation(keys: Translation) -> None:

@@ -25,6 +25,13 @@ def test_the_last_match_counts(pattern: str, response: str, score: float) -> Non
     assert compute_score("", response, "42", pattern=pattern)["score"] == score
 
 
+def test_a_format_is_that_of_the_whole_response_whatever_the_truth() -> None:
+    for response, score in [("<a>x</a>", 1), ("<A>x</a>", 0), ("so <a>x</a>", 0), ("<a>x</a>\n", 0), ("", 0)]:
+        found = compute_score("", response, "42", pattern="<a>.*</a>", is_format=True)
+        assert found == {"score": score, "prediction": None}
+    assert compute_score("", "<A>x</a>", "", pattern="<a>.*</a>", is_format=True, ignores_case=True)["score"] == 1
+
+
 def test_case_counts_unless_it_is_ignored() -> None:
     assert compute_score("", "Paris", "paris", pattern=r"\w+")["score"] == 0
     assert compute_score("", "Paris", "paris", pattern=r"\w+", ignores_case=True) == {"score": 1, "prediction": "Paris"}

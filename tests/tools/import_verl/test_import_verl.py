@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import get_args
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, GrpoConfig, KlLossConfig, KlRewardConfig
@@ -21,7 +24,8 @@ from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.errors import ConfigError
 from megarl.families import PUBLIC_MODELS
-from megarl.tools.import_verl.algorithm import ESTIMATORS
+from megarl.reward.scorers.regex import compute_score
+from megarl.tools.import_verl.algorithm import ESTIMATORS, THOUGHT
 from megarl.tools.import_verl.translate import DECAYS, LOGGERS, translate_file
 from megarl.tools.import_verl.translation import (
     Entry,
@@ -48,7 +52,15 @@ SECTIONS = {
 """Short names of verl's sections, for tables of words."""
 HERE = Path(__file__).parent / "configs"
 KEYS = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
+GEOMETRY: Tree = {
+    "kind": "composed",
+    "parts": {
+        "answer": {"weight": 0.9, "reward": {"kind": "math"}},
+        "format": {"weight": 0.1, "reward": {"kind": "regex", "pattern": THOUGHT, "is_format": True}},
+    },
+}
 SOURCES: dict[str, Tree] = {
+    "hiyouga/geometry3k": GEOMETRY,
     "openai/gsm8k": {"kind": "gsm8k"},
     **{name: {"kind": "math"} for name in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval")},
     "HuggingFaceH4/MATH-500": {"kind": "math"},
@@ -157,6 +169,64 @@ def test_keys_arrive_in_the_recipe(tmp_path: Path, words: str, values: dict[str,
 
 def test_verls_own_scorers_arrive_by_data_source(tmp_path: Path) -> None:
     assert value_at(imported(tmp_path, "data.reward_fn_key=data_source").tree, "reward.sources") == SOURCES
+
+
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(["<think>", "</think>", "\\boxed{", "\\boxed", "}", "{", "\n", "7"]), max_size=12))
+def test_the_form_of_geometry3k_is_verls(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    theirs = re.fullmatch(re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL), text)
+    assert compute_score("", text, "", pattern=THOUGHT, is_format=True)["score"] == float(theirs is not None)
+
+
+def test_the_form_of_geometry3k_takes_one_pass_of_a_hostile_text() -> None:
+    text = "<think>" + "</think>\\boxed{" * 20_000
+    began = time.process_time()
+    assert compute_score("", text, "", pattern=THOUGHT, is_format=True)["score"] == 0
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b", "ROLLOUT.tensor_model_parallel_size=1"),
+        (
+            "$RAY_DATA_HOME/models/Qwen3-VL-8B-Instruct",
+            "qwen3-vl-8b",
+            "MEGATRON.pipeline_model_parallel_size=2 MEGATRON.context_parallel_size=2 MEGATRON.use_mbridge=True",
+        ),
+    ],
+)
+def test_a_script_with_images_arrives_whole(path: str, name: str, words: str, tmp_path: Path) -> None:
+    result = imported(
+        tmp_path,
+        f"MODEL.path={path} {words} data.train_files=$HOME/data/geo3k/train.parquet data.image_key=pictures",
+        "data.val_files=$HOME/data/geo3k/test.parquet +data.mm_processor_kwargs.max_pixels=401408",
+        "data.max_prompt_length=1024 data.max_response_length=2048 data.filter_overlong_prompts=True",
+        "data.return_multi_modal_inputs=True MEGATRON.tensor_model_parallel_size=2 ROLLOUT.name=vllm ROLLOUT.n=5",
+        "+ROLLOUT.engine_kwargs.vllm.disable_mm_preprocessor_cache=True ACTOR.freeze_vision_tower=True",
+        "ACTOR.use_kl_loss=True ACTOR.kl_loss_type=low_var_kl trainer.n_gpus_per_node=8",
+    )
+    recipe = Recipe.model_validate(result.tree)
+    assert check_without_files(recipe, PUBLIC_MODELS[name], critic=PUBLIC_MODELS[name]) == []
+    assert (recipe.data.images_key, recipe.data.max_image_pixels) == ("pictures", 401408)
+    assert value_at(result.tree, "reward.sources")["hiyouga/geometry3k"] == GEOMETRY
+    left = [item.key for item in result.entries if item.verdict in (KeyVerdict.NOT_SUPPORTED, KeyVerdict.UNKNOWN)]
+    assert left == []
+    assert not any("tower" in note for note in result.notes)
+
+
+def test_verl_trains_the_tower_unless_it_is_frozen(tmp_path: Path) -> None:
+    model = "MODEL.path=Qwen/Qwen2.5-VL-3B-Instruct"
+    (note,) = (note for note in imported(tmp_path, model).notes if "tower" in note)
+    assert note == f"model.path: {_TRAINED}"
+    key = "actor_rollout_ref.actor.freeze_vision_tower"
+    report = entry(imported(tmp_path, model, "ACTOR.freeze_vision_tower=False"), key)
+    assert (report.verdict, report.text) == (KeyVerdict.NOT_SUPPORTED, _TRAINED)
+    assert not any("tower" in note for note in imported(tmp_path).notes)
+
+
+_TRAINED = "the tower that sees images is not trained, and verl trains it unless freeze_vision_tower is set"
 
 
 @pytest.mark.parametrize(("words", "verdict", "text"), KEYS["explained"])

@@ -174,6 +174,7 @@ def as_atif(trace: EpisodeTrace) -> dict[str, JsonValue]:
             "components": dict(trace.components),
             "ending": trace.ending,
             "tokens_trained": trace.num_trained,
+            **({"images": list(trace.images)} if trace.images else {}),
         },
     }
 

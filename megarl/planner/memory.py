@@ -14,7 +14,7 @@ from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
 from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import GpuModel
-from megarl.planner.tower import num_tower_parameters
+from megarl.planner.tower import engine_tower_parameters
 from megarl.weights.algebra.slices import ITEM_BYTES, Layout, TensorSpec
 from megarl.weights.layouts.fp8 import fp8_engine_layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
@@ -264,7 +264,7 @@ def engine_memory(
     device: Device = "cpu" if capacity_bytes is None else "cuda"
     item_bytes = 1 if rollout.has_fp8_cache else ITEM_BYTES[dtype_on(device)]
     weights = _engine_weights(shape, rollout.tensor, rollout.expert, device, rollout.fp8_keep)
-    tower_bytes = ITEM_BYTES[dtype_on(device)] * num_tower_parameters(shape, tensor=rollout.tensor)
+    tower_bytes = ITEM_BYTES[dtype_on(device)] * engine_tower_parameters(shape, tensor=rollout.tensor)
     weight_bytes = weights.held_bytes + tower_bytes
     adapter_bytes = 0
     if lora is not None:

@@ -5,13 +5,16 @@ Nothing says how large images are or how many a prompt has. One in each prompt i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config.recipe import DataConfig
+from megarl.config.section import round_up
 from megarl.families.shape import ModelShape, VisionShape
 from megarl.planner.flops import ForwardWork
 from megarl.planner.hardware import LAYER_START_S
 
+_FFN_MULTIPLE = 8
+"""SGLang pads the inner width of gated blocks to a multiple of this."""
 _FLOAT32_BYTES = 4
 _ROTATED = 6
 """Copies in float32 that exist while keys turn: queries and keys in front of it, queries behind, and three products."""
@@ -59,7 +62,8 @@ class TowerWork:
 
     @property
     def start_s(self) -> float:
-        """Time of the host to start the layers of one forward pass, a third of forward and backward."""
+        """Time of the host to start the layers of one forward pass, a third of forward and backward. Windows, each of
+        which transformers starts by itself, are not counted."""
         return self.vision.num_layers * LAYER_START_S / 3
 
     def work(self, tokens: int) -> ForwardWork:
@@ -79,24 +83,37 @@ class TowerWork:
         )
 
 
-def num_tower_parameters(shape: ModelShape, *, tensor: int = 1) -> int:
-    """Return the parameters of a model's tower, 0 without one; on one of `tensor` ranks of an engine, whose matrices
-    of layers and mergers are cut."""
+def num_tower_parameters(shape: ModelShape) -> int:
+    """Return the parameters of a model's tower; 0 without one."""
+    return 0 if shape.vision is None else sum(_parameters(shape.vision, shape.hidden))
+
+
+def engine_tower_parameters(shape: ModelShape, *, tensor: int) -> int:
+    """Return the parameters of the tower on one of `tensor` ranks of an engine; 0 without one."""
     vision = shape.vision
     if vision is None:
         return 0
+    if vision.is_gated:
+        vision = replace(vision, ffn=round_up(vision.ffn, _FFN_MULTIPLE))
+    cut, whole = _parameters(vision, shape.hidden)
+    return cut // tensor + whole
+
+
+def _parameters(vision: VisionShape, hidden: int) -> tuple[int, int]:
+    """Return the parameters that engines cut, and those that every rank has.
+
+    Towers without a gate have biases in norms and in front of the layers.
+    """
     width, merged = vision.hidden, vision.hidden * vision.merge**2
-    # Towers without a gate have biases in norms and in front of the layers.
-    has_biases = not vision.is_gated
-    norm = 2 if has_biases else 1
-    looked_up = vision.patch_width * width + has_biases * width + vision.num_positions * width
-    normed = 2 * norm * width * vision.num_layers + norm * width + norm * merged * len(vision.deep_layers)
-    biases = (4 * width + width + (2 if vision.is_gated else 1) * vision.ffn) * vision.num_layers
-    products = _layer_products(vision) * vision.num_layers
-    num_mergers = 1 + len(vision.deep_layers)
-    mergers = num_mergers * _merger_products(vision, shape.hidden)
-    biases += num_mergers * (merged + shape.hidden)
-    return looked_up + normed + biases + -(-(products + mergers) // tensor)
+    has_biases, gates = not vision.is_gated, 2 if vision.is_gated else 1
+    num_layers, num_mergers = vision.num_layers, 1 + len(vision.deep_layers)
+    # Of two matrices the second has a bias that is added once.
+    layer = _layer_products(vision) + 3 * width + gates * vision.ffn
+    cut = num_layers * layer + num_mergers * (_merger_products(vision, hidden) + merged)
+    cut += vision.num_positions * width
+    normed = 2 * width * num_layers + width + merged * len(vision.deep_layers)
+    whole = (1 + has_biases) * normed + 2 * width * num_layers + num_mergers * hidden
+    return cut, whole + (vision.patch_width + has_biases) * width
 
 
 def _layer_products(vision: VisionShape) -> int:

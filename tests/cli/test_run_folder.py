@@ -148,6 +148,8 @@ def test_the_files_of_images_are_named(
     saved = json.loads(shown(capsys, "run", "--episode", "1/train.parquet:0/0", "--format", "json"))
     assert (saved["prompt"], sorted(saved["images"])) == ("1#+#=", list(digests))
     assert len(saved["prompt_ids"]) == 9
+    saved = json.loads(shown(capsys, "run", "--episode", "1/train.parquet:0/0", "--format", "atif"))
+    assert sorted(saved["extra"]["images"]) == list(digests)
 
 
 def test_long_texts_are_cut(

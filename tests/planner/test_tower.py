@@ -24,7 +24,7 @@ from megarl.planner.fit import size
 from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, GPUS, LAYER_START_S
 from megarl.planner.ledger import MemoryPhase, ledgers
 from megarl.planner.timing import PhaseName, Timing
-from megarl.planner.tower import TowerWork, num_tower_parameters
+from megarl.planner.tower import TowerWork, engine_tower_parameters, num_tower_parameters
 from tests.planner.recipes import make_recipe, shapes_of
 
 SEEING = [name for name, shape in PUBLIC_MODELS.items() if shape.vision is not None]
@@ -47,11 +47,11 @@ def test_a_tower_has_the_parameters_of_transformers(name: str, tmp_path: Path) -
     assert num_tower_parameters(PUBLIC_MODELS[name]) == sum(each.numel() for each in tower.parameters())
 
 
-class Peak(TorchDispatchMode):
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """The most bytes of tensors that exist together, beside those of a module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._known = {each.untyped_storage()._cdata for each in (*module.parameters(), *module.buffers())}
         self._now = self.most = 0
 
@@ -121,17 +121,11 @@ def test_an_image_takes_the_memory_of_transformers_module(name: str, dtype: torc
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-4b"])
 def test_an_image_takes_the_operations_of_transformers_module(name: str, tmp_path: Path) -> None:
     shape = small(name)
-    tower = tower_of(shape, tmp_path, "cpu")
+    tower: Any = tower_of(shape, tmp_path, "cpu")
     tower.set_attn_implementation("eager")  # products that are counted
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         see(shape, tower, torch.float32)
     assert work_of(shape).work(SIDE**2).total == pytest.approx(counter.get_total_flops(), rel=0.001)
-
-
-def test_an_engine_cuts_the_matrices_of_layers_and_mergers() -> None:
-    shape = PUBLIC_MODELS["qwen3-vl-8b"]
-    whole, half = num_tower_parameters(shape), num_tower_parameters(shape, tensor=2)
-    assert whole / 2 < half < 0.52 * whole
 
 
 def deployed(name: str, *assignments: str) -> Deployment:
@@ -151,7 +145,7 @@ def test_a_tower_is_on_ranks_with_the_embedding_and_in_engines() -> None:
     assert training["remembered images"] == REMEMBERED_IMAGE_BYTES
     generating = rows(deployment, MemoryPhase.GENERATING)
     text = rows(deployed("qwen2.5-7b", "roles.actor.pipeline=1"), MemoryPhase.GENERATING)
-    assert generating["engine tower"] == 2 * num_tower_parameters(PUBLIC_MODELS["qwen2.5-vl-7b"], tensor=2)
+    assert generating["engine tower"] == 2 * engine_tower_parameters(PUBLIC_MODELS["qwen2.5-vl-7b"], tensor=2)
     assert generating["engine tower"] + generating["KV cache"] == pytest.approx(text["KV cache"], rel=1e-4)
     assert not {"tower", "engine tower"} & {*text}
     last = deployed("qwen2.5-vl-7b", "roles.actor.first_stage_layers=2")
@@ -168,12 +162,13 @@ def test_prompts_without_images_need_no_tower_in_the_trainer() -> None:
 
 
 def test_a_large_image_needs_more_than_the_text_behind_it() -> None:
-    large = ("data.max_prompt_tokens=6000", "roles.actor.pipeline=1", "roles.actor.megatron.recompute_granularity=full")
-    large += ("roles.actor.megatron.recompute_method=uniform", "roles.actor.megatron.recompute_num_layers=1")
-    whole = rows(deployed("qwen2.5-vl-3b", *large), MemoryPhase.TRAINING)["images"]
-    small = rows(deployed("qwen2.5-vl-3b", *large, "data.max_image_pixels=200704"), MemoryPhase.TRAINING)
+    again = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+    keys = ["data.max_prompt_tokens=6000", "roles.actor.pipeline=1"]
+    keys += [f"roles.actor.megatron.{each}" for each in again]
+    whole = rows(deployed("qwen2.5-vl-3b", *keys), MemoryPhase.TRAINING)["images"]
+    cut = rows(deployed("qwen2.5-vl-3b", *keys, "data.max_image_pixels=200704"), MemoryPhase.TRAINING)
     assert whole > 100 * 2**20
-    assert "images" not in small
+    assert "images" not in cut
 
 
 def timed(*assignments: str) -> Timing:

@@ -210,7 +210,7 @@ def test_a_script_with_images_arrives_whole(path: str, name: str, words: str, tm
     recipe = Recipe.model_validate(result.tree)
     assert check_without_files(recipe, PUBLIC_MODELS[name], critic=PUBLIC_MODELS[name]) == []
     assert (recipe.data.images_key, recipe.data.max_image_pixels) == ("pictures", 401408)
-    assert value_at(result.tree, "reward.sources")["hiyouga/geometry3k"] == GEOMETRY
+    assert value_at(result.tree, "reward.sources.hiyouga/geometry3k") == GEOMETRY
     left = [item.key for item in result.entries if item.verdict in (KeyVerdict.NOT_SUPPORTED, KeyVerdict.UNKNOWN)]
     assert left == []
     assert not any("tower" in note for note in result.notes)

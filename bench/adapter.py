@@ -1,48 +1,53 @@
 """Time of publishing an adapter against publishing the whole model, and what a publish takes from running requests.
 
-This process stands in for the only trainer rank. An adapter goes the way of a run: copied to host memory, digested, put
-into Ray's object store, written to the node's memory by another process, and loaded by a real engine.
+This process stands in for the only trainer rank. An adapter goes the way of a run, into the slot that a real engine has
+for it: on a CPU over gloo, as between nodes; on a GPU the engine reads it from this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias, TypeVar
 
-import ray
 import torch
 
 from bench.figures import Failure, Figure
-from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
-from megarl.checkpoint.save import boxes_on_host, contribution, gather, plan_gathering, refuse_unfinite
-from megarl.cluster.cluster import open_cluster
-from megarl.cluster.stored_adapter import StoredAdapter
+from bench.one_engine import (
+    TIMEOUT_S,
+    Server,
+    full_publish,
+    generator_of,
+    random_prompts,
+    random_weights,
+    seconds_of,
+    serving,
+    transfer_to,
+)
 from megarl.config.lora import LoraConfig
-from megarl.config.recipe import RunConfig
-from megarl.config.roles import ModelParallelConfig, PoolConfig
-from megarl.config.section import Device, dtype_on
-from megarl.engine import admin
-from megarl.engine.client import GenerateRequest
+from megarl.config.roles import ModelParallelConfig
+from megarl.config.section import Device
+from megarl.engine.commands import Rendezvous
+from megarl.engine.control import EngineControl
+from megarl.engine.fleet import Engine
 from megarl.engine.process import EngineAdapters
 from megarl.errors import MegarlError
-from megarl.ranks.adapters import store_adapter
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
-from megarl.serving.adapter_publisher import AdapterPublisher
-from megarl.serving.processes import EngineHost
+from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
-from megarl.weights.executors.group import StoreServer, TransferGroup
-from megarl.weights.executors.tensors import box_of
-from megarl.weights.layouts.canonical import canonical_tensors
-from megarl.weights.layouts.lora import LoraShape, adapter_layout, adapter_tensors
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.lora import LoraShape
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Outcome: TypeAlias = Figure | Failure
 Result = TypeVar("Result")
@@ -50,7 +55,6 @@ Result = TypeVar("Result")
 GOAL = 20
 """An adapter should be published this many times as fast as its whole model."""
 _NUM_LOADED = 3
-_TIMEOUT_S = 120.0
 _NUM_TURNS = 2
 
 
@@ -73,96 +77,78 @@ async def measure_adapter(
     model: str, folder: Path, options: Mapping[str, object], *, device: Device, rank: int
 ) -> AsyncIterator[Outcome]:
     """Measure an engine without adapters and one with adapters of this rank, one after the other."""
-    run = RunConfig(name="adapter", folder=folder, device=device)
-    (folder / run.name).mkdir()
     lora = LoraConfig(rank=rank, alpha=2 * rank)
     adapters = EngineAdapters(rank=rank, modules=lora.modules, num_loaded=_NUM_LOADED)
     try:
-        with open_cluster(run, {"pool": PoolConfig(gpus_per_node=1)}, address=None):
-            async with AsyncExitStack() as stack:
-                plain = serving(model, folder / "full", options, device=device)
-                adapted = serving(model, folder / "adapted", options, device=device, adapters=adapters)
-                # Both start at the same time: that takes longer than everything else.
-                server, other = await asyncio.gather(*(stack.enter_async_context(each) for each in (plain, adapted)))
-                full = await full_publish(server)
-                full_s = await seconds_of(full.send)
-                with _published(other, lora, folder) as bench:
-                    ours_s = await seconds_of(bench.publish)
-                    yield _publish_figure(bench, ours_s=ours_s, full_s=full_s, full_bytes=full.num_bytes)
-                    yield await _measure_bare_load(bench, ours_s=ours_s)
-                    async for figure in _measure_requests(bench, REQUESTS[device]):
-                        yield figure
+        async with AsyncExitStack() as stack:
+            plain = serving(model, folder / "full", options, device=device)
+            adapted = serving(model, folder / "adapted", options, device=device, adapters=adapters)
+            # Both start at the same time: that takes longer than everything else.
+            server, other = await asyncio.gather(*(stack.enter_async_context(each) for each in (plain, adapted)))
+            full = await full_publish(server)
+            full_s = await seconds_of(full.send)
+            bench = _Bench.of(other, lora, folder)
+            stack.callback(bench.ranks.close)
+            ours_s = await seconds_of(bench.publish)
+            yield _publish_figure(bench, ours_s=ours_s, full_s=full_s, full_bytes=full.num_bytes)
+            async for figure in _measure_requests(bench, REQUESTS[device]):
+                yield figure
     except (MegarlError, RuntimeError, TimeoutError) as error:
         yield Failure(part="adapter", reason=f"{type(error).__name__}: {error}"[:500])
+
+
+@dataclass(eq=False, kw_only=True)
+class _TimedPublisher(AdapterPublisher):
+    held_s: list[float] = field(default_factory=list)
+    """Seconds in which the requests of the engine waited."""
+
+    async def _fill(self, loaded: Sequence[Engine], version: PolicyVersion, name: str) -> Plan:
+        start = time.perf_counter()
+        plan = await super()._fill(loaded, version, name)
+        self.held_s.append(time.perf_counter() - start)
+        return plan
 
 
 @dataclass(slots=True, kw_only=True)
 class _Bench:
     server: Server
-    publisher: AdapterPublisher
-    parts: _Parts
-    num_bytes: int
+    publisher: _TimedPublisher
+    ranks: _OneRank
     version: int = 0
+
+    @classmethod
+    def of(cls, server: Server, lora: LoraConfig, folder: Path) -> _Bench:
+        ranks = _OneRank(server.device)
+        transfer = replace(transfer_to(server), lora=LoraShape.of(lora))
+        publisher = _TimedPublisher(
+            ranks=ranks,
+            fleet=server.fleet,
+            control=EngineControl(server.fleet, timeout_s=TIMEOUT_S),
+            transfer=lambda: transfer,
+            timeout_s=TIMEOUT_S,
+            host=LOOPBACK,
+            adapters=ServedAdapters(fields=lora.peft_fields(base=folder, modules=lora.modules), num_loaded=_NUM_LOADED),
+        )
+        return cls(server=server, publisher=publisher, ranks=ranks)
 
     async def publish(self) -> None:
         self.version += 1
         await self.publisher.publish(PolicyVersion(self.version))
 
-    async def touch(self) -> None:
-        """Ask for a token with the newest adapter: SGLang copies an adapter to its device at its first use."""
-        (engine,) = self.server.fleet.engines
-        request = GenerateRequest(
-            rid=f"touch-{self.version}", input_ids=(1, 2, 3), max_new_tokens=1, temperature=1.0, adapter=engine.adapter
-        )
-        await engine.client.generate(request)
 
+class _OneRank(RankGroup[ActorCalls]):
+    """The trainer rank, which is this process."""
 
-@contextmanager
-def _published(server: Server, lora: LoraConfig, folder: Path) -> Iterator[_Bench]:
-    """Yield a publisher between this process and the engine."""
-    parts = _Parts(server, lora)
-    tensors = adapter_tensors(canonical_tensors(server.shape), LoraShape.of(lora), dtype=dtype_on(server.device))
-    publisher = AdapterPublisher(
-        ranks=parts,
-        fleet=server.fleet,
-        place=parts.placed_adapter,
-        base_folder=folder,
-        tensors=tensors,
-        num_loaded=_NUM_LOADED,
-        timeout_s=_TIMEOUT_S,
-    )
-    num_bytes = sum(spec.num_bytes for spec in tensors.values())
-    try:
-        yield _Bench(server=server, publisher=publisher, parts=parts, num_bytes=num_bytes)
-    finally:
-        parts.close()
-
-
-class _Parts(RankGroup[ActorCalls]):
-    """The trainer rank, which is this process, and the node of the engine, each timed."""
-
-    def __init__(self, server: Server, lora: LoraConfig) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(
-            "actor",
-            [],
-            split=ModelParallelConfig(),
-            timeout_s=_TIMEOUT_S,
-            run_folder=Path(),
-            device_lock=asyncio.Lock(),
+            "actor", [], split=ModelParallelConfig(), timeout_s=TIMEOUT_S, run_folder=Path(), device_lock=asyncio.Lock()
         )
         # As in a trainer rank.
         torch.set_num_threads(1)
-        dtype = dtype_on(server.device)
-        layout = megatron_layout(server.shape, MegatronParallel(), dtype=dtype)
-        adapters = adapter_layout(layout, LoraShape.of(lora), dtype=dtype)
-        self._lora = lora
-        self._tensors = random_weights(adapters.by_rank[0].tensors, server.device)
-        self._taken = contribution(adapters, 0)
-        self._gathering = plan_gathering(self._taken.layout)
-        self._store = StoreServer(LOOPBACK)
-        self._group = TransferGroup.join(self._store.address, name="gather", peer=0, num_peers=1, timeout_s=_TIMEOUT_S)
-        self._host = ray.remote(EngineHost).options(num_cpus=0).remote()
-        self.spent: dict[str, list[float]] = {"gathered": [], "stored": [], "placed": [], "loaded": [], "removed": []}
+        self._device = device
+        self._group: TransferGroup | None = None
+        self._sender: Sender | None = None
+        self.send_s: list[float] = []
 
     async def _call_all(
         self,
@@ -174,64 +160,44 @@ class _Parts(RankGroup[ActorCalls]):
     ) -> list[Result]:
         return [await asyncio.to_thread(getattr(self, method.__name__), *arguments, **named)]
 
-    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        start = time.perf_counter()
-        refuse_unfinite(self._tensors)
-        boxes = boxes_on_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
-        gathered = gather(self._gathering, boxes, self._group)
-        middle = time.perf_counter()
-        fields = self._lora.peft_fields(base=source_folder, modules=self._lora.modules)
-        stored = store_adapter(gathered, fields, version=version)
-        self.spent["gathered"].append(middle - start)
-        self.spent["stored"].append(time.perf_counter() - middle)
-        return stored
+    def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        plan, is_cpu = transfer.plan(), transfer.is_cpu_engine
+        self._group = TransferGroup.join(
+            rendezvous.address,
+            name=rendezvous.name,
+            peer=0,
+            num_peers=transfer.num_peers,
+            timeout_s=TIMEOUT_S,
+            backend=rendezvous.backend,
+        )
+        weights = random_weights(plan.source.by_rank[0].tensors, self._device)
+        self._sender = Sender(
+            plan, 0, weights, self._group, digest=fastest_digest(is_on_host=is_cpu), direct=transfer.direct
+        )
 
-    @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
-        times = [time.perf_counter()]
-        async with asyncio.timeout(timeout_s):
-            folder = await self._host.place_adapter.remote(self.token, stored, index)
-            times.append(time.perf_counter())
-            yield folder
-            times.append(time.perf_counter())
-            await self._host.remove_adapter.remote(self.token, folder)
-        times.append(time.perf_counter())
-        for name, start, end in zip(("placed", "loaded", "removed"), times[:-1], times[1:], strict=True):
-            self.spent[name].append(end - start)
+    def send(self, version: int) -> dict[tuple[int, str], int]:
+        assert self._sender is not None, "join comes first"
+        start = time.perf_counter()
+        digests = self._sender.send(version)
+        self.send_s.append(time.perf_counter() - start)
+        return digests
 
     def close(self) -> None:
-        self._group.close()
+        if self._group is not None:
+            self._group.close()
 
 
 def _publish_figure(bench: _Bench, *, ours_s: float, full_s: float, full_bytes: int) -> Figure:
-    parts = ", ".join(f"{name} {1e3 * median(times):.0f}" for name, times in bench.parts.spent.items())
+    num_bytes = sum(bench.publisher.transfer().plan().traffic.received_bytes.values())
+    parts = {"requests wait": bench.publisher.held_s, "sent": bench.ranks.send_s}
+    shown = ", ".join(f"{name} {1e3 * median(times):.0f}" for name, times in parts.items())
     return Figure(
         key="adapter publish",
-        name=f"publish of an adapter of {bench.num_bytes / 1e6:.0f} MB ({parts}; goal: ratio {GOAL})",
+        name=f"publish of an adapter of {num_bytes / 1e6:.0f} MB ({shown}; goal: ratio {GOAL})",
         value=1e3 * ours_s,
         unit="ms",
         against=f"publish of the whole model, {full_bytes / 1e9:.1f} GB in {1e3 * full_s:.0f} ms",
         ratio=full_s / ours_s,
-    )
-
-
-async def _measure_bare_load(bench: _Bench, *, ours_s: float) -> Figure:
-    """Time SGLang alone: it loads and unloads an adapter that lies in its node's memory already."""
-    client, stored = bench.server.client, bench.parts.store_adapter(0, Path("base"))
-    async with bench.parts.placed_adapter(0, stored, _TIMEOUT_S) as folder:
-
-        async def load_and_unload() -> None:
-            await admin.load_adapter(client, "bare", folder, timeout_s=_TIMEOUT_S)
-            await admin.unload_adapter(client, "bare", timeout_s=_TIMEOUT_S)
-
-        floor_s = await seconds_of(load_and_unload)
-    return Figure(
-        key="adapter bare load",
-        name="the same publish",
-        value=1e3 * ours_s,
-        unit="ms",
-        against=f"SGLang loads and unloads a folder of it alone in {1e3 * floor_s:.0f} ms",
-        ratio=floor_s / ours_s,
     )
 
 
@@ -249,7 +215,6 @@ async def _measure_requests(bench: _Bench, requests: Requests) -> AsyncIterator[
     await generate()
     for kind in tuple(max_publishes) * _NUM_TURNS:
         await bench.publish()
-        await bench.touch()
         start = time.perf_counter()
         generated = asyncio.create_task(generate())
         await asyncio.sleep(0)
@@ -257,7 +222,6 @@ async def _measure_requests(bench: _Bench, requests: Requests) -> AsyncIterator[
             if generated.done():
                 break
             await bench.publish()
-            await bench.touch()
             num_publishes[kind] += 1
         num_tokens[kind] += await generated
         seconds[kind] += time.perf_counter() - start

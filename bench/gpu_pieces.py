@@ -266,18 +266,16 @@ def _adapter(options: PieceOptions, report: Report) -> None:
 
 
 def report_adapter(options: PieceOptions, report: Report, *, device: Literal["cpu", "cuda"], rank: int) -> None:
-    """Measure publishes of adapters beside a private Ray, which reads its settings when it is imported."""
-    from megarl.cluster.local_ray import private_ray
+    """Measure publishes of adapters."""
+    from bench.adapter import measure_adapter
 
-    with private_ray(), tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        from bench.adapter import measure_adapter
+    async def measure(folder: Path) -> None:
+        model, native = options.engine_model, options.engine_options
+        async for outcome in measure_adapter(model, folder, native, device=device, rank=rank):
+            report(outcome)
 
-        async def measure() -> None:
-            model, native = options.engine_model, options.engine_options
-            async for outcome in measure_adapter(model, Path(folder), native, device=device, rank=rank):
-                report(outcome)
-
-        asyncio.run(measure())
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        asyncio.run(measure(Path(folder)))
 
 
 def _version(package: str) -> str:

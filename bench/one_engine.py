@@ -144,10 +144,11 @@ class FullPublish:
     """Seconds of the parts of every publish so far."""
 
 
-async def full_publish(server: Server) -> FullPublish:
-    """Join this process and the engine; on a CPU they stand for different nodes, on a GPU they share it."""
+def transfer_to(server: Server) -> TransferSpec:
+    """Return the transfer from this process to the engine; on a CPU they stand for different nodes, on a GPU they
+    share it."""
     dtype, is_cpu = dtype_on(server.device), server.device == "cpu"
-    transfer = TransferSpec(
+    return TransferSpec(
         shape=server.shape,
         parallel=MegatronParallel(),
         trainer_dtype=dtype,
@@ -157,6 +158,11 @@ async def full_publish(server: Server) -> FullPublish:
         is_cpu_engine=is_cpu,
         shares_devices=not is_cpu,
     )
+
+
+async def full_publish(server: Server) -> FullPublish:
+    """Join this process and the engine."""
+    is_cpu, transfer = server.device == "cpu", transfer_to(server)
     plan = transfer.plan()
     control = EngineControl(server.fleet, timeout_s=TIMEOUT_S)
     backend: Backend | None = "gloo" if is_cpu else None

@@ -8,14 +8,12 @@ boxes that the plan takes from it, so that replicas divide the work and nothing 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +26,7 @@ from megarl.errors import CheckpointError, WeightSyncError
 from megarl.families import BY_NAME
 from megarl.families.interface import critic_architecture
 from megarl.system.faults import reach, step_in
-from megarl.weights.algebra.plan import Move, Plan, SourceBox, plan
+from megarl.weights.algebra.plan import Move, Plan, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec, header_dtype, same_processes
 from megarl.weights.executors.codecs import as_in_file
 from megarl.weights.executors.exchange import exchange
@@ -186,60 +184,6 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
     return Holding(rank=rank, tensors=tensors, pieces=tuple(pieces))
 
 
-class GatheringPlan(Plan):
-    """A plan that stores its moves and its memory: they take longer to find than the bytes of an adapter to travel."""
-
-    @cached_property
-    def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors of the first rank, one after the other in one buffer; the next gathering writes to it again."""
-        specs = self.target.by_rank[0].tensors
-        (dtype,) = {spec.dtype for spec in specs.values()}
-        sizes = [math.prod(spec.shape) for spec in specs.values()]
-        parts = torch.split(torch.empty(sum(sizes), dtype=torch_dtype(dtype)), sizes)
-        return {name: part.view(spec.shape) for (name, spec), part in zip(specs.items(), parts, strict=True)}
-
-    @cached_property
-    def _moves(self) -> dict[tuple[bool, int], tuple[Move, ...]]:
-        return {}
-
-    def moves_from(self, rank: int) -> tuple[Move, ...]:
-        if (True, rank) not in self._moves:
-            self._moves[True, rank] = super().moves_from(rank)
-        return self._moves[True, rank]
-
-    def moves_to(self, rank: int) -> tuple[Move, ...]:
-        if (False, rank) not in self._moves:
-            self._moves[False, rank] = super().moves_to(rank)
-        return self._moves[False, rank]
-
-    @cached_property
-    def _boxes(self) -> dict[int, tuple[SourceBox, ...]]:
-        return {}
-
-    def boxes_from(self, origin: int) -> Iterator[SourceBox]:
-        if origin not in self._boxes:
-            self._boxes[origin] = tuple(super().boxes_from(origin))
-        return iter(self._boxes[origin])
-
-
-def plan_gathering(layout: Layout) -> GatheringPlan:
-    """Return the plan by which the first rank receives all canonical tensors."""
-    target = _all_on_one(layout)
-    moves = plan(layout, target, locations=same_processes(layout, target))
-    return GatheringPlan(
-        source=layout, target=target, locations=moves.locations, bundles=moves.bundles, hash=moves.hash
-    )
-
-
-def gather(
-    moves: GatheringPlan, tensors: Mapping[str, torch.Tensor], group: TransferGroup
-) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of the plan on peer 0, in host memory, and none elsewhere; every peer calls this."""
-    parts = {} if group.peer else moves.parts
-    exchange(moves, tensors, parts, group)
-    return parts
-
-
 def _file_names(target: Layout) -> dict[int, str]:
     writers = [holding.rank for holding in target.holdings if holding.tensors]
     return {
@@ -367,13 +311,6 @@ def copy_to_host(contributed: Contribution, rank: int, view: BoxView) -> dict[st
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return copies
-
-
-def boxes_on_host(contributed: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
-    """Return this rank's boxes in host memory: themselves where they are there, else copies."""
-    specs = contributed.layout.by_rank[rank].tensors
-    boxes = {name: view(source, offsets, specs[name].shape) for name, (source, offsets) in contributed.boxes.items()}
-    return boxes if all(box.device.type == "cpu" for box in boxes.values()) else copy_to_host(contributed, rank, view)
 
 
 def _boxes_of(holding: Holding, moves: Iterable[Move]) -> Holding:

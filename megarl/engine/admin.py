@@ -7,7 +7,10 @@ is read before a run starts, and needs neither torch nor Ray.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import logging
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
@@ -75,6 +78,21 @@ async def paused(
     finally:
         await count()
         await _call_all(fleet, engines, _resume)
+
+
+@asynccontextmanager
+async def held(engines: Sequence[Engine]) -> AsyncIterator[None]:
+    """Let requests wait between two tokens inside the block; those that arrive wait as well. EngineError after it."""
+    # A sleeping engine computes nothing, and its memory of requests is gone.
+    busy = [engine.client for engine in engines if not engine.client.is_asleep]
+    try:
+        await asyncio.gather(*(pause(client, PauseMode.IN_PLACE) for client in busy))
+        yield
+    finally:
+        outcomes = await asyncio.gather(*(resume(client) for client in busy), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise failures[0]
 
 
 async def _resume(engine: Engine) -> None:
@@ -165,10 +183,21 @@ async def load_weights_from_disk(
     await client.control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
 
 
-async def load_adapter(client: EngineClient, name: str, folder: Path, *, timeout_s: float) -> None:
-    """Let SGLang load a folder of PEFT under a new name, beside running requests."""
-    body: dict[str, JsonValue] = {"lora_name": name, "lora_path": str(folder), "pinned": False}
-    await client.control("load adapter", "/load_lora_adapter", body, timeout_s=timeout_s)
+async def load_empty_adapter(
+    client: EngineClient, name: str, fields: Mapping[str, object], *, timeout_s: float
+) -> None:
+    """Let SGLang have an adapter without values beside running requests; `fields` are PEFT's configuration.
+
+    It is pinned: SGLang would fill a slot again with what it has loaded. A publish writes values into the slot.
+    """
+    empty = base64.b64encode(pickle.dumps({})).decode()
+    body: dict[str, JsonValue] = {
+        "lora_name": name,
+        "config_dict": json.loads(json.dumps(fields)),
+        "serialized_named_tensors": [empty] * client.endpoint.tensor,
+        "pinned": True,
+    }
+    await client.guarded("load adapter", "/load_lora_adapter_from_tensors", body, timeout_s=timeout_s)
 
 
 async def unload_adapter(client: EngineClient, name: str, *, timeout_s: float) -> None:

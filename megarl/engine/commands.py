@@ -62,9 +62,11 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Receive a version in place; reply with a digest per parameter."""
+    """Receive a version in place; reply with a digest per tensor."""
 
     version: int
+    adapter: str | None = None
+    """Name of the loaded adapter that has no values yet and gets them; None: the parameters get them."""
     op: Literal["receive"] = "receive"
 
 
@@ -77,9 +79,10 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Write every parameter into a file of `folder`; see `dump_file`."""
+    """Write every parameter, or those of a loaded adapter, into a file of `folder`; see `dump_file`."""
 
     folder: str
+    adapter: str | None = None
     op: Literal["dump"] = "dump"
 
 

@@ -94,13 +94,14 @@ class EngineControl:
         assert deadlines[0] <= deadlines[1], f"rendezvous {deadlines[0]} s, commands {deadlines[1]} s"
         await self.ask(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
 
-    async def receive(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
-        """Let every target rank receive `version` in place; return a digest per parameter and rank.
+    async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
+        """Let every target rank receive `version` in place; return a digest per tensor and rank.
 
         Trainer ranks send at the same time. The first failure ends the wait. Until `confirm` the engines must get no
-        request: their weights may be of two versions.
+        request: their weights may be of two versions. With the name of an `adapter` that is none to this adapter.
         """
-        replies = await self.ask(Receive(version=version), version=version)
+        reported = version if adapter is None else None
+        replies = await self.ask(Receive(version=version, adapter=adapter), version=reported)
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
     async def confirm(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:

@@ -1,16 +1,17 @@
 """Handles commands inside each SGLang TP process: the engine's end of a publish. SGLang calls `load` with each payload.
 
 An exception here would end the whole engine, so every outcome, good or bad, is a `Reply` in the driver's mailbox. Only
-`Receive` changes parameters: the driver lets the engine serve them once it has compared the digests.
+`Receive` changes parameters or an adapter: the driver lets the engine serve them once it has compared the digests.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import assert_never
+from functools import partial
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from torch.distributed import TCPStore
@@ -32,6 +33,9 @@ from megarl.weights.executors.fp8 import probe_products
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.executors.transfer import Receiver
+
+if TYPE_CHECKING:
+    from megarl.engine.adapter_slots import AdapterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,10 @@ class _Member:
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
+        self._slots: AdapterSlots | None = None
+        self._receive_into: Callable[..., Receiver] | None = None
+        self._by_slot: dict[int, Receiver] = {}
+        """Receivers of adapters: slots lie in different memory."""
         self._is_probed = False
 
     def handle(self, command: PublishCommand, message: CommandMessage, model: torch.nn.Module) -> Reply:
@@ -83,7 +91,9 @@ class _Member:
                 return Reply(parameters=specs_of(model.named_parameters()))
             case Join():
                 self._join(command, message, model)
-            case Receive(version=version):
+            case Receive(version=version, adapter=adapter):
+                if adapter is not None:
+                    return Reply(digests=self._receive_adapter(version, adapter))
                 return Reply(digests=self._receive(version, model))
             case _:
                 assert_never(command)
@@ -92,7 +102,8 @@ class _Member:
     def _join(self, command: Join, message: CommandMessage, model: torch.nn.Module) -> None:
         earlier = self._group
         self._group = None
-        self._receiver = None
+        self._receiver = self._slots = self._receive_into = None
+        self._by_slot = {}
         if earlier is not None:
             earlier.close()
         transfer, rendezvous = command.transfer, command.rendezvous
@@ -100,10 +111,15 @@ class _Member:
         if plan.hash != command.plan_hash:
             raise WeightSyncError(f"plan hash is {plan.hash} here and {command.plan_hash} at the driver")
         rank = transfer.target_rank(engine=message.engine, tp_rank=message.tp_rank)
-        parameters = dict(model.named_parameters())
+        slots, tensors = None, dict[str, torch.Tensor](model.named_parameters())
+        if transfer.lora is not None:
+            from megarl.engine.adapter_slots import AdapterSlots  # noqa: PLC0415 - no publish of weights needs it
+
+            slots = AdapterSlots.of_caller()
+            tensors = slots.tensors(0)  # all slots are alike
         check_holding(
             plan.target.by_rank[rank],
-            specs_of(parameters.items()),
+            specs_of(tensors.items()),
             holder=f"TP rank {message.tp_rank}",
             unplanned=transfer.unplanned,
         )
@@ -117,16 +133,21 @@ class _Member:
             backend=rendezvous.backend,
             host=message.host,
         )
-        self._receiver = Receiver(
+        receive_into = partial(
+            Receiver,
             plan,
             rank,
-            parameters,
-            self._group,
+            group=self._group,
             bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
             direct=transfer.direct,
             keeps_open=transfer.keeps_open,
         )
+        if slots is None:
+            self._receiver = receive_into(tensors=tensors)
+        else:
+            self._slots = slots
+            self._receive_into = receive_into
 
     def _receive(self, version: int, model: torch.nn.Module) -> dict[str, int]:
         if self._receiver is None:
@@ -136,10 +157,26 @@ class _Member:
         if not self._is_probed:
             probe_products(model)
         self._is_probed = True
-        if torch.cuda.is_available():
-            # The next forward pass runs on a stream of its own.
-            torch.cuda.synchronize()
+        _synchronize()
         return digests
+
+    def _receive_adapter(self, version: int, name: str) -> dict[str, int]:
+        if self._slots is None or self._receive_into is None:
+            raise WeightSyncError("not in a transfer group for adapters; join comes first")
+        # The last step of the requests that wait now may be under way: a transfer has the device for itself.
+        _synchronize()
+        slot = self._slots.take(name)
+        if slot not in self._by_slot:
+            self._by_slot[slot] = self._receive_into(tensors=self._slots.tensors(slot))
+        digests = self._by_slot[slot].receive(version)
+        _synchronize()
+        return digests
+
+
+def _synchronize() -> None:
+    """Wait for the device: forward passes run on streams of their own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _derive(model: torch.nn.Module) -> None:

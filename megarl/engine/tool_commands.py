@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.engine.adapter_slots import AdapterSlots
 from megarl.engine.commands import Dump, Fingerprint, StartRecording, ToolCommand, WriteRecording
 from megarl.engine.control import EngineControl
 from megarl.errors import WeightSyncError
@@ -40,9 +41,9 @@ class ToolControl(EngineControl):
         """Return a hash of the bytes of every parameter, per target rank."""
         return [reply.digests for reply in await self.ask(Fingerprint())]
 
-    async def dump(self, folder: Path) -> None:
-        """Let every target rank write its parameters into a file of `folder`."""
-        await self.ask(Dump(folder=str(folder)))
+    async def dump(self, folder: Path, *, adapter: str | None = None) -> None:
+        """Let every target rank write its parameters, or a loaded adapter, into a file of `folder`."""
+        await self.ask(Dump(folder=str(folder), adapter=adapter))
 
     async def start_recording(self, transfer: TransferSpec) -> None:
         """Let every target rank record the outputs of its modules."""
@@ -69,8 +70,12 @@ class ToolCommandHandler:
         match command:
             case Fingerprint():
                 return {name: _fingerprint(tensor) for name, tensor in model.named_parameters()}
-            case Dump(folder=folder):
-                _dump(model, Path(folder) / dump_file(engine=engine, tp_rank=tp_rank))
+            case Dump(folder=folder, adapter=adapter):
+                tensors: dict[str, Tensor] = dict(model.named_parameters())
+                if adapter is not None:
+                    slots = AdapterSlots.of_caller()
+                    tensors = slots.tensors(slots.take(adapter))
+                _dump(tensors, Path(folder) / dump_file(engine=engine, tp_rank=tp_rank))
             case StartRecording(transfer=transfer):
                 if self._recorder is not None:
                     self._recorder.close()
@@ -143,6 +148,6 @@ def _fingerprint(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=16).digest(), "big")
 
 
-def _dump(model: torch.nn.Module, path: Path) -> None:
+def _dump(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}, path)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)

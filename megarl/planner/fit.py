@@ -419,7 +419,7 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
 
 
 def _published(deployment: Deployment) -> Reshard | None:
-    """Return what a publish moves; None for adapters, which are loaded beside running requests without cost to them."""
+    """Return what a publish moves; None for adapters, which are a hundredth of the weights."""
     is_sent = deployment.engine is not None and not deployment.publishes_adapters
     return reshard(deployment) if is_sent else None
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.resume import TrainerState
-from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.engine.commands import Rendezvous
 from megarl.results import CriticResult, UpdateResult
 from megarl.tokens import SampleColumn
@@ -75,8 +74,6 @@ class ActorCalls(TrainedCalls, PolicyCalls, Protocol):
     def version(self) -> int: ...
 
     def send(self, version: int) -> dict[tuple[int, str], int]: ...
-
-    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None: ...
 
 
 class CriticCalls(TrainedCalls, Protocol):

@@ -1,17 +1,12 @@
-"""An actor rank that sends its part of the weights to the engines."""
+"""An actor rank that sends its part of the weights, or of the adapter, to the engines."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megarl.cluster.cluster import own_address
-from megarl.cluster.stored_adapter import StoredAdapter
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.lora import served_name
 from megarl.config.recipe import TrainConfig
 from megarl.engine.commands import Rendezvous
 from megarl.errors import WeightSyncError
-from megarl.ranks.adapters import store_adapter
 from megarl.train.actor import ActorRank
 from megarl.train.rank_spec import RankSpec
 from megarl.weights.executors.digest import fastest_digest
@@ -45,7 +40,7 @@ class PublishingActor(ActorRank):
         if earlier is not None:
             earlier.close()
         plan = transfer.plan()
-        tensors = self.tensors()
+        tensors = self.trained_tensors()
         if transfer.fp8_keep is not None:
             self._fp8 = Fp8Tensors(plan, self._spec.rank, self._holding, tensors)
             tensors = self._fp8.tensors
@@ -91,17 +86,6 @@ class PublishingActor(ActorRank):
         own = self.version()
         if own != version:
             raise WeightSyncError(f"actor rank {self._spec.rank} holds version {own}: it cannot send version {version}")
-
-    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None:
-        """Put this version of the adapter into the object store; return it on rank 0, None elsewhere."""
-        self._refuse_other(version)
-        lora = self._spec.lora
-        assert lora is not None, "a model without an adapter"
-        tensors = self.gather()
-        if not tensors:
-            return None
-        fields = lora.peft_fields(base=source_folder, modules=lora.served_modules(self._spec.shape))
-        return store_adapter({served_name(name): tensors[name] for name in tensors}, fields, version=version)
 
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""

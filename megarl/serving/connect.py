@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,34 +101,25 @@ async def _connect_managed(
         phases.alternate_with(trainers.among(roles.beside_engines), refill=refill, can_send_away=can_send_away)
         await phases.take_weights()
         catch_up = partial(phases.send_to_one, transport.catch_up)
-    if isinstance(transport, TransferPublisher):
+    if serving.adapters is None:
         await transport.connect()
     serving.supervisor.attach(catch_up)
     return publisher
 
 
-def _transport(
-    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer
-) -> TransferPublisher | AdapterPublisher:
+def _transport(ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer) -> TransferPublisher:
     config = serving.config
     timeout_s = config.publish_timeout_s
+    control = EngineControl(
+        serving.fleet, timeout_s=timeout_s, host=serving.host, flushes_cache=config.in_flight != "in_place"
+    )
+    publisher: Callable[..., TransferPublisher] = TransferPublisher
     if serving.adapters is not None:
-        return AdapterPublisher(
-            ranks=ranks,
-            fleet=serving.fleet,
-            place=serving.adapters.place,
-            base_folder=serving.adapters.base_folder,
-            tensors=serving.adapters.tensors,
-            num_loaded=serving.adapters.limits.num_loaded,
-            timeout_s=timeout_s,
-            failed=observer.publish_failed,
-        )
-    return TransferPublisher(
+        publisher = partial(AdapterPublisher, adapters=serving.adapters)
+    return publisher(
         ranks=ranks,
         fleet=serving.fleet,
-        control=EngineControl(
-            serving.fleet, timeout_s=timeout_s, host=serving.host, flushes_cache=config.in_flight != "in_place"
-        ),
+        control=control,
         transfer=serving.transfer,
         timeout_s=timeout_s,
         host=serving.host,
@@ -162,8 +153,10 @@ def publisher_of(
             # Only the canary shows that an external engine computes with the files that were written.
             every=1 if isinstance(serving, ExternalServing) else config.canary_every,
         )
-    if canary is not None and isinstance(publisher.transport, AdapterPublisher):
-        # Probed before the first request uses the version; in a shared pool none does before the check anyway.
+    takes_turns = isinstance(roles.phases, SharedPhases)
+    if canary is not None and isinstance(publisher.transport, AdapterPublisher) and not takes_turns:
+        # Probed before the first request uses the version. Where trainers take turns with engines none does before
+        # the check anyway, and engines compute nothing inside a publish.
         publisher.transport.compare_with(canary.differences, every=canary.every)
         canary = None
     return replace(publisher, in_flight=recipe.in_flight, announce=workers.announce, canary=canary)

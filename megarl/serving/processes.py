@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import ray
@@ -25,7 +24,6 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.cluster import NodeBundle, Place, own_address
 from megarl.cluster.leases import AdoptableActors
-from megarl.cluster.stored_adapter import ReadAdapters, StoredAdapter, place_adapter, remove_left_adapters
 from megarl.cluster.worker_group import Fence, exit_detail
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine import admin
@@ -54,7 +52,6 @@ class EngineHost:
     def __init__(self) -> None:
         self._fence = Fence()
         self._engine: EngineProcess | None = None
-        self._adapters = ReadAdapters()
         self._is_ready = False
 
     async def find_address(self, token: int, bind: str | None) -> str:
@@ -67,7 +64,6 @@ class EngineHost:
     async def start(self, token: int, spec: EngineSpec) -> EngineEndpoint:
         """Start an engine; return when it generates."""
         await self.stop(token)
-        await asyncio.to_thread(remove_left_adapters)
         self._engine = engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
         engine.start()
         await engine.wait_ready()
@@ -81,17 +77,6 @@ class EngineHost:
             raise EngineError("was not running")
         return self._engine.endpoint
 
-    async def place_adapter(self, token: int, stored: StoredAdapter, index: int) -> Path:
-        """Write an adapter to a folder of this node, compared with its digests."""
-        self._fence.enter(token)
-        content = await stored.content
-        return await asyncio.to_thread(place_adapter, stored, content, engine=index)
-
-    async def remove_adapter(self, token: int, folder: Path) -> None:
-        """Remove a folder that the engine has read, after a while."""
-        self._fence.enter(token)
-        await self._adapters.add(folder)
-
     async def wait_end(self, token: int) -> str:
         """Wait for the end of the engine; return the reason."""
         self._fence.enter(token)
@@ -101,7 +86,6 @@ class EngineHost:
     async def stop(self, token: int) -> None:
         """Stop the engine."""
         self._fence.enter(token)
-        await self._adapters.remove()
         engine = self._engine
         self._engine = None
         self._is_ready = False
@@ -207,26 +191,6 @@ class Engines:
         if endpoint is None:
             await self.end(index)
         return endpoint
-
-    @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
-        """Yield the folder of an adapter, which has the same path on every node of the engine, and remove it then."""
-        nodes = range(len(self._places[index]))
-        places = [
-            self._call(index, node, EngineHost.place_adapter, stored, index, timeout_s=timeout_s) for node in nodes
-        ]
-        folders = await asyncio.gather(*places)
-        try:
-            if len(set(folders)) > 1:
-                raise EngineError(f"engine {index}: adapters have different folders on its nodes: {sorted(folders)}")
-            yield folders[0]
-        finally:
-            removals = [
-                self._call(index, node, EngineHost.remove_adapter, folder, timeout_s=timeout_s)
-                for node, folder in enumerate(folders)
-            ]
-            # The folder of a host that died meanwhile stays behind.
-            await asyncio.gather(*removals, return_exceptions=True)
 
     async def wait_end(self, index: int) -> str:
         """Wait for the end of a process of an engine or of its host; return the reason."""

@@ -230,17 +230,26 @@ class TransferPublisher:
             link = await self._linked(roster)
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
-                sent, arrived = await self._together(
-                    link.store, self.ranks.call(ActorCalls.send, version), link.control.receive(version)
-                )
-                check_digests(sent, arrived)
+                await self._exchange(link, version)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
-            self._link = None
-            # Lost ranks are restarted by the run; the engines are not at fault.
-            kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
-            raise kind(f"version {version} was not published; {consequence}: {error}") from error
+            raise self._not_published(version, consequence, error) from error
         return num_engines, link.plan
+
+    async def _exchange(self, link: _Link, version: PolicyVersion, *, adapter: str | None = None) -> None:
+        """Move a version into the parameters of engines, or into an adapter that they have loaded; compare digests."""
+        receiving = link.control.receive(version, adapter=adapter)
+        sent, arrived = await self._together(link.store, self.ranks.call(ActorCalls.send, version), receiving)
+        check_digests(sent, arrived)
+
+    def _not_published(
+        self, version: PolicyVersion, consequence: str, error: Exception
+    ) -> WorkerError | WeightSyncError:
+        """Leave the transfer group, which the error may have broken; return the error to raise."""
+        self._link = None
+        # Lost ranks are restarted by the run; the engines are not at fault.
+        kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
+        return kind(f"version {version} was not published; {consequence}: {error}")
 
     @contextmanager
     def _unusable(self, roster: Sequence[Engine], version: PolicyVersion) -> Iterator[None]:

@@ -173,7 +173,7 @@ async def _start_managed(
         if gives_up_memory
         else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
-        adapters=ServedAdapters.of(recipe.model, shape, first, engines),
+        adapters=ServedAdapters.of(recipe.model, shape, first),
     )
 
 

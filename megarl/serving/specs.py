@@ -17,6 +17,7 @@ from megarl.planner.memory import adapter_slots, planned_cached_tokens
 from megarl.serving.processes import Engines
 from megarl.weights.algebra.routing import nearest_order
 from megarl.weights.layouts.fp8 import quantization_config
+from megarl.weights.layouts.lora import LoraShape
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
@@ -61,7 +62,8 @@ def rollout_engine(
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
-    is_shared = config.pool == recipe.roles.actor.pool
+    """Return the transfer of the policy: of its adapter, where one is trained."""
+    is_shared, lora = config.pool == recipe.roles.actor.pool, recipe.model.lora
     return TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
@@ -76,7 +78,8 @@ def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, 
         # Ranks that offload everything free their memory, and the engines of a shared pool are given back that of FP8
         # tensors.
         keeps_open=recipe.roles.actor.offload != "everything" and (config.fp8_keep is None or not is_shared),
-        fp8_keep=config.fp8_keep,
+        fp8_keep=config.fp8_keep if lora is None else None,
+        lora=None if lora is None else LoraShape.of(lora),
     )
 
 

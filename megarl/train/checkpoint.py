@@ -22,15 +22,9 @@ from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest, verify_tensors
 from megarl.checkpoint.save import (
     Contribution,
-    GatheringPlan,
-    UnfiniteError,
     assign_tensors,
-    boxes_on_host,
     contribution,
     copy_to_host,
-    gather,
-    plan_gathering,
-    refuse_unfinite,
     save_hf,
     save_tensors,
 )
@@ -166,7 +160,6 @@ class RankSaver:
         self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
-        self._gathering: GatheringPlan | None = None
         self._num_snapshots = 0
         self._group: TransferGroup | None = None
         """Used for every save: connections of all pairs of ranks take long to make."""
@@ -206,25 +199,6 @@ class RankSaver:
                 layout, tensors = parts.pop(inner)  # freed once they are on disk
                 files |= below(inner, self._write_part(folder / inner, layout, tensors, source_folder, group))
         return files
-
-    def gather(self) -> Mapping[str, Tensor]:
-        """Return the whole weights on rank 0, in host memory, and none elsewhere; all ranks call it.
-
-        They stay what they are until the next call.
-        """
-        self._num_snapshots += 1
-        own, tensors = self._own_weights()
-        boxes = boxes_on_host(own, self._rank, partial(_box, tensors))
-        if self._gathering is None:
-            self._gathering = plan_gathering(own.layout)
-        what = "the adapter"
-        with self._meeting(what) as group:
-            try:
-                # Where they are: a GPU looks at them faster than a copy takes.
-                refuse_unfinite(tensors)
-                return gather(self._gathering, boxes, group)
-            except (WeightSyncError, UnfiniteError) as error:
-                raise CheckpointError(f"{what} was not saved: {error}") from error
 
     def close(self) -> None:
         """Close the connections to the other ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -217,11 +217,6 @@ class TrainedRank(ModelRank):
         with self._on_device():
             self._checkpoints.exporter.snapshot("weights")
         return self._checkpoints.exporter.write(folder, source_folder)
-
-    def gather(self) -> Mapping[str, Tensor]:
-        """Return all tensors that are trained on rank 0, in host memory, and none elsewhere."""
-        with self._on_device():
-            return self._checkpoints.exporter.gather()
 
     def close(self) -> None:
         self._checkpoints.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -25,6 +26,7 @@ from megarl.engine.commands import (
 from megarl.engine.loader import load
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.layouts.lora import LoraShape
 from tests.weights.reference import transfer_spec
 
 
@@ -103,6 +105,14 @@ def test_a_version_cannot_be_received_without_a_group(model: torch.nn.Module, se
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:
     error = give(join_of(server, "another"), model, server).error
     assert error == f"plan hash is {transfer_spec().plan().hash} here and another at the driver"
+
+
+def test_adapters_need_an_engine_that_was_started_with_them(model: torch.nn.Module, server: StoreServer) -> None:
+    transfer = replace(transfer_spec(), lora=LoraShape(rank=2, modules=frozenset({"o_proj"})))
+    join = replace(join_of(server, transfer.plan().hash), transfer=transfer)
+    assert give(join, model, server).error == "this engine was started without adapters"
+    error = give(Receive(version=1, adapter="policy@1"), model, server).error
+    assert error == "not in a transfer group for adapters; join comes first"
 
 
 def test_parameters_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:

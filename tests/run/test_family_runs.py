@@ -180,3 +180,14 @@ def test_a_family_is_trained_by_an_adapter_which_peft_loads(
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
         assert (adapted(ids).logits - base).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_an_adapter_reaches_engines_that_take_turns_with_the_trainer(
+    folder: Path, engine_template: EngineTemplate
+) -> None:
+    model = model_of("mistral", folder, name="turns_base")
+    settings = (f"model.path={model}", "model.lora={rank: 8, alpha: 16}", "pools={all: {gpus_per_node: 1}}")
+    roles = "roles={actor: {pool: all}, rollout: {pool: all, workers: 1, canary_every: 1, release: kv_cache}}"
+    without_roles = (word for word in COMMON if not word.startswith("roles."))
+    check_agrees(run(folder, "turns", *settings, roles, *without_roles, engines=engine_template), "mistral")

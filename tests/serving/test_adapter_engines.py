@@ -1,57 +1,75 @@
-"""Adapters on real engines of one and two TP ranks: published under load, kept by requests, refused if broken."""
+"""Adapters on real engines of one and two TP ranks: received in their slots under load, and kept by requests."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
-from megarl.cluster.stored_adapter import Content, StoredAdapter
-from megarl.config.lora import ADAPTER_FILE, LoraConfig, served_name
+from megarl.config.lora import ADAPTER_FILE, LoraConfig
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
+from megarl.engine.commands import Rendezvous
+from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess
+from megarl.engine.tool_commands import dump_file
 from megarl.errors import EngineError, WeightSyncError
 from megarl.families.shape import ModelShape
-from megarl.ranks.adapters import store_adapter
-from megarl.serving.adapter_publisher import AdapterPublisher
-from megarl.serving.processes import EngineHost
-from megarl.types import FloatArray, PolicyVersion, Rollout
-from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.layouts.canonical import canonical_tensors
-from megarl.weights.layouts.lora import LoraShape, served_tensors
-from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
+from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
+from megarl.system.network import LOOPBACK
+from megarl.types import FloatArray, JsonValue, PolicyVersion, Rollout
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.lora import LoraShape
+from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
+from tests.engine.engines import COMMAND_TIMEOUT_S, REQUEST_TIMEOUT_S, control_of, engine_spec, generator_of, prompt_of
+from tests.engine.trainers import FlippingGroup
 from tests.ranks.local_ranks import LocalRanks
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
+from tests.weights.transfer_peers import Tensors, cut
 
 RANK = 16
 LORA = LoraConfig(rank=RANK, alpha=6)
 PROMPT = (5, 17, 40, 8)
+NUM_LOADED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedEngine:
     process: EngineProcess
-    host: EngineHost
-    """Brings adapters to the engine."""
     shape: ModelShape
     model: Path
     adapters: Path
     """Has adapters in folders with numbers."""
 
     @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return served_tensors(canonical_tensors(self.shape), LoraShape.of(LORA), dtype="float32")
+    def transfer(self) -> TransferSpec:
+        config = self.process.spec.config
+        return TransferSpec(
+            shape=self.shape,
+            parallel=MegatronParallel(tensor=2, pipeline=2),
+            trainer_dtype="float32",
+            num_engines=1,
+            tensor=config.tensor,
+            engine_dtype="float32",
+            is_cpu_engine=True,
+            expert=config.expert,
+            lora=LoraShape.of(LORA),
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -66,30 +84,16 @@ class AdaptedEngine:
             write_random_adapter(folder, self.model, LORA.peft_modules(self.shape), rank=RANK, seed=version % 4)
         return folder
 
-    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        folder = self.adapter(version)
-        tensors = {served_name(name): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
-        fields = LORA.peft_fields(base=source_folder, modules=LORA.served_modules(self.shape))
-        # There is no object store here.
-        content: asyncio.Future[Content] = asyncio.get_running_loop().create_future()
-        stored = store_adapter(tensors, fields, version=version, put=content.set_result)
-        return replace(stored, content=content)  # type: ignore[arg-type]
-
-    @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
-        folder = await self.host.place_adapter(1, stored, index)
-        yield folder
-        await self.host.remove_adapter(1, folder)
-
-    def publisher(self, fleet: Fleet, *, ranks: object | None = None) -> AdapterPublisher:
+    def publisher(self, fleet: Fleet, *, group_type: type[TransferGroup] = TransferGroup) -> AdapterPublisher:
+        fields = LORA.peft_fields(base=self.model, modules=LORA.served_modules(self.shape))
         return AdapterPublisher(
-            ranks=LocalRanks(ranks or self),
+            ranks=LocalRanks(AdapterRanks(engine=self, group_type=group_type)),
             fleet=fleet,
-            place=self.placed_adapter,
-            base_folder=self.model,
-            tensors=self.tensors,
-            num_loaded=3,
-            timeout_s=300,
+            control=EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S),
+            transfer=lambda: self.transfer,
+            timeout_s=COMMAND_TIMEOUT_S,
+            host=LOOPBACK,
+            adapters=ServedAdapters(fields=fields, num_loaded=NUM_LOADED),
         )
 
     @asynccontextmanager
@@ -112,12 +116,56 @@ class AdaptedEngine:
 
     def logprobs(self, rollout: Rollout, version: int) -> FloatArray:
         """Return the log-probabilities that peft computes."""
-        model = load_adapted(self.model, self.adapter(version))
-        ids = torch.tensor([*PROMPT, *rollout.token_ids.tolist()])
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-        found: FloatArray = logits.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
-        return found
+        return logprobs_of(load_adapted(self.model, self.adapter(version)), rollout)
+
+
+def logprobs_of(model: PeftModel, rollout: Rollout) -> FloatArray:
+    ids = torch.tensor([*PROMPT, *rollout.token_ids.tolist()])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    found: FloatArray = logits.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+    return found
+
+
+@dataclass(kw_only=True)
+class AdapterRanks:
+    """The trainer's ranks, threads of this process that hold the adapter of the version that they are asked for."""
+
+    engine: AdaptedEngine
+    group_type: type[TransferGroup]
+    _plan: Plan | None = field(default=None, init=False)
+    _tensors: list[Tensors] = field(default_factory=list, init=False)
+    _senders: list[Sender] = field(default_factory=list, init=False)
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        plan = self._plan = transfer.plan()
+        self._tensors = [self._cut(rank, 0) for rank in range(transfer.parallel.world_size)]
+
+        def join_rank(rank: int) -> Sender:
+            group = self.group_type.join(
+                rendezvous.address,
+                name=rendezvous.name,
+                peer=rank,
+                num_peers=transfer.num_peers,
+                timeout_s=rendezvous.timeout_s,
+                backend=rendezvous.backend,
+            )
+            digest = fastest_digest(is_on_host=True)
+            return Sender(plan, rank, self._tensors[rank], group, digest=digest, direct=transfer.direct)
+
+        self._senders = list(
+            await asyncio.gather(*(asyncio.to_thread(join_rank, n) for n in range(len(self._tensors))))
+        )
+
+    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
+        for rank, tensors in enumerate(self._tensors):
+            for name, values in self._cut(rank, version).items():
+                tensors[name].copy_(values)
+        return list(await asyncio.gather(*(asyncio.to_thread(sender.send, version) for sender in self._senders)))
+
+    def _cut(self, rank: int, version: int) -> Tensors:
+        assert self._plan is not None
+        return cut(self._plan.source.by_rank[rank], load_file(self.engine.adapter(version) / ADAPTER_FILE))
 
 
 SLOW = pytest.mark.slow
@@ -137,15 +185,13 @@ def adapted_engine(folder: Path, family: str, *, tensor: int, expert: int = 1) -
     shape = write_tiny_model(folder / "model", family, tied=False, layers=2, seed=1)
     spec = replace(
         engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert),
-        adapters=EngineAdapters(rank=RANK, modules=LORA.served_modules(shape), num_loaded=3),
+        adapters=EngineAdapters(rank=RANK, modules=LORA.served_modules(shape), num_loaded=NUM_LOADED),
     )
     process = EngineProcess(spec)
     try:
         process.start()
         asyncio.run(process.wait_ready())
-        host = EngineHost()
-        yield AdaptedEngine(process=process, host=host, shape=shape, model=folder / "model", adapters=folder)
-        asyncio.run(host.stop(1))
+        yield AdaptedEngine(process=process, shape=shape, model=folder / "model", adapters=folder)
     finally:
         process.stop()
 
@@ -166,8 +212,6 @@ async def test_requests_keep_their_version_through_publishes(adapted: AdaptedEng
         before = await early
         await publisher.publish(PolicyVersion(3))
         assert dict(engine.adapters) == {"policy@3": 0}
-        # SGLang would load an adapter of an earlier name again from its folder.
-        await adapted.host.stop(1)
         for name in ("policy@0", "policy@2"):
             with pytest.raises(EngineError, match="400"):
                 await engine.client.generate(ask(name))
@@ -199,68 +243,75 @@ def ask(adapter: str | None) -> GenerateRequest:
     return GenerateRequest(rid=f"ask-{adapter}", input_ids=PROMPT, max_new_tokens=4, temperature=1.0, adapter=adapter)
 
 
-async def test_a_broken_folder_is_refused_and_the_version_before_serves_on(
-    adapted: AdaptedEngine, tmp_path: Path
-) -> None:
-    broken, empty = tmp_path / "broken", tmp_path / "empty"
-    shutil.copytree(adapted.adapter(1), broken)
-    (broken / ADAPTER_FILE).write_bytes(b"\x00" * 64)
-    empty.mkdir()
+async def test_slots_have_what_sglang_loads_itself(adapted: AdaptedEngine, tmp_path: Path) -> None:
+    def dumped() -> list[Tensors]:
+        num_ranks = adapted.process.spec.config.tensor
+        return [load_file(tmp_path / dump_file(engine=0, tp_rank=rank)) for rank in range(num_ranks)]
 
     async with adapted.published() as (fleet, publisher):
-        (engine,) = fleet.engines
-        for folder in (broken, empty):
-            with pytest.raises(EngineError, match="load adapter: status"):
-                await admin.load_adapter(engine.client, folder.name, folder, timeout_s=300)
-        group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid="row-2"))
-        assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
-        await publisher.publish(PolicyVersion(1))
-        assert engine.adapter == "policy@1"
+        control, (engine,) = control_of(fleet), fleet.engines
+        body: dict[str, JsonValue] = {"lora_name": "folder", "lora_path": str(adapted.adapter(1)), "pinned": True}
+        await engine.client.control("load", "/load_lora_adapter", body)
+        await control.dump(tmp_path, adapter="folder")
+        expected = dumped()
+        await engine.client.control("unload", "/unload_lora_adapter", {"lora_name": "folder"})
+        for version, is_same in ((1, True), (2, False), (5, True)):
+            await publisher.publish(PolicyVersion(version))
+            await control.dump(tmp_path, adapter=engine.adapter)
+            for found, of_sglang in zip(dumped(), expected, strict=True):
+                assert found.keys() == of_sglang.keys()
+                same = {torch.equal(tensor, of_sglang[name]) for name, tensor in found.items()}
+                assert same == {is_same}
+                assert all(tensor.abs().sum() for tensor in found.values())
 
 
-@pytest.mark.parametrize("kind", ["half", "misshapen", "damaged"])
-async def test_a_wrong_adapter_reaches_no_engine_and_the_version_before_serves_on(
-    adapted: AdaptedEngine, kind: str
-) -> None:
-    class WrongRanks:
-        async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-            stored = await adapted.store_adapter(version, source_folder)
-            name, *_ = stored.tensors
-            match kind:
-                case "half":
-                    return replace(stored, tensors={name: stored.tensors[name]})
-                case "misshapen":
-                    return replace(stored, tensors={**stored.tensors, name: replace(stored.tensors[name], shape=(1,))})
-                case _:
-                    return replace(stored, digests={**stored.digests, name: "0"})
+async def test_a_damaged_adapter_is_not_served_and_the_version_before_serves_on(adapted: AdaptedEngine) -> None:
+    class LyingGroup(FlippingGroup):
+        """One that is never honest."""
+
+        def exchange(self, *arguments: Any, **named: Any) -> None:
+            self.is_honest = False
+            super().exchange(*arguments, **named)
 
     async with adapted.published() as (fleet, _):
         (engine,) = fleet.engines
-        wrong = adapted.publisher(fleet, ranks=WrongRanks())
-        with pytest.raises(WeightSyncError, match="damaged on its way" if kind == "damaged" else "is not sent"):
-            await wrong.publish(PolicyVersion(1))
-        assert (engine.adapter, engine.is_live) == ("policy@0", True)
-        group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid=f"row-{kind}"))
-        assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
+        with pytest.raises(WeightSyncError, match="engines keep the one before"):
+            await adapted.publisher(fleet, group_type=LyingGroup).publish(PolicyVersion(1))
+        assert (engine.adapter, engine.is_live, set(engine.adapters)) == ("policy@0", True, {"policy@0"})
+        (rollout,) = (await generator_of(fleet).generate(prompt_of(*PROMPT, uid="row-2"))).rollouts
+        assert np.abs(rollout.logprobs - adapted.logprobs(rollout, 0)).max() < 1e-4
 
 
-@pytest.mark.slow
-async def test_two_hundred_publishes_under_load_leave_nothing_behind(adapted: AdaptedEngine) -> None:
+async def test_an_adapter_that_is_not_loaded_is_named(adapted: AdaptedEngine) -> None:
+    async with adapted.published() as (fleet, _):
+        with pytest.raises(WeightSyncError, match="adapter unheard is not loaded"):
+            await control_of(fleet).dump(adapted.adapters, adapter="unheard")
+
+
+@pytest.mark.parametrize("num_publishes", [6, pytest.param(200, marks=SLOW)])
+async def test_publishes_under_load_are_exact_and_leave_nothing_behind(
+    adapted: AdaptedEngine, num_publishes: int
+) -> None:
     """A leak of every adapter would be 180 of them after the first twenty publishes."""
-
+    models = [load_adapted(adapted.model, adapted.adapter(version)) for version in range(4)]
     async with adapted.published() as (fleet, publisher):
         (engine,) = fleet.engines
         generator = generator_of(fleet, num_rollouts=2, max_response_tokens=8)
-        settled = 0
-        for version in range(1, 201):
+        settled, worst = 0, 0.0
+        for version in range(1, num_publishes + 1):
             asking = asyncio.create_task(generator.generate(prompt_of(*PROMPT, uid=f"row-{version}")))
+            await asyncio.sleep(0)
             await publisher.publish(PolicyVersion(version))
-            assert len(engine.adapters) <= 3
-            await asking
+            assert len(engine.adapters) <= NUM_LOADED
+            for rollout in (await asking).rollouts:
+                (served,) = set(rollout.versions.tolist())
+                worst = max(worst, np.abs(rollout.logprobs - logprobs_of(models[served % 4], rollout)).max())
             if version == 20:
                 settled = adapted.resident_bytes
-        await publisher.publish(PolicyVersion(201))
-        assert dict(engine.adapters) == {"policy@201": 0}
+        await publisher.publish(PolicyVersion(num_publishes + 1))
+        assert dict(engine.adapters) == {f"policy@{num_publishes + 1}": 0}
         last = adapted.resident_bytes
-    size = sum(spec.num_bytes for spec in adapted.tensors.values())
-    assert last - settled < 90 * size, f"{(last - settled) / 1e6:.1f} MB more after 180 adapters of {size / 1e6:.2f} MB"
+    assert worst < 1e-4, f"off by {worst:.2e}"
+    if settled:
+        size = sum(adapted.transfer.plan().traffic.received_bytes.values())
+        assert last - settled < 90 * size, f"{(last - settled) / 1e6:.1f} MB more; an adapter has {size / 1e6:.2f} MB"

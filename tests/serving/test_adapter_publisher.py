@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import httpx
 import pytest
 
-from megarl.cluster.stored_adapter import StoredAdapter
+from megarl.engine.commands import Rendezvous
+from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import WeightSyncError
-from megarl.serving.adapter_publisher import AdapterPublisher
+from megarl.errors import WeightSyncError, WorkerError
+from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
+from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.layouts.lora import LoraShape
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import scripted_fleet
 from tests.ranks.local_ranks import LocalRanks
+from tests.serving.test_publisher import TRANSFER
 
-TENSORS = {"a": TensorSpec(shape=(4, 8), dtype="float32"), "b": TensorSpec(shape=(8, 4), dtype="float32")}
+ADAPTERS = replace(TRANSFER, lora=LoraShape(rank=2, modules=frozenset({"o_proj"})))
 
 
 @dataclass
@@ -32,42 +34,73 @@ class FakeEngines:
     calls: list[str] = field(default_factory=list)
     loaded: dict[int, list[str]] = field(default_factory=dict)
     refuses: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
 
     def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/health":
+        path, index = request.url.path.removeprefix("/"), request.url.port - 30000  # type: ignore[operator]
+        if path == "health":
             return httpx.Response(200)
-        index, body = request.url.port - 30000, json.loads(request.content)  # type: ignore[operator]
+        body = json.loads(request.content)
+        if path == "pause_generation":
+            assert body["mode"] == "in_place"
+            self.held.add(index)
+        elif path == "continue_generation":
+            self.held.remove(index)
+        if path.endswith("_generation"):
+            return httpx.Response(200)
         name, names = body["lora_name"], self.loaded.setdefault(index, [])
-        operation = request.url.path.removeprefix("/").removesuffix("_lora_adapter")
+        operation = path.partition("_")[0]
         self.calls.append(f"{operation} {name} at {index}")
         if operation == "load" and index in self.refuses:
             return httpx.Response(400, json={"success": False, "error_message": "out of memory"})
         if operation == "unload" and name not in names:
             return httpx.Response(400, json={"success": False, "error_message": "does not exist"})
         if operation == "load":
+            assert body["pinned"]
             names.append(name)
         else:
             names.remove(name)
         return httpx.Response(200, json={"success": True})
 
-    @asynccontextmanager
-    async def placed_adapter(self, index: int, stored: StoredAdapter, timeout_s: float) -> AsyncIterator[Path]:
-        yield Path("/placed")
+
+class FakeControl(EngineControl):
+    """Commands to some engines; those of `damages` get other bytes than were sent."""
+
+    def __init__(self, fleet: Fleet, engines: FakeEngines, damages: set[int]) -> None:
+        super().__init__(fleet, timeout_s=60)
+        self._fakes = engines
+        self._damages = damages
+
+    async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
+        assert transfer.lora is not None
+        assert transfer.num_engines == len(self._engines)
+
+    async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
+        indices = [engine.index for engine in self._engines]
+        assert self._fakes.held.issuperset(indices), "requests compute meanwhile"
+        assert all(adapter in self._fakes.loaded[index] for index in indices)
+        return {rank: {"a": 5 + (index in self._damages)} for rank, index in enumerate(indices)}
 
 
 @dataclass
 class FakeRanks:
-    tensors: Mapping[str, TensorSpec] = field(default_factory=lambda: TENSORS)
+    """One rank, which holds whatever version is asked for; it may be lost."""
 
-    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        return StoredAdapter(
-            token="t",
-            version=version,
-            content=None,  # type: ignore[arg-type]  # never read here
-            config="{}",
-            tensors=self.tensors,
-            digests={},
-        )
+    num_engines: int = 0
+    is_lost: bool = False
+    held: int = 0
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        self.num_engines = transfer.num_engines
+
+    async def version(self) -> int:
+        return self.held
+
+    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
+        if self.is_lost:
+            raise WorkerError("actor rank 0: died during send")
+        self.held = version
+        return [{(rank, "a"): 5 for rank in range(self.num_engines)}]
 
 
 def scene(num_engines: int = 2) -> tuple[FakeEngines, Fleet]:
@@ -77,16 +110,22 @@ def scene(num_engines: int = 2) -> tuple[FakeEngines, Fleet]:
 
 
 def publisher_of(
-    engines: FakeEngines, fleet: Fleet, *, ranks: FakeRanks | None = None, num_loaded: int = 3, timeout_s: float = 60
+    engines: FakeEngines,
+    fleet: Fleet,
+    *,
+    ranks: FakeRanks | None = None,
+    num_loaded: int = 3,
+    timeout_s: float = 60,
+    damages: set[int] | None = None,
 ) -> AdapterPublisher:
     return AdapterPublisher(
         ranks=LocalRanks(ranks or FakeRanks()),
         fleet=fleet,
-        place=engines.placed_adapter,
-        base_folder=Path("/base"),
-        tensors=TENSORS,
-        num_loaded=num_loaded,
+        control=FakeControl(fleet, engines, set() if damages is None else damages),
+        transfer=lambda: replace(ADAPTERS, num_engines=len(fleet.engines)),
         timeout_s=timeout_s,
+        host=LOOPBACK,
+        adapters=ServedAdapters(fields={}, num_loaded=num_loaded),
     )
 
 
@@ -99,7 +138,8 @@ async def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_
     publisher = publisher_of(engines, fleet)
     for version in (0, 1):
         result = await publisher.publish(PolicyVersion(version))
-        assert (result.version, result.num_engines, result.num_bytes) == (version, 2, 512)
+        num_bytes = sum(ADAPTERS.plan().traffic.received_bytes.values())
+        assert (result.version, result.num_engines, result.num_bytes) == (version, 2, num_bytes)
         assert (result.num_adapters, result.max_adapters) == (version + 1, 3), "two until the older is unloaded"
     assert served(fleet) == [(1, "policy@1")] * 2
     assert engines.loaded == {0: ["policy@1"], 1: ["policy@1"]}
@@ -174,23 +214,34 @@ async def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
     assert all(engine.is_live for engine in fleet.engines)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"a": TENSORS["a"]}, "b is missing"),
-        ({**TENSORS, "a": replace(TENSORS["a"], shape=(4, 9))}, "a is TensorSpec"),
-        ({**TENSORS, "c": TENSORS["a"]}, "c is unexpected"),
-    ],
-    ids=["half", "misshapen", "foreign"],
-)
-async def test_a_wrong_adapter_reaches_no_engine(tensors: Mapping[str, TensorSpec], message: str) -> None:
+async def test_a_damaged_adapter_is_not_served_and_the_one_before_serves_on() -> None:
     engines, fleet = scene()
-    await publisher_of(engines, fleet).publish(PolicyVersion(0))
-    num_calls = len(engines.calls)
-    with pytest.raises(WeightSyncError, match=message):
-        await publisher_of(engines, fleet, ranks=FakeRanks(tensors=tensors)).publish(PolicyVersion(1))
-    assert len(engines.calls) == num_calls
+    damages: set[int] = set()
+    publisher = publisher_of(engines, fleet, damages=damages)
+    await publisher.publish(PolicyVersion(0))
+    damages |= {0, 1}
+    with pytest.raises(WeightSyncError, match="version 1 was not published; engines keep the one before"):
+        await publisher.publish(PolicyVersion(1))
     assert served(fleet) == [(0, "policy@0")] * 2
+    assert engines.loaded == {0: ["policy@0"], 1: ["policy@0"]}
+    assert all(engine.is_live for engine in fleet.engines)
+    damages.remove(0)
+    assert (await publisher.publish(PolicyVersion(2))).num_engines == 1, "each is tried alone in the end"
+    assert served(fleet) == [(2, "policy@2"), (0, "policy@0")]
+    assert fleet.engines[1].state is EngineState.STALE
+    assert not engines.held
+
+
+async def test_a_lost_rank_leaves_the_version_before() -> None:
+    engines, fleet = scene()
+    ranks = FakeRanks()
+    publisher = publisher_of(engines, fleet, ranks=ranks)
+    await publisher.publish(PolicyVersion(0))
+    ranks.is_lost = True
+    with pytest.raises(WorkerError, match="engines keep the one before: actor rank 0: died"):
+        await publisher.publish(PolicyVersion(1))
+    assert served(fleet) == [(0, "policy@0")] * 2
+    assert (engines.loaded[0], engines.held) == (["policy@0"], set())
 
 
 async def test_engines_that_differ_from_the_trainer_are_found_before_the_switch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,22 +13,19 @@ from typing import TYPE_CHECKING, cast
 import psutil
 import pytest
 import ray
-from safetensors.torch import load_file
 
 from megarl.cluster.cluster import NodeBundle, Place, open_cluster
 from megarl.cluster.leases import AdoptableActors
 from megarl.cluster.local_ray import private_ray
 from megarl.config.load import load_recipe
-from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.roles import PoolConfig, RolloutRoleConfig
 from megarl.engine import admin
 from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Fleet
-from megarl.engine.process import EngineAdapters, EngineSpec, PortTakenError
+from megarl.engine.process import EngineSpec, PortTakenError
 from megarl.engine.reply import Expectation, read_response
 from megarl.errors import EngineError, MachineError
-from megarl.ranks.adapters import store_adapter
 from megarl.serving import processes as engines
 from megarl.serving.processes import Adoption, EngineHost, Engines, on_nodes, start_engines, take_over, with_free_ports
 from megarl.system.run_lock import run_lock
@@ -41,7 +37,7 @@ from tests.engine.template import EngineTemplate
 from tests.processes import command_of
 from tests.run.runs import write_recipe
 from tests.system.test_run_lock import ELSEWHERE, write
-from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
+from tests.tiny_models import greedy_tokens, write_tiny_model
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -169,25 +165,18 @@ async def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_w
 ) -> None:
     write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
     expected = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS)
-    write_random_adapter(tmp_path / "adapter", tmp_path / "model", ALL_MODULES, rank=4, seed=2)
-    adapted = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS, adapter=tmp_path / "adapter")
-    assert adapted != expected
-    adapters = EngineAdapters(rank=4, modules=ALL_MODULES, num_loaded=2)
-    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
+    spec = engine_spec(tmp_path / "model", tmp_path / "run", tensor=2)
 
     started, (endpoint,) = await start_engines([spec], two_nodes, gpu_fraction=1.0)
     try:
         assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
         assert await _answer(endpoint) == expected
         assert await _num_ranks_asked(endpoint) == 2
-        placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
-        assert await _answer(endpoint, adapter="policy@1") == adapted
         (part,) = _processes_of_node(1, tmp_path)
         os.killpg(os.getpgid(part.pid), signal.SIGKILL)
         async with asyncio.timeout(300):
             assert (await started.wait_end(0)).startswith("node ")
         await started.end(0)
-        assert not placed.exists()
         async with asyncio.timeout(60):
             while any(_processes_of_node(node, tmp_path) for node in range(2)):  # what was killed may still be ending
                 await asyncio.sleep(0.05)
@@ -205,25 +194,10 @@ def test_nodes_have_equal_parts_of_an_engine_in_the_order_of_its_ranks(two_nodes
         on_nodes([first, second, first, second])
 
 
-async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path) -> Path:
-    """Bring an adapter to every node of an engine through the object store, as a publish does; return its folder."""
-    fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
-    stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
+async def _answer(endpoint: EngineEndpoint) -> list[int]:
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        async with started.placed_adapter(0, stored, COMMAND_TIMEOUT_S) as placed:
-            await admin.load_adapter(client, "policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
-        return placed
-    finally:
-        await client.close()
-
-
-async def _answer(endpoint: EngineEndpoint, *, adapter: str | None = None) -> list[int]:
-    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
-    try:
-        request = GenerateRequest(
-            rid=f"nodes-{adapter}", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0, adapter=adapter
-        )
+        request = GenerateRequest(rid="nodes", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0)
         version = PolicyVersion(0)
         expected = Expectation(
             vocab=99,

@@ -99,7 +99,7 @@ class FakeControl(EngineControl):
         assert plan_hash == transfer.plan().hash
         self._calls.append(f"join {self._names}")
 
-    async def receive(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
+    async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
         self._calls.append(f"receive {self._names}")
         digest = self._mischief(self._engines)
         return {rank: {"w": digest} for rank in range(len(self._engines))}

@@ -361,15 +361,6 @@ def resume_and_train(
 
 
 @on_actor
-def gather_adapter(trainer: ActorRank, _: Setup, batch: TrainBatch) -> tuple[dict[str, FloatArray], Outcome]:
-    """Return what a rank gathers after an update, the second time, and what it holds of the adapter."""
-    trainer.gather()
-    result = trainer.update(batch)
-    gathered, held = copied(trainer.gather()), copied(trainer.trained_tensors())
-    return gathered, Outcome(logprobs=[], result=result, tensors=held)
-
-
-@on_actor
 def fail_to_verify(trainer: ActorRank, _: Setup, checkpoint: Path) -> str:
     """Return the error of a rank that compares its tensors of a checkpoint with their digests."""
     try:

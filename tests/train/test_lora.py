@@ -385,21 +385,6 @@ def test_ranks_that_share_an_input_leave_out_what_one_does(has_columns: bool, mo
         assert torch.allclose(module._thin(share, has_columns=has_columns)[:, 0], expected[mine])
 
 
-def test_the_first_rank_gathers_the_whole_adapter_bit_for_bit(cluster: Cluster, models: Models, tmp_path: Path) -> None:
-    model = models.get("qwen2", tied=True)
-    world, actor = SPLITS["TP2-PP2"]
-    lora = random_adapter(tmp_path, model, ALL_MODULES)
-    batch = packed(make_samples(4, vocab=model.shape.vocab, seed=3), world=world, actor=actor)
-    (gathered, *others), outcomes = zip(
-        *cluster.run(world, jobs.gather_adapter, replace(setup_of(model, actor), lora=lora), batch), strict=True
-    )
-    assert others == [{}] * (world - 1)
-    expected = whole_adapter(outcomes, model, actor, lora)
-    assert gathered.keys() == expected.keys()
-    for name, tensor in gathered.items():
-        assert np.array_equal(tensor, expected[name].numpy()), name
-
-
 def load_folder(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 

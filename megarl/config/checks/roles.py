@@ -186,7 +186,7 @@ def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
         yield Problem(key="roles.rollout.release", message=message)
     for name in ("in_flight", "relays_weights"):
         if rollout is not None and name in rollout.model_fields_set:
-            message = "has no effect with model.lora: adapters are loaded beside running requests; remove it"
+            message = "has no effect with model.lora: running requests keep their adapter; remove it"
             yield Problem(key=f"roles.rollout.{name}", message=message)
     if reference is not None and reference.pool is None and reference.path is not None:
         message = "with model.lora the reference is the base in the actor's ranks; remove it, or name a pool"

@@ -11,11 +11,11 @@ rows of a fused parameter holds the A of all its matrices: what it computes with
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megarl.config.lora import LoraConfig, served_name
+from megarl.config.lora import SHARED_EXPERT, LoraConfig, served_name
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.canonical import VALUE_HEAD
 
@@ -25,6 +25,7 @@ LOCAL_A, LOCAL_B = ".lora_a", ".lora_b"
 _WEIGHT = ".weight"
 _LAYERS = "model.layers."
 _EXPERTS = ".experts."
+_SHARED = f".{SHARED_EXPERT}."
 _PREFIX = "base_model.model."
 ADAPTED_HEAD = _PREFIX + VALUE_HEAD
 """The value head of a critic, which is trained as a whole, in the file of its adapter."""
@@ -75,16 +76,56 @@ def adapter_tensors(
     return tensors
 
 
-def served_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape, *, dtype: str) -> dict[str, TensorSpec]:
-    """Return name and spec of every tensor in the file that engines read."""
-    return {served_name(name): spec for name, spec in adapter_tensors(canonical, lora, dtype=dtype).items()}
-
-
 def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None) -> Layout:
     """Return what the same holders hold of the adapters. Replicas stay replicas."""
+    return _derived(layout, lora, _siblings(layout, lora.adapts), dtype=dtype)
+
+
+def served_layout(layout: Layout, lora: LoraShape) -> Layout:
+    """Return what the ranks of engines hold of one version, from the layout of their weights.
+
+    A stack has room for each matrix of its parameter, adapted or not. The layers of a shared expert are not fused.
+    """
+    apart = layout.derive(layout.canonical, _without_fused_experts)
+    return _derived(apart, lora, _siblings(apart, lambda _: True))
+
+
+def _derived(layout: Layout, lora: LoraShape, siblings: _Siblings, *, dtype: str | None = None) -> Layout:
     canonical = adapter_tensors(layout.canonical, lora, dtype=dtype)
-    siblings = _siblings(layout, lora)
     return layout.derive(canonical, lambda holding: _adapters(holding, lora, siblings))
+
+
+def _without_fused_experts(holding: Holding) -> Holding:
+    """Give each matrix of a shared expert a tensor of its own, with the name that its layer has in engines."""
+    stacks: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for piece in holding.pieces:
+        if _SHARED in piece.slice.name:
+            stacks[piece.local_name][piece.slice.name] = None
+    tensors, starts = dict(holding.tensors), dict[str, int]()
+    for local_name, names in stacks.items():
+        spec = tensors.pop(local_name)
+        rows, columns = spec.shape[0] // len(names), spec.shape[1]
+        for place, name in enumerate(names):
+            starts[name] = place * rows
+            tensors[_served(local_name, name)] = TensorSpec(shape=(rows, columns), dtype=spec.dtype)
+    pieces = tuple(
+        replace(
+            piece,
+            local_name=_served(piece.local_name, piece.slice.name),
+            local_offsets=(piece.local_offsets[0] - starts[piece.slice.name], piece.local_offsets[1]),
+        )
+        if piece.slice.name in starts
+        else piece
+        for piece in holding.pieces
+    )
+    return Holding(rank=holding.rank, tensors=tensors, pieces=pieces)
+
+
+def _served(local_name: str, name: str) -> str:
+    """Return the name of the layer of a shared expert's matrix; that of its block is that of the fused parameter."""
+    block, _, _ = local_name.partition(_SHARED)
+    _, _, module = name.partition(_SHARED)
+    return served_name(f"{block}{_SHARED}{module}")
 
 
 def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int, range]]]:
@@ -106,7 +147,7 @@ _Siblings: TypeAlias = Mapping[str, tuple[str, ...]]
 """For each adapted matrix those that are in one parameter with it, itself included, in their order."""
 
 
-def _siblings(layout: Layout, lora: LoraShape) -> _Siblings:
+def _siblings(layout: Layout, is_stacked: Callable[[str], bool]) -> _Siblings:
     """Return the matrices that holders stack, as their family says; a rank may have rows of some of them only."""
     stacks: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     seen: set[int] = set()
@@ -115,7 +156,7 @@ def _siblings(layout: Layout, lora: LoraShape) -> _Siblings:
             continue
         seen.add(id(holding.pieces))
         for piece in holding.pieces:
-            if lora.adapts(name := piece.slice.name):
+            if is_stacked(name := piece.slice.name):
                 # Stages give their layers the same names.
                 layer = name.removeprefix(_LAYERS).partition(".")[0]
                 stacks[layer, piece.local_name][name] = None
@@ -139,12 +180,15 @@ def _adapters(holding: Holding, lora: LoraShape, siblings: _Siblings) -> Holding
         local_a, local_b = (f"{name.removesuffix(_WEIGHT)}{which}" for which in (LOCAL_A, LOCAL_B))
         tensors[local_a] = TensorSpec(shape=(height, columns), dtype=spec.dtype)
         tensors[local_b] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
-        pieces += _pieces(parts, lora.rank, siblings, local_a, local_b)
+        pieces += _pieces(parts, lora, siblings, local_a, local_b)
     return Holding(rank=holding.rank, tensors=tensors, pieces=tuple(pieces))
 
 
-def _pieces(parts: Sequence[Piece], rank: int, siblings: _Siblings, local_a: str, local_b: str) -> Iterator[Piece]:
+def _pieces(
+    parts: Sequence[Piece], lora: LoraShape, siblings: _Siblings, local_a: str, local_b: str
+) -> Iterator[Piece]:
     has_a: set[str] = set()
+    rank = lora.rank
     for piece in parts:
         box = piece.slice
         (row, column), (rows, columns) = box.offsets, box.shape
@@ -156,7 +200,7 @@ def _pieces(parts: Sequence[Piece], rank: int, siblings: _Siblings, local_a: str
         )
         # The rows of one matrix may come in several pieces, all with the same columns.
         for place, name in enumerate(siblings[box.name]):
-            if name not in has_a:
+            if name not in has_a and lora.adapts(name):
                 has_a.add(name)
                 yield Piece(
                     slice=Slice(name=canonical_a(name), offsets=(0, column), shape=(rank, columns)),

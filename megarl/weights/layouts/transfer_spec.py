@@ -11,6 +11,7 @@ from megarl.families.shape import ModelShape
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Gpu, Layout, Link, Locations, on_gpus
 from megarl.weights.layouts.fp8 import fp8_engine_layout, fp8_trainer_layout
+from megarl.weights.layouts.lora import LoraShape, adapter_layout, served_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -43,6 +44,8 @@ class TransferSpec:
     """The farthest link over which memory of another process can be opened; nearer than NODE where that has failed."""
     fp8_keep: tuple[str, ...] | None = None
     """Patterns of the modules in `engine_dtype` beside FP8 weights; None: no weights are in FP8."""
+    lora: LoraShape | None = None
+    """The adapter that is sent; None: the weights are."""
 
     @property
     def direct(self) -> Link:
@@ -84,11 +87,15 @@ class TransferSpec:
             dtype=self.engine_dtype,
             is_cpu_engine=self.is_cpu_engine,
         )
+        if self.lora is not None:
+            return served_layout(layout, self.lora)
         return layout if self.fp8_keep is None else fp8_engine_layout(layout, self.shape, self.fp8_keep)
 
     def trainer_layout(self) -> Layout:
-        """The tensors that trainer ranks send: their weights, and the FP8 tensors that they derive."""
+        """The tensors that trainer ranks send: adapters, or weights and the FP8 tensors that they derive."""
         layout = megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
+        if self.lora is not None:
+            return adapter_layout(layout, self.lora)
         return layout if self.fp8_keep is None else fp8_trainer_layout(layout, self.fp8_keep)
 
     def with_engines(self, positions: Sequence[int]) -> TransferSpec:

@@ -17,12 +17,13 @@ from megarl.weights.layouts.lora import (
     adapter_tensors,
     canonical_a,
     canonical_b,
-    served_tensors,
+    served_layout,
 )
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import replicate, whole
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import (
+    PADDING,
     Array,
     apply,
     assert_equal,
@@ -47,27 +48,48 @@ def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
     }
 
 
-def test_of_the_experts_of_a_mixture_the_shared_one_has_an_adapter() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_layers_of_a_shared_expert_are_apart_in_engines(tensor: int) -> None:
     shape = make_shape("qwen2_moe", layers=1)
-    assert shape.experts is not None
-    width, lora = shape.experts.shared, LoraShape(rank=3, modules=frozenset({"gate_proj", "up_proj", "down_proj"}))
-    prefix = "base_model.model.model.layers.0.mlp.shared_expert."
-    found = served_tensors(canonical_tensors(shape), lora, dtype="float32")
-    assert {name: spec.shape for name, spec in found.items()} == {
-        f"{prefix}q_b_proj.lora_A.weight": (3, 8),
-        f"{prefix}q_b_proj.lora_B.weight": (width, 3),
-        f"{prefix}kv_b_proj.lora_A.weight": (3, 8),
-        f"{prefix}kv_b_proj.lora_B.weight": (width, 3),
-        f"{prefix}wo_ud.lora_A.weight": (3, width),
-        f"{prefix}wo_ud.lora_B.weight": (8, 3),
-    }
+    lora = LoraShape(rank=3, modules=frozenset({"gate_proj", "up_proj", "down_proj"}))
+    model = numbered_tensors(adapter_tensors(canonical_tensors(shape), lora))
+    layout = served_layout(sglang_layout(shape, tensor=tensor, dtype="float32"), lora)
+    source, local = "model.layers.0.mlp.shared_expert.", "model.layers.0.mlp.shared_expert."
+    for holding in layout.holdings:
+        expected = {
+            f"{local}wo_ud.lora_a": np.split(model[canonical_a(f"{source}down_proj.weight")], tensor, axis=1)[
+                holding.rank
+            ],
+            f"{local}wo_ud.lora_b": model[canonical_b(f"{source}down_proj.weight")],
+        }
+        for name, served in (("gate_proj", "q_b_proj"), ("up_proj", "kv_b_proj")):
+            expected[f"{local}{served}.lora_a"] = model[canonical_a(f"{source}{name}.weight")]
+            rows = np.split(model[canonical_b(f"{source}{name}.weight")], tensor)
+            expected[f"{local}{served}.lora_b"] = rows[holding.rank]
+        assert_equal(fill_from_canonical(holding, model), expected)
+
+
+def test_engines_have_room_for_the_matrices_of_a_stack_that_have_no_adapter() -> None:
+    shape = make_shape("qwen3", layers=1, heads=4, kv_heads=2)
+    lora = LoraShape(rank=3, modules=frozenset({"q_proj", "v_proj", "gate_proj"}))
+    model = numbered_tensors(adapter_tensors(canonical_tensors(shape), lora))
+    (holding,) = served_layout(sglang_layout(shape, tensor=1, dtype="float32"), lora).holdings
+    layer, nothing = "model.layers.0.", np.full((3, 8), PADDING)
+    found = fill_from_canonical(holding, model)
+    stack = [model[canonical_a(f"{layer}self_attn.{name}_proj.weight")] for name in "qv"]
+    assert np.array_equal(found[f"{layer}self_attn.qkv_proj.lora_a"], np.concatenate([stack[0], nothing, stack[1]]))
+    gate = model[canonical_a(f"{layer}mlp.gate_proj.weight")]
+    assert np.array_equal(found[f"{layer}mlp.gate_up_proj.lora_a"], np.concatenate([gate, nothing]))
+    assert adapter_layout(megatron_layout(shape, MegatronParallel(), dtype="float32"), lora).by_rank[0].tensors[
+        "chunk0.decoder.layers.0.self_attention.linear_qkv.lora_a"
+    ].shape == (6, 8), "a trainer has none"
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: int) -> None:
     shape = make_shape(layers=1, heads=4, kv_heads=4)
     model = numbered_tensors(adapter_tensors(canonical_tensors(shape), LORA))
-    layout = adapter_layout(sglang_layout(shape, tensor=tensor, dtype="float32"), LORA)
+    layout = served_layout(sglang_layout(shape, tensor=tensor, dtype="float32"), LORA)
     layer = "model.layers.0."
 
     def a(name: str) -> Array:
@@ -105,7 +127,7 @@ def test_adapters_go_from_files_to_ranks_to_engines_and_back(
     stops = [
         folder,
         adapter_layout(megatron_layout(shape, parallel, dtype="float32"), LORA),
-        adapter_layout(sglang_layout(shape, tensor=tensor, num_engines=2, dtype="float32"), LORA),
+        served_layout(sglang_layout(shape, tensor=tensor, num_engines=2, dtype="float32"), LORA),
         folder,
     ]
     held = {0: dict(model)}

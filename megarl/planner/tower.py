@@ -13,8 +13,8 @@ from megarl.families.shape import ModelShape, VisionShape
 from megarl.planner.flops import ForwardWork
 from megarl.planner.hardware import LAYER_START_S
 
-_FFN_MULTIPLE = 8
-"""SGLang pads the inner width of gated blocks to a multiple of this."""
+_FFN_MULTIPLE, _POSITIONS_MULTIPLE = 8, 64
+"""SGLang pads the inner width of gated blocks, and the table of positions, to multiples of these."""
 _FLOAT32_BYTES = 4
 _ROTATED = 6
 """Copies in float32 that exist while keys turn: queries and keys in front of it, queries behind, and three products."""
@@ -93,8 +93,8 @@ def engine_tower_parameters(shape: ModelShape, *, tensor: int) -> int:
     vision = shape.vision
     if vision is None:
         return 0
-    if vision.is_gated:
-        vision = replace(vision, ffn=round_up(vision.ffn, _FFN_MULTIPLE))
+    ffn = round_up(vision.ffn, _FFN_MULTIPLE) if vision.is_gated else vision.ffn
+    vision = replace(vision, ffn=ffn, num_positions=round_up(vision.num_positions, _POSITIONS_MULTIPLE))
     cut, whole = _parameters(vision, shape.hidden)
     return cut // tensor + whole
 

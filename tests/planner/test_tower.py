@@ -25,7 +25,9 @@ from megarl.planner.hardware import ATTENTION_EFFICIENCY, DENSE_EFFICIENCY, GPUS
 from megarl.planner.ledger import MemoryPhase, ledgers
 from megarl.planner.timing import PhaseName, Timing
 from megarl.planner.tower import TowerWork, engine_tower_parameters, num_tower_parameters
+from megarl.tools.family_probe.probe import loaded_parameters
 from tests.planner.recipes import make_recipe, shapes_of
+from tests.tiny_models import write_tiny_model
 
 SEEING = [name for name, shape in PUBLIC_MODELS.items() if shape.vision is not None]
 
@@ -126,6 +128,17 @@ def test_an_image_takes_the_operations_of_transformers_module(name: str, tmp_pat
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         see(shape, tower, torch.float32)
     assert work_of(shape).work(SIDE**2).total == pytest.approx(counter.get_total_flops(), rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_engines")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_each_rank_of_an_engine_has_the_parameters_that_are_counted(family: str, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", family)
+    options = family_of(shape).engine.cpu_options
+    for parameters in loaded_parameters(tmp_path / "model", tmp_path / "run", tensor=2, expert=1, options=options):
+        own = sum(each.numel() for name, each in parameters.items() if name.startswith("visual."))
+        assert own == engine_tower_parameters(shape, tensor=2)
 
 
 def deployed(name: str, *assignments: str) -> Deployment:

@@ -100,7 +100,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         token_ids=inputs_of(micro_batch.token_ids),
         positions=inputs_of(micro_batch.positions),
         places_in_space=inputs_of(micro_batch.places_in_space.T)[0].T if micro_batch.images else None,
-        images=image_tokens(micro_batch, inputs, device),
+        images=image_tokens(micro_batch, inputs, device) if micro_batch.images else None,
         sequences=sequences,
         episode_starts=torch.from_numpy(episode_starts).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),

@@ -57,17 +57,20 @@ class Shard:
 
 def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Shard]]:
     """Yield every parameter of which this rank has a range."""
-    for parameter, (group_index, place) in optimizer.model_param_group_index_map.items():
-        buffer_index, dtype, bucket_index = optimizer.model_param_gbuf_map[parameter]
-        bucket = optimizer.gbuf_ranges[buffer_index][dtype][bucket_index]
-        held = bucket["param_map"][parameter]["param"]
-        master = optimizer.optimizer.param_groups[group_index]["params"][place]
-        assert master.numel() == held.end - held.start, f"{master.numel()} elements of {held}"
-        shard = Shard(
-            range=(held.start, held.end),
-            master=master,
-            optimizer=optimizer.optimizer,
-            key=master,
-            group_index=group_index,
-        )
-        yield parameter, shard
+    for group_index, group in enumerate(optimizer.optimizer.param_groups):
+        # Megatron puts the parameters of float32 first, whatever their place in the model; its own index of groups
+        # (`model_param_group_index_map`) has them in the order of the model.
+        parameters = (*optimizer.model_fp32_groups[group_index], *optimizer.model_float16_groups[group_index])
+        for parameter, master in zip(parameters, group["params"], strict=True):
+            buffer_index, dtype, bucket_index = optimizer.model_param_gbuf_map[parameter]
+            bucket = optimizer.gbuf_ranges[buffer_index][dtype][bucket_index]
+            held = bucket["param_map"][parameter]["param"]
+            assert master.numel() == held.end - held.start, f"{master.numel()} elements of {held}"
+            shard = Shard(
+                range=(held.start, held.end),
+                master=master,
+                optimizer=optimizer.optimizer,
+                key=master,
+                group_index=group_index,
+            )
+            yield parameter, shard

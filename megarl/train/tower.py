@@ -42,12 +42,8 @@ class ImageTokens:
     rows: Tensor  # [K], int64, among the tokens of the images, end to end
 
 
-def image_tokens(
-    micro_batch: MicroBatch, mine: npt.NDArray[np.int64] | slice, device: torch.device
-) -> ImageTokens | None:
-    """Return the image tokens among the positions `mine`; None where the micro-batch has no image."""
-    if not micro_batch.images:
-        return None
+def image_tokens(micro_batch: MicroBatch, mine: npt.NDArray[np.int64] | slice, device: torch.device) -> ImageTokens:
+    """Return the image tokens among the positions `mine` of a micro-batch with images."""
     first_row, images, num_rows = dict[str, int](), list[ImagePlace](), 0
     rows = np.full(len(micro_batch.token_ids), -1, np.int64)
     for image in micro_batch.images:

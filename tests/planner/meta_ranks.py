@@ -12,7 +12,7 @@ import json
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -155,6 +155,7 @@ def check_ranks(model: TrainedModel) -> Found:
     stages = stage_memory(model.shape, parallel, dtype=_DTYPE, lora=model.lora)
     layouts, sizes = list[str](), list[str]()
     ranges: dict[int, dict[str, FlatRange]] = {}
+    buffered = set[str]()
     for rank in range(model.world):
         with joined(model, rank, meta) as topology:
             chunks = build(model, topology)
@@ -171,6 +172,7 @@ def check_ranks(model: TrainedModel) -> Found:
             with meta:
                 optimizer = ModelOptimizer(chunks, OptimizerConfig(), model.split)
             ranges[rank] = {name: shard.range for name, shard in optimizer.shards().items()}
+            buffered |= weights.keys() - optimizer.parameters().keys()
             buffers = [each for chunk in optimizer.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             frozen = sum(2 * each.numel() for chunk in chunks for each in chunk.parameters() if not each.requires_grad)
             stage = stages[topology.pipeline_rank]
@@ -189,14 +191,15 @@ def check_ranks(model: TrainedModel) -> Found:
         ranks=len(ranges),
         wrong_layouts=layouts,
         wrong_sizes=sizes,
-        wrong_shards=list(_uncovered(trained, ranges)),
+        wrong_shards=list(_uncovered(trained, ranges, buffered=buffered if model.lora is None else frozenset())),
     )
 
 
-def _uncovered(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]]) -> Iterator[str]:
+def _uncovered(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]], *, buffered: Set[str]) -> Iterator[str]:
     """Yield what the checkpoint boxes of all shards together do not have exactly once per copy of a weight.
 
-    Ranks that hold the same boxes are replicas; their shards are a partition of them.
+    Ranks that hold the same boxes are replicas; their shards are a partition of them. The optimizer has no shards of
+    buffers (`buffered`), such as the bias of a router.
     """
     held, boxed = defaultdict[tuple[object, ...], int](int), defaultdict[tuple[object, ...], int](int)
     for rank, of_rank in ranges.items():
@@ -213,7 +216,7 @@ def _uncovered(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]]) ->
             held[key] = sum(piece.slice.num_elements for piece in holding.pieces if piece.local_name == name)
             boxed[key] += elements[name]
     for key, num_elements in held.items():
-        if boxed[key] % num_elements or not boxed[key]:
+        if key[0] not in buffered and (boxed[key] % num_elements or not boxed[key]):
             yield f"{key[0]}: {boxed[key]} elements in shards, {num_elements} in the weight"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
@@ -159,3 +161,12 @@ def assert_same_logprobs(found: Sequence[np.ndarray], expected: Sequence[Tensor]
     assert len(found) == len(expected)
     for index, (array, tensor) in enumerate(zip(found, expected, strict=True)):
         np.testing.assert_allclose(array, tensor.numpy(), rtol=0, atol=TOLERANCE, err_msg=f"sample {index}")
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint's safetensors files, by folder and canonical name."""
+    return {
+        f"{path.parent.relative_to(folder)}/{name}": tensor
+        for path in folder.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }

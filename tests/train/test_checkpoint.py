@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.checkpoint.manifest import FORMAT, Manifest, read_header, write_manifest
@@ -33,7 +33,7 @@ from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
 from tests.train.reference import Model
 from tests.train.samples import make_samples
-from tests.train.splits import MIXTURE_SPLITS, packed, setup_of
+from tests.train.splits import MIXTURE_SPLITS, packed, saved_tensors, setup_of
 from tests.train.splits import SPLITS as DENSE_SPLITS
 from tests.weights.reference import make_shape
 
@@ -49,15 +49,6 @@ def batches_of(model: Model, world: int, actor: ActorConfig) -> list[Shares]:
         packed(make_samples(6, vocab=model.shape.vocab, seed=seed), world=world, actor=actor)
         for seed in range(NUM_STEPS)
     ]
-
-
-def saved_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint's safetensors files, by folder and canonical name."""
-    return {
-        f"{path.parent.relative_to(folder)}/{name}": tensor
-        for path in folder.rglob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def assert_saved_the_same(first: Path, second: Path, *, tolerance: float = 0.0) -> dict[str, Tensor]:

@@ -54,8 +54,8 @@ test: setup packages ## all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 || { [ $$? = 1 ] && \
 		$(BIN)/python -m pytest -p tests.unsteady --last-failed --last-failed-no-failures none; }
 
-test-quick: setup ## the light tests, for while you work: no engines, no Ray, no Megatron ranks, no browser
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 -m 'not slow and not gpu and not heavy'
+test-quick: setup ## the quick tests, for while you work: no engines, no Ray, no Megatron ranks, no browser
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 -m 'not slow and not gpu and not heavy and not patient'
 
 test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

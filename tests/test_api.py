@@ -119,6 +119,7 @@ print(keys["environment.path"], keys["environment.name"])
 """
 
 
+@pytest.mark.patient
 def test_an_environment_of_a_script_travels_with_its_types(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_WITH_AN_ENVIRONMENT)

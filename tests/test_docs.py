@@ -32,6 +32,7 @@ def blocks(kind: str) -> Iterator[tuple[str, str]]:
                 yield page.name, text
 
 
+@pytest.mark.patient
 def test_the_generated_pages_are_current_whatever_ran_before() -> None:
     add_command("schema")
     for path, text in {**docs_pages.pages(), docs_pages.DOCS / "llms.txt": docs_pages.llms_text()}.items():

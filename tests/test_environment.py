@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 USERS_SCRIPT = """
@@ -30,6 +31,7 @@ print(json.dumps([first.item(), second.item(), list(answer.shape), ours]))
 """
 
 
+@pytest.mark.patient
 def test_transformers_trains_and_generates_in_a_process_without_megarl(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", USERS_SCRIPT],

@@ -127,6 +127,7 @@ def look_at(folder: Path) -> None:
             look(folder)
 
 
+@pytest.mark.patient
 @FUZZ
 @given(data=st.data())
 def test_manifests(checkpoint: Path, data: st.DataObject) -> None:
@@ -154,6 +155,7 @@ def fields_of(checkpoint: Path) -> dict[str, Any]:
     return {key: each for key, each in json.loads((checkpoint / MANIFEST_FILE).read_bytes()).items() if key != "sha256"}
 
 
+@pytest.mark.patient
 @FUZZ
 @given(data=st.data())
 def test_manifests_whose_digest_is_right(checkpoint: Path, data: st.DataObject) -> None:
@@ -231,6 +233,7 @@ def load(raw: bytes, folder: Path) -> None:
         check_recipe(recipe)
 
 
+@pytest.mark.patient
 @FUZZ
 @given(data=st.data())
 @example(data=None)
@@ -245,6 +248,7 @@ def test_recipes(tmp_path: Path, data: st.DataObject | None) -> None:
     load(data.draw(st.one_of(damaged(raw), tree.map(as_json), st.binary(max_size=200))), tmp_path)
 
 
+@pytest.mark.patient
 @FUZZ
 @given(assignment=st.text(max_size=60) | st.from_regex(r"[a-z.]{1,12}=[^\n]{0,30}", fullmatch=True))
 @example(assignment="run.steps=!!bool maybe")
@@ -283,6 +287,7 @@ def test_parquet_files(tmp_path: Path, raw: bytes) -> None:
     read_all(path)
 
 
+@pytest.mark.patient
 @FUZZ
 @given(row=replaced(make_row([{"role": "user", "content": "1+1="}])))
 def test_rows_of_any_type(tmp_path: Path, row: Any) -> None:

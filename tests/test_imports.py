@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.repository import ROOT
 
@@ -25,6 +27,7 @@ ABSENT_AFTER = {
 """Packages that no statement up to this one has imported: one process runs them all, in this order."""
 
 
+@pytest.mark.patient
 def test_what_is_imported_is_needed(tmp_path: Path) -> None:
     make_arithmetic(tmp_path / "data" / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = ROOT / "recipes" / "quickstart_sft.yaml"

@@ -74,6 +74,7 @@ def scheduled(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pyt
     return pytester
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(("fixture", "losses", "failed"), [("real_ray", 1, 0), ("real_ray", 2, 1), ("", 1, 1)])
 def test_a_test_that_joins_ray_may_lose_its_process_once(
     scheduled: pytest.Pytester, fixture: str, losses: int, failed: int
@@ -88,6 +89,7 @@ def test_a_test_that_joins_ray_may_lose_its_process_once(
     assert ("it ran again: " in done.stdout.str()) == bool(fixture)
 
 
+@pytest.mark.patient
 def test_a_test_is_heavy_by_its_fixtures_and_a_light_one_starts_no_engine(scheduled: pytest.Pytester) -> None:
     scheduled.makepyfile(FIXTURES + STARTING)
     words = ("-p", "tests.schedule", "-p", "no:cacheprovider")
@@ -97,6 +99,7 @@ def test_a_test_is_heavy_by_its_fixtures_and_a_light_one_starts_no_engine(schedu
     assert "test_by_itself starts megarl.engine.cpu; one of the fixtures " in done.stdout.str()
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("broken", [0, 1, 10])
 def test_make_test_runs_what_failed_once_more_alone(
     scheduled: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, broken: int

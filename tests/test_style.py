@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts import structure
 
 
@@ -10,6 +12,7 @@ def test_no_file_is_too_long_to_read() -> None:
     assert structure.long_files() == [], f"the limit is {structure.MAX_FILE_LINES} lines"
 
 
+@pytest.mark.patient
 def test_functions_are_short() -> None:
     assert structure.long_functions() == [], f"the limit is {structure.MAX_FUNCTION_LINES} lines"
 

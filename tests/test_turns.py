@@ -259,6 +259,7 @@ def _loss(
     return actor_loss(config, tokens, num_loss_tokens=share.num_loss_tokens, num_sequences=share.num_sequences).value
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("num_episodes", [1_120, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_split_into_rows_changes_advantages_or_gradient(num_episodes: int) -> None:
     num_split = 0

@@ -134,6 +134,7 @@ def configs() -> st.SearchStrategy[GrpoConfig]:
     )
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-6)], ids=["float64", "float32"]
 )

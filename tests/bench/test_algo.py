@@ -20,6 +20,7 @@ def test_a_small_step_is_measured_in_processes_of_its_own() -> None:
     assert gae.input_megabytes - grpo.input_megabytes == pytest.approx(64 * 100 * 4 / 1e6, abs=1e-3)
 
 
+@pytest.mark.patient
 def test_what_fails_is_said() -> None:
     with pytest.raises(MachineError, match=r"^bench algo: grpo failed: .*; choose fewer --rollouts or --tokens"):
         measure_steps(num_rollouts=16, num_tokens=-1, repeats=1)

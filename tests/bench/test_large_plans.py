@@ -9,6 +9,7 @@ _SLOWER = 5
 """A busy machine may be slower by this factor; the benchmark holds the goal itself."""
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("name", PUBLISHES)
 def test_a_large_publish_is_planned_near_its_goal(name: str) -> None:
     sample = start_in_fresh_process(["rehearse", name])

@@ -126,6 +126,7 @@ def test_figures_are_a_table_and_json_in_the_last_line(
     assert found["machine"] == {"device": "some GPU"}
 
 
+@pytest.mark.patient
 def test_a_piece_that_fails_or_hangs_keeps_what_it_told_and_spares_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

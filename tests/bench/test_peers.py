@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import multiprocessing
 
+import pytest
+
 from bench.figures import Failure, Figure
 from bench.peers import PeersOptions, measure_peers
 
 OPTIONS = PeersOptions(device="cpu", sizes=(2, 4), reducing_sizes=(2,), bucket_bytes=1 << 17)
 
 
+@pytest.mark.patient
 def test_peers_of_every_size_and_setting_exchange_with_each_other() -> None:
     outcomes = list(measure_peers(OPTIONS))
     assert [outcome for outcome in outcomes if isinstance(outcome, Failure)] == []

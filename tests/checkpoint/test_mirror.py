@@ -124,6 +124,7 @@ def test_a_checkpoint_that_was_copied_and_fetched_has_the_same_bytes(url: str, p
     verify(other / "latest")
 
 
+@pytest.mark.patient
 def test_the_store_keeps_what_the_disk_keeps(url: str, parent: Path) -> None:
     _claim(url, "disk", 1)
     for step in (1, 2, 3):
@@ -341,6 +342,7 @@ async def _until_failed_again(mirroring: Mirroring) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.patient
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_an_unreachable_store_is_told_once_and_has_everything_when_it_is_back(

@@ -136,6 +136,7 @@ print("went on", file=sys.stderr)
 """
 
 
+@pytest.mark.patient
 def test_a_run_goes_on_when_its_reader_has_left() -> None:
     words = [sys.executable, "-c", TALKER]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talker:

@@ -114,6 +114,7 @@ def test_limits_that_no_gpu_keeps_are_found_without_a_named_one(
     assert problem.startswith("  checkpoint.save_every_steps: null saves only the last step, about ")
 
 
+@pytest.mark.patient
 def test_a_check_loads_no_torch(recipe: Path) -> None:
     """transformers would, with its compiler, in two thirds of the time that a check takes."""
     code = (
@@ -269,6 +270,7 @@ def test_the_data_of_another_seed_are_other_ones(recipe: Path, tmp_path: Path) -
     assert not first.equals(second)
 
 
+@pytest.mark.patient
 def test_a_shell_completes_commands() -> None:
     """By the installed console script, as a user runs it."""
     done = subprocess.run(

@@ -41,6 +41,7 @@ PUBLIC = [
 ]
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("name", PUBLIC)
 def test_shipped_recipes_fit_the_gpu_they_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpu = GPU_OF.get(name, "h100")
@@ -57,6 +58,7 @@ def test_shipped_recipes_fit_the_gpu_they_name(name: str, capsys: pytest.Capture
     assert ("Publishing one version" in out) is not name.startswith("sft")
 
 
+@pytest.mark.patient
 def test_a_large_recipe_is_planned_quickly_and_without_an_engine() -> None:
     code = (
         "import re, sys, time; began = time.process_time(); from megarl.cli.main import run;"

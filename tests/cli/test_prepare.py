@@ -14,6 +14,7 @@ from tests.repository import ROOT
 WORDS = ["--model", "models/Qwen2.5-7B", "--shape", "qwen2.5-7b", "--train", "train.parquet", "--reward", "gsm8k"]
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("shape", ["qwen2.5-7b", "qwen3-vl-8b"])
 def test_a_recipe_that_fits_is_written(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"

@@ -152,6 +152,7 @@ class FakeHub(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.patient
 def test_a_model_is_downloaded_with_progress_and_then_found(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

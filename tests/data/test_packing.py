@@ -86,6 +86,7 @@ def all_columns(shares: list[TrainBatch], name: str) -> tuple[FloatArray, ...]:
     return assemble([columns_of(share, name) for share in shares])
 
 
+@pytest.mark.patient
 @settings(max_examples=100)
 @given(
     sizes=lengths,

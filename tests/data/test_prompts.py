@@ -71,6 +71,7 @@ def in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts_module, "_num_cores", lambda: 2)
 
 
+@pytest.mark.patient
 def test_worker_processes_give_the_same_prompts(
     write_parquet: WriteParquet,
     tokenizer: Tokenizer,

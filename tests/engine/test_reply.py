@@ -334,6 +334,7 @@ def test_an_interrupted_response_has_the_experts_before_the_last_token_that_is_k
 _PLACES = [("output_ids",), ("prompt_token_ids",), ("meta_info",), *(("meta_info", key) for key in GOOD["meta_info"])]
 
 
+@pytest.mark.patient
 @settings(max_examples=300)
 @given(place=st.sampled_from(_PLACES), value=hostile.values(), num_cut=st.none() | st.integers(0, 300))
 def test_no_reply_raises_anything_but_its_refusal(place: tuple[str, ...], value: object, num_cut: int | None) -> None:

@@ -56,6 +56,7 @@ def _agent(tmp_path: Path, text: str, **keys: object) -> ChatEnvironmentConfig:
     return ChatEnvironmentConfig.model_validate({"kind": "chat", "path": path, "workers": 1, **keys})
 
 
+@pytest.mark.patient
 def test_an_agent_of_the_openai_library_is_recorded_token_by_token_and_not_blamed_for_engines(
     tokenizer: Tokenizer, run: Run, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ async def run(task, base_url, api_key):
 """
 
 
+@pytest.mark.patient
 async def test_agents_run_at_the_same_time_and_a_request_that_does_not_continue_begins_a_row(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ async def test_agents_run_at_the_same_time_and_a_request_that_does_not_continue_
         assert "one" not in tokenizer.decode(session.token_ids)
 
 
+@pytest.mark.patient
 def test_an_agent_that_fails_is_lost_and_others_go_on(tokenizer: Tokenizer, run: Run, tmp_path: Path) -> None:
     text = (
         "import os, time\n"
@@ -141,6 +144,7 @@ def run(task, base_url, api_key):
 """
 
 
+@pytest.mark.patient
 def test_odd_requests_are_refused(tokenizer: Tokenizer, run: Run, tmp_path: Path) -> None:
     agents = run(open_agents(_agent(tmp_path, _ODD), tokenizer))
     assert run(agents.run(_ROW, ScriptedSession(tokenizer, []))).value == 1

@@ -43,6 +43,7 @@ def _workers_alive() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if WORKER in command_of(child)}
 
 
+@pytest.mark.patient
 def test_methods_are_tools_and_the_instance_keeps_its_state(write_class: Callable[[str], Path], run: Run) -> None:
     environments: Environments = run(open_environments(_config(write_class(CALCULATOR))))
     assert [tool.name for tool in environments.tools] == ["add", "repeat"]
@@ -138,6 +139,7 @@ class Mischief:
 '''
 
 
+@pytest.mark.patient
 def test_a_tool_that_misbehaves_is_an_observation(write_class: Callable[[str], Path], run: Run, tmp_path: Path) -> None:
     config = _config(write_class(_MISCHIEF), call_deadline_s=3)
     environments = run(open_environments(config, log_path=tmp_path / "environment.log"))
@@ -205,6 +207,7 @@ def test_an_observation_with_an_image_is_refused_in_one_line(
     run(environments.close())
 
 
+@pytest.mark.patient
 @pytest.mark.fault("an environment's process dies or hangs in a call", "its episode is lost, others go on")
 def test_a_process_that_dies_or_freezes_is_a_lost_environment(
     write_class: Callable[[str], Path], run: Run, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +230,7 @@ def test_a_process_that_dies_or_freezes_is_a_lost_environment(
     assert not _workers_alive()
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -247,6 +251,7 @@ def test_an_episode_without_a_score_is_lost(body: str, told: str, write_class: C
     run(environments.close())
 
 
+@pytest.mark.patient
 def test_a_change_of_the_file_is_an_error(write_class: Callable[[str], Path], run: Run) -> None:
     path = write_class(CALCULATOR)
     environments = run(open_environments(_config(path)))
@@ -257,6 +262,7 @@ def test_a_change_of_the_file_is_an_error(write_class: Callable[[str], Path], ru
     run(environments.close())
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -319,6 +325,7 @@ def test_missing_files_and_columns_are_refused(run: Run, tmp_path: Path) -> None
         run(open_environments(ClassEnvironmentConfig(kind="class")))
 
 
+@pytest.mark.patient
 @pytest.mark.needs("bubblewrap")
 def test_built_in_tools_stand_beside_a_class(write_class: Callable[[str], Path], run: Run, tmp_path: Path) -> None:
     import pyarrow as pa

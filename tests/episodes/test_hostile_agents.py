@@ -271,6 +271,7 @@ async def _asking(endpoint: ChatEndpoint, session: ScriptedSession) -> AsyncIter
         yield ask
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("name", sorted(_ATTACKS))
 async def test_a_hostile_agent_harms_no_other_episode(name: str, tokenizer: Tokenizer) -> None:
     endpoint = ChatEndpoint(tokenizer, call_format="hermes")

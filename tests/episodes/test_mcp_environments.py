@@ -56,6 +56,7 @@ def test_tools_of_a_server_are_called_and_fail_as_observations(port: int, run: R
     run(environment.close())
 
 
+@pytest.mark.patient
 @pytest.mark.fault("a tool server hangs, dies, or changes its tools", "told, lost and retried, or the end of the run")
 def test_a_server_that_hangs_dies_or_changes(run: Run, tmp_path: Path) -> None:
     port, mark = free_port(), tmp_path / "mark"

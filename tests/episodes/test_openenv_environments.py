@@ -56,6 +56,7 @@ def test_an_episode_is_reset_stepped_and_scored(run: Run) -> None:
         run(environments.close())
 
 
+@pytest.mark.patient
 def test_a_server_that_dies_or_hangs_is_a_lost_environment(run: Run) -> None:
     port = free_port()
     with running(_SERVER, port):

@@ -344,6 +344,7 @@ async def test_an_episode_that_is_played_forgets_the_losses_before_it(tmp_path: 
     assert sum(rollout.score is not None and rollout.score.is_masked for rollout in rollouts) == 2 * MAX_LOST_IN_A_ROW
 
 
+@pytest.mark.patient
 def test_turns_are_admitted_by_what_the_caches_of_engines_hold_and_episodes_by_their_processes(tmp_path: Path) -> None:
     path = tmp_path / "environment.py"
     path.write_text(CALCULATOR)
@@ -411,6 +412,7 @@ async def turns(row, session, tokenizer):
 """
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("kind", ["chat", "function"])
 async def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "agents.py"

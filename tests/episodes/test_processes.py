@@ -113,6 +113,7 @@ def _processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if WORKER in command_of(child)]
 
 
+@pytest.mark.patient
 async def test_episodes_of_async_code_share_a_process_and_have_their_own_instances(
     write_class: Callable[[str], Path],
 ) -> None:
@@ -136,6 +137,7 @@ async def test_episodes_of_async_code_share_a_process_and_have_their_own_instanc
         assert len(_processes()) == 1
 
 
+@pytest.mark.patient
 async def test_a_rush_of_episodes_starts_no_more_processes_than_there_are_cores(
     write_class: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ async def test_a_rush_of_episodes_starts_no_more_processes_than_there_are_cores(
         assert len(_processes()) == 2
 
 
+@pytest.mark.patient
 async def test_what_one_episode_does_reaches_no_other(write_class: Callable[[str], Path]) -> None:
     async with _opened(write_class(_SHARED), call_deadline_s=4) as environments:
         one, other = await _episode(environments, "one"), await _episode(environments, "other")
@@ -159,6 +162,7 @@ async def test_what_one_episode_does_reaches_no_other(write_class: Callable[[str
         assert (await _ask(other, "counts")).text.startswith("other 1")
 
 
+@pytest.mark.patient
 async def test_cpu_time_is_counted_for_each_episode(write_class: Callable[[str], Path]) -> None:
     async with _opened(write_class(_SHARED), call_deadline_s=300, cpu_s=1) as environments:
         one, other = await _episode(environments, "one"), await _episode(environments, "other")
@@ -169,6 +173,7 @@ async def test_cpu_time_is_counted_for_each_episode(write_class: Callable[[str],
         assert (await _ask(other, "counts")).text.startswith("other 1")
 
 
+@pytest.mark.patient
 async def test_a_process_whose_code_does_not_end_takes_no_more_episodes(write_class: Callable[[str], Path]) -> None:
     async with _opened(write_class(_SHARED), workers=2, call_deadline_s=1) as environments:
         one = await _episode(environments, "one")
@@ -181,6 +186,7 @@ async def test_a_process_whose_code_does_not_end_takes_no_more_episodes(write_cl
         assert not psutil.pid_exists(int(first))
 
 
+@pytest.mark.patient
 @pytest.mark.fault("an episode ends the process that others share", "it is lost, the others are played again")
 @pytest.mark.parametrize("end", ["dies", "allocates"])
 async def test_an_episode_that_ends_its_process_is_blamed_and_plays_alone_then(
@@ -213,6 +219,7 @@ async def test_an_episode_that_ends_its_process_is_blamed_and_plays_alone_then(
         assert (await _ask(again[1], "counts")).text.startswith("p0 2")
 
 
+@pytest.mark.patient
 async def test_code_that_does_not_give_way_and_code_that_asks_for_it_have_a_process_for_each_episode(
     write_class: Callable[[str], Path],
 ) -> None:
@@ -238,6 +245,7 @@ async def test_sync_code_shares_where_the_recipe_says_so(write_class: Callable[[
         assert (await _ask(await fourth, "repeat")).text == "0"
 
 
+@pytest.mark.patient
 async def test_a_process_whose_memory_is_half_used_takes_no_more_and_ends_with_its_last_episode(
     write_class: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +277,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return family_tokenizer(tmp_path_factory.mktemp("qwen"), "qwen2.5", tools=())
 
 
+@pytest.mark.patient
 async def test_programs_have_one_process_that_watches_them_and_each_ends_alone(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ async def _histories(config: EnvironmentConfig, folder: Path) -> list[TokenArray
     return found
 
 
+@pytest.mark.patient
 async def test_the_quickstart_agent_shows_the_model_the_tokens_that_its_warm_start_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

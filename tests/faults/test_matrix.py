@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.faults.matrix import BEGIN, END, Row, _line, faults_in, section_of, write_table
 from tests.repository import ROOT
 
@@ -26,6 +28,7 @@ def marked() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.patient
 def test_the_table_has_every_fault_and_no_other() -> None:
     assert faults_in(DOCUMENT.read_text()) == {fault for fault, _ in marked()}, "run `make faults`"
 

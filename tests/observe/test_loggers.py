@@ -120,6 +120,7 @@ def scalars(file: Path) -> Iterator[tuple[int, str, float]]:
             yield event.step, value.tag, value.simple_value
 
 
+@pytest.mark.patient
 def test_wandb_writes_offline_and_a_continued_run_keeps_its_name(tmp_path: Path) -> None:
     config = {"wandb": {"project": "sums", "mode": "offline", "tags": ["small"]}}
     for step in (1, 2):
@@ -137,6 +138,7 @@ def test_wandb_writes_offline_and_a_continued_run_keeps_its_name(tmp_path: Path)
         time.sleep(0.05)
 
 
+@pytest.mark.patient
 def test_the_proxy_is_that_of_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is behind it: what arrives there is what would have left, and the error is one line."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)

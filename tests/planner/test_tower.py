@@ -110,6 +110,7 @@ def see(shape: ModelShape, tower: torch.nn.Module, dtype: torch.dtype) -> None:
     tower(torch.zeros(side**2, shape.vision.patch_width).to(dtype), grid_thw=torch.tensor([[1, side, side]]))
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen2.5-vl-3b", "qwen2.5-vl-72b", "qwen3-vl-2b", "qwen3-vl-8b"])
 def test_an_image_takes_the_memory_of_transformers_module(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

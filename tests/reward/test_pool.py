@@ -85,6 +85,7 @@ async def read_pids(path: Path) -> list[int]:
     return [int(word) for word in path.read_text().split()]
 
 
+@pytest.mark.patient
 @pytest.mark.fault("a reward function that hangs", "killed at its deadline with its children, replaced")
 async def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, open_pool: OpenPool) -> None:
     pool = open_pool(HANGS_ON_REQUEST, deadline_s=3)
@@ -254,6 +255,7 @@ async def test_a_worker_makes_room_for_a_fresh_one_after_its_samples(size: int, 
     wait_for_end(pids[:4])
 
 
+@pytest.mark.patient
 @pytest.mark.fault("a reward function that eats memory or time", "ends at its limit")
 async def test_memory_and_cpu_of_a_worker_are_limited(open_pool: OpenPool) -> None:
     pool = open_pool(
@@ -365,6 +367,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.patient
 @pytest.mark.fault("children of a reward function in sessions of their own", "end with their worker, however it ends")
 @pytest.mark.parametrize("ending", ["hang", "exit", "close"])
 async def test_children_that_left_the_session_end_with_their_worker(

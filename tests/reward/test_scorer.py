@@ -285,6 +285,7 @@ def test_an_error_may_mask_a_rollout_or_give_it_a_value(
     assert "rollout 1: raised ValueError: could not convert string to float: 'word'" in caplog.text
 
 
+@pytest.mark.patient
 def test_a_reward_that_only_fails_stops_the_run_even_so(error: Callable[..., str]) -> None:
     message = error(FAILS_ON_WORD, *["word"] * 300, on_error="mask")
     assert message.startswith("257 rollouts in a row have no score; the last: ")

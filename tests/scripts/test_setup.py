@@ -133,6 +133,7 @@ def test_uv_looks_where_pip_is_told_to(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
 
 
+@pytest.mark.patient
 def test_an_index_that_does_not_answer_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(setup, "PROBE_S", 4)

@@ -46,6 +46,7 @@ async def test_an_engine_that_is_killed_is_started_again_and_synced_before_it_se
         assert fleet.engines[0].is_live
 
 
+@pytest.mark.patient
 async def test_a_frozen_engine_is_ended_and_its_requests_come_back() -> None:
     async with supervised() as (scripted, fleet, _):
         scripted.frozen.add(0)

@@ -28,6 +28,7 @@ def world() -> Iterator[None]:
     logging.disable(level)
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("part", range(_NUM_PARTS))
 @pytest.mark.fault("drivers, ranks, disks and stores by a seed", "no invariant of a run is broken, whatever happens")
 def test_histories_keep_their_invariants(part: int) -> None:
@@ -36,6 +37,7 @@ def test_histories_keep_their_invariants(part: int) -> None:
         assert not verdict.broken, shrink(verdict)
 
 
+@pytest.mark.patient
 @pytest.mark.fault("models, tools and servers that say anything", "no text loses an episode, none ends the run")
 def test_episodes_survive_what_is_said_to_them() -> None:
     for seed in range(_NUM_TALKS):
@@ -43,6 +45,7 @@ def test_episodes_survive_what_is_said_to_them() -> None:
         assert not talk.broken, (talk.plan, talk.broken, talk.log)
 
 
+@pytest.mark.patient
 @pytest.mark.fault("engines that die, freeze and lie by a seed", "the same tokens, and all of them serve again")
 def test_engines_give_the_same_tokens_whatever_happens_to_them() -> None:
     for seed in range(_NUM_FLEETS):

@@ -62,6 +62,7 @@ def test_a_lease_that_was_not_taken_ends_with_the_parent_and_its_folder_goes(tmp
         assert not file.parent.exists()
 
 
+@pytest.mark.patient
 def test_a_leased_command_outlives_its_parent_while_the_lease_is_renewed(tmp_path: Path) -> None:
     with leased(tmp_path, 3, is_taken=True) as (guard, file):
         for _ in range(15):  # twice as long as the lease

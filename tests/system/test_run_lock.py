@@ -151,6 +151,7 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
+@pytest.mark.patient
 @pytest.mark.usefixtures("no_flock")
 def test_without_flock_the_beats_decide(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
@@ -168,6 +169,7 @@ def fail(*_arguments: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.patient
 @pytest.mark.fault("the disk of the run's lock fails, or hangs", "the driver is cancelled before another can take over")
 @pytest.mark.usefixtures("no_flock")
 @pytest.mark.parametrize("hangs", [False, True])

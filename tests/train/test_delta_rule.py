@@ -79,6 +79,7 @@ def test_its_gradients_are_right_within_chunks_and_between_them() -> None:
     assert torch.autograd.gradcheck(lambda q, k, v, g, b: delta_rule(q, k, v, g, b, chunks), inputs, fast_mode=True)
 
 
+@pytest.mark.patient
 @settings(max_examples=10, deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), seed=st.integers(0, 99))
 def test_no_state_passes_from_one_packed_sequence_to_another(lengths: list[int], seed: int) -> None:

@@ -51,6 +51,7 @@ def dense_backward(
     return torch.autograd.grad(output, inputs, grad)
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("lengths", [[512, 512], [600, 700], [512, 512, 70, 1500, 1], [3000]])
 def test_every_sequence_sees_itself_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace cuDNN's kernels by torch's own, on the same rectangles."""

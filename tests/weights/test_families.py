@@ -41,6 +41,7 @@ NAMED = {"megarl/cli/prepare.py", "megarl/tools/quickstart/tiny_model.py"}
 """Modules that make a Qwen2 model, which the quickstart trains."""
 
 
+@pytest.mark.patient
 def test_no_module_outside_of_the_families_goes_by_the_name_of_one() -> None:
     names = {name for family in BY_NAME.values() for name in (family.name, family.architecture)}
     named = {
@@ -57,6 +58,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert set(FAMILIES) == {family.name for family in families.FAMILIES}
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen2", True)])
 def test_a_folder_comes_back_as_it_was(tmp_path: Path, family: str, tied: bool) -> None:
     shape = write_tiny_model(tmp_path, family, tied=tied, layers=4, max_shard_size="100KB")

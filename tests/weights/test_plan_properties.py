@@ -97,6 +97,7 @@ def check_buckets(case: Case) -> None:
 _PATIENT = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+@pytest.mark.patient
 @settings(_PATIENT, max_examples=25)
 @given(case=cases())
 def test_every_plan_delivers_each_byte_once_and_once_into_each_node(case: Case) -> None:

@@ -48,6 +48,7 @@ def test_an_error_is_told_with_its_line_and_ends_nothing(tool: Python) -> None:
     assert tool.python("x + y") == "3\n"
 
 
+@pytest.mark.patient
 def test_code_that_hangs_exits_or_allocates_loses_its_variables_only(tool: Python) -> None:
     tool._deadline_s = 2
     tool.python("x = 1")
@@ -91,6 +92,7 @@ def test_half_a_character_of_the_output_is_replaced(tool: Python) -> None:
     assert tool.python("print(chr(0xd800) + 'x')") == "\ufffdx\n"
 
 
+@pytest.mark.patient
 @pytest.mark.fault("the python tool is ended by the call's deadline", "no later call gets the result of an earlier one")
 def test_a_call_that_is_cut_off_leaves_no_result_for_the_next(tool: Python) -> None:
     tool.prepare()
@@ -115,6 +117,7 @@ def _slow_start(tmp_path: Path, script: str) -> ClassEnvironmentConfig:
     )
 
 
+@pytest.mark.patient
 def test_the_time_of_a_slow_start_is_not_that_of_the_call(tmp_path: Path) -> None:
     # Slow only for the program of the tool, which is spoken to through a pipe, not for the questions before it.
     script = f'test -p /dev/stdin && sleep 4\nexec {sys.executable} "$@"'

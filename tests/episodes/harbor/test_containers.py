@@ -73,6 +73,7 @@ def in_box(tmp_path: Path, use: Callable[[Box], Awaitable[None]]) -> None:
     asyncio.run(opened())
 
 
+@pytest.mark.patient
 def test_an_image_is_built_and_a_container_with_limits_is_run_and_removed(tmp_path: Path, client: Client) -> None:
     async def use(box: Box) -> None:
         result = await box.run("echo $GIVEN; exit 3", variables={"GIVEN": "a 'b'"}, timeout_s=60)
@@ -93,6 +94,7 @@ def test_an_image_is_built_and_a_container_with_limits_is_run_and_removed(tmp_pa
     assert remove == ["rm", "--force", options["--name"]]
 
 
+@pytest.mark.patient
 def test_a_daemon_that_fails_loses_the_episode_and_a_build_that_fails_is_the_tasks(
     tmp_path: Path, client: Client
 ) -> None:

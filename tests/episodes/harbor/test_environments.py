@@ -57,6 +57,7 @@ async def played(environments: HarborEnvironments, task: str, *commands: str) ->
         await environment.close()
 
 
+@pytest.mark.patient
 def test_every_task_is_solved_by_its_solution_and_not_by_doing_nothing(config: HarborEnvironmentConfig) -> None:
     async def scores() -> dict[str, tuple[float, float]]:
         environments = await open_harbor(config)

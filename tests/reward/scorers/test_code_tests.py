@@ -201,6 +201,7 @@ def test_without_a_sandbox_the_escapes_are_real(escape: str, port: int, neighbou
     assert attempt(escape, target=tmp_path / "target", port=port, neighbour=neighbour, sandbox="none") == 1
 
 
+@pytest.mark.patient
 @pytest.mark.fault(
     "escapes of a program from the sandbox",
     "end within deadline + 1 s, scored as failed, the next sample is scored rightly",

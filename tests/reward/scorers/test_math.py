@@ -47,6 +47,7 @@ def test_answers_are_compared_as_mathematics(response: str, truth: str, score: f
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.patient
 def test_what_takes_too_long_to_compute_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math, "_MAX_CPU_S", 1.0)
     began = time.process_time()

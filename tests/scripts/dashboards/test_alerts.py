@@ -62,6 +62,7 @@ def test_prometheus_accepts_the_rules(tmp_path: Path) -> None:
     promtool("check", "rules", str(tmp_path / RULES_FILE))
 
 
+@pytest.mark.patient
 @pytest.mark.needs("prometheus")
 def test_every_alert_fires_when_it_should_and_none_in_a_healthy_run(tmp_path: Path) -> None:
     """Each beside no other rule, all of which Prometheus would compute for each of them."""

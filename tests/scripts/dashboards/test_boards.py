@@ -57,6 +57,7 @@ def test_every_metric_is_on_a_panel() -> None:
     assert set(METRICS) - shown == set()
 
 
+@pytest.mark.patient
 @pytest.mark.needs("prometheus")
 def test_every_query_has_an_answer_for_a_run_that_has_everything(tmp_path: Path) -> None:
     """All but SGLang's own: there is no engine here."""

@@ -321,6 +321,7 @@ def test_an_interpolation_of_a_key_in_the_file_is_followed(tmp_path: Path) -> No
     assert value_at(tree, "sampling.temperature") == 0.7
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("value", ["x", "", [], ["a", 1], {}, -1, 0, 3.5, None, True, "$X", "${a.b}", "[1", "inf"])
 def test_no_value_of_any_key_is_a_crash(tmp_path: Path, value: Tree) -> None:
     """The recipe may be refused by the schema afterwards, which names the key."""

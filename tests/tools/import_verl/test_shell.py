@@ -148,6 +148,7 @@ def test_a_script_that_does_not_end_says_where(text: str, tmp_path: Path) -> Non
         translate_file(path)
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda script: script.stem)
 def test_a_damaged_script_is_read_or_refused(script: Path, tmp_path: Path) -> None:
     """Whatever is cut out of a script, or off its end, no other error than a ConfigError of a line comes of it."""

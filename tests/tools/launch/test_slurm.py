@@ -73,6 +73,7 @@ def test_the_job_saves_before_its_time_is_up_and_is_queued_again() -> None:
     assert 'scontrol requeue "$SLURM_JOB_ID"' in script
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("name", "lead", "hours"), [("dapo_32b", 300, 24), ("grpo_70b", 480, 16), ("grpo_235b", 1380, 18)]
 )
@@ -273,6 +274,7 @@ def test_mistakes_of_the_command_are_a_sentence(
     assert capsys.readouterr().err.startswith("megarl: sbatch not found; ")
 
 
+@pytest.mark.patient
 def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
     assert cli.run([*words, *too_much, "--override-fit"]) == 0
 
 
+@pytest.mark.patient
 def test_every_job_of_the_first_day_on_a_cluster_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/operations.md, with the recipe that it tells to copy."""
     page = (

@@ -93,6 +93,7 @@ def test_a_number_of_problems_that_cannot_be_is_an_error(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.patient
 def test_the_files_load_as_a_data_set(files: ArithmeticFiles) -> None:
     tokenizer = load_tokenizer(files.model, vocab=SHAPE.vocab)
     config = DataConfig(train=(files.train,), max_prompt_tokens=8)

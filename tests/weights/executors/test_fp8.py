@@ -177,6 +177,7 @@ class Publish:
         return digests, tensors
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("family", "parallel", "keep", "is_near"),
     [

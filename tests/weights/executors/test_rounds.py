@@ -26,6 +26,7 @@ from tests.weights.rendezvous import TIMEOUT_S, Wire, join_all, tensors_of
 MAX_PEERS = 12
 
 
+@pytest.mark.patient
 @settings(
     max_examples=6,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

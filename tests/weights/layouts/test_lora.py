@@ -85,6 +85,7 @@ def test_engines_have_room_for_the_matrices_of_a_stack_that_have_no_adapter() ->
     ].shape == (6, 8), "a trainer has none"
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: int) -> None:
     shape = make_shape(layers=1, heads=4, kv_heads=4)
@@ -115,6 +116,7 @@ def test_an_engine_rank_has_the_part_that_goes_with_its_heads_and_rows(tensor: i
         assert_equal(fill_from_canonical(holding, model), expected)
 
 
+@pytest.mark.patient
 @settings(max_examples=15)
 @given(shape=shapes(), parallel=parallels(), tensor=st.sampled_from([1, 2, 4]))
 def test_adapters_go_from_files_to_ranks_to_engines_and_back(

@@ -18,6 +18,7 @@ from tests.weights.reference import (
 )
 
 
+@pytest.mark.patient
 @given(shape=shapes(), parallel=parallels())
 def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
     shape: ModelShape, parallel: MegatronParallel

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
 import torch
@@ -80,7 +79,6 @@ class _Member:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
         self._slots: AdapterSlots | None = None
-        self._receive_into: Callable[..., Receiver] | None = None
         self._by_slot: dict[int, Receiver] = {}
         """Receivers of adapters: slots lie in different memory."""
         self._is_probed = False
@@ -102,7 +100,7 @@ class _Member:
     def _join(self, command: Join, message: CommandMessage, model: torch.nn.Module) -> None:
         earlier = self._group
         self._group = None
-        self._receiver = self._slots = self._receive_into = None
+        self._receiver = self._slots = None
         self._by_slot = {}
         if earlier is not None:
             earlier.close()
@@ -133,25 +131,21 @@ class _Member:
             backend=rendezvous.backend,
             host=message.host,
         )
-        receive_into = partial(
-            Receiver,
+        self._slots = slots
+        self._receiver = Receiver(
             plan,
             rank,
-            group=self._group,
+            tensors,
+            self._group,
             bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
             direct=transfer.direct,
             keeps_open=transfer.keeps_open,
         )
-        if slots is None:
-            self._receiver = receive_into(tensors=tensors)
-        else:
-            self._slots = slots
-            self._receive_into = receive_into
 
     def _receive(self, version: int, model: torch.nn.Module) -> dict[str, int]:
-        if self._receiver is None:
-            raise WeightSyncError("not in a transfer group; join comes first")
+        if self._receiver is None or self._slots is not None:
+            raise WeightSyncError("not in a transfer group for weights; join comes first")
         digests = self._receiver.receive(version)
         _derive(model)
         if not self._is_probed:
@@ -161,13 +155,13 @@ class _Member:
         return digests
 
     def _receive_adapter(self, version: int, name: str) -> dict[str, int]:
-        if self._slots is None or self._receive_into is None:
+        if self._slots is None or self._receiver is None:
             raise WeightSyncError("not in a transfer group for adapters; join comes first")
         # The last step of the requests that wait now may be under way: a transfer has the device for itself.
         _synchronize()
         slot = self._slots.take(name)
         if slot not in self._by_slot:
-            self._by_slot[slot] = self._receive_into(tensors=self._slots.tensors(slot))
+            self._by_slot[slot] = self._receiver.beside(self._slots.tensors(slot))
         digests = self._by_slot[slot].receive(version)
         _synchronize()
         return digests

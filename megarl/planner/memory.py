@@ -17,7 +17,7 @@ from megarl.planner.hardware import GpuModel
 from megarl.planner.tower import engine_tower_parameters
 from megarl.weights.algebra.slices import ITEM_BYTES, Layout, TensorSpec
 from megarl.weights.layouts.fp8 import fp8_engine_layout
-from megarl.weights.layouts.lora import LoraShape, adapter_layout
+from megarl.weights.layouts.lora import LoraShape, adapter_layout, served_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -335,7 +335,7 @@ def _adapter_bytes(shape: ModelShape, tensor: int, expert: int, device: Device, 
             dtype=dtype_on(device),
             is_cpu_engine=device == "cpu",
         )
-        for rank, holding in enumerate(adapter_layout(layout, LoraShape.of(lora)).holdings):
+        for rank, holding in enumerate(served_layout(layout, LoraShape.of(lora)).holdings):
             held[rank] += layers * holding.num_bytes
     return max(held)
 

@@ -99,7 +99,7 @@ def test_tensors_that_a_model_derives_from_its_parameters_are_those_of_the_versi
 
 
 def test_a_version_cannot_be_received_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
-    assert give(Receive(version=1), model, server).error == "not in a transfer group; join comes first"
+    assert give(Receive(version=1), model, server).error == "not in a transfer group for weights; join comes first"
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:

@@ -7,6 +7,8 @@ from math import prod
 
 import pytest
 
+from megarl.config.lora import LoraConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.families import PUBLIC_MODELS
 from megarl.planner.hardware import GPUS
 from megarl.planner.memory import (
@@ -46,6 +48,13 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
         assert 2 * parameters <= stage.weight_bytes <= 2 * (parameters + padding)
         assert stage.gradient_bytes == 2 * stage.weight_bytes
         assert stage.optimizer_bytes == 6 * stage.weight_bytes // parallel.data
+
+
+def test_slots_have_room_for_the_matrices_of_a_stack_that_have_no_adapter() -> None:
+    rollout, lora = RolloutRoleConfig(pool="all", tensor=1), LoraConfig(rank=8, modules=("q_proj", "v_proj"))
+    heads = SHAPE.num_heads + 2 * SHAPE.num_kv_heads
+    each = 2 * 8 * SHAPE.num_layers * (3 * SHAPE.hidden + heads * SHAPE.head_dim)
+    assert engine_memory(SHAPE, rollout, H100.memory_bytes, lora=lora, num_adapters=2).adapter_bytes == 3 * each
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ Source rank s of a plan is peer s of the group; target rank t is peer `first_tar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +114,18 @@ class Receiver:
             sources={},
             targets=tensors,
         )
-        moves = [move for bucket in far for move in bucket.moves]
-        self._digests = DigestSums(Summand.of_moves(plan, moves), digest)
-        self._boxes = [target_view(tensors, move) for move in moves]
+        self._moves = [move for bucket in far for move in bucket.moves]
+        self._digests = DigestSums(Summand.of_moves(plan, self._moves), digest)
+        self._boxes = [target_view(tensors, move) for move in self._moves]
+
+    def beside(self, tensors: Mapping[str, torch.Tensor]) -> Receiver:
+        """Return a receiver in other tensors of the same shapes. Both have the same buckets on the way."""
+        other = copy(self)
+        other._shared = self._shared.beside(tensors)
+        other._rounds = self._rounds.beside(tensors)
+        other._digests = copy(self._digests)
+        other._boxes = [target_view(tensors, move) for move in self._moves]
+        return other
 
     def receive(self, version: int) -> dict[str, int]:
         """Receive one version in place, and forward what others wait for. Return a digest per tensor."""
@@ -183,6 +193,12 @@ class _SharedTarget:
         self._boxes: list[torch.Tensor] = []
         self._targets = [target_view(tensors, move) for move in moves]
 
+    def beside(self, tensors: Mapping[str, torch.Tensor]) -> _SharedTarget:
+        other = copy(self)
+        other._sums, other._sources, other._boxes = copy(self._sums), {}, []
+        other._targets = [target_view(tensors, move) for move in self._moves]
+        return other
+
     @torch.no_grad()
     def copy(self, group: TransferGroup, version: int) -> dict[str, int]:
         """Copy this version's boxes; return a digest per tensor. The memory is then closed, unless it is kept open."""
@@ -242,6 +258,11 @@ class Rounds:
         leaving = max((parcel.num_bytes for parcel, _ in self._rounds if parcel), default=0)
         arriving = max((parcel.num_bytes for _, parcel in self._rounds if parcel), default=0)
         self._leaving, self._arriving = _Lane(leaving, wire, device), _Lane(arriving, wire, device)
+
+    def beside(self, targets: Mapping[str, torch.Tensor]) -> Rounds:
+        other = copy(self)
+        other._targets = targets
+        return other
 
     def run(
         self,

@@ -13,12 +13,14 @@ from megarl.checkpoint.save import assign_tensors
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import same_processes
+from megarl.weights.algebra.slices import Link, on_gpus, same_processes
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.exchange import exchange
 from megarl.weights.executors.group import Message
+from megarl.weights.executors.tensors import box_of
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.execution import Case, cases
 from tests.weights.reference import fill_from_canonical, make_shape, numbered
 from tests.weights.rendezvous import TIMEOUT_S, Wire, join_all, tensors_of
@@ -63,6 +65,35 @@ def test_random_plans_arrive_whole_where_a_send_ends_only_with_its_receive(case:
             assert torch.equal(tensors[piece.local_name][lead][index], whole[piece.local_name][lead][index])
     planned = [buckets_to(plan, rank, bucket_bytes=case.bucket_bytes) for rank in range(num_targets)]
     assert wire.num_bytes == sum(bucket.num_bytes for buckets in planned for bucket in buckets)
+
+
+@pytest.mark.parametrize("direct", [Link.PROCESS, Link.NODE], ids=["rounds", "read"])
+def test_a_receiver_beside_another_has_tensors_of_its_own(direct: Link) -> None:
+    shape = make_shape(layers=2)
+    source = megatron_layout(shape, MegatronParallel(), dtype="float32")
+    target = sglang_layout(shape, tensor=1, dtype="float32")
+    moves, model = plan(source, target, locations=on_gpus([(0, 0)], [(0, 1)])), numbered(shape)
+    sent = tensors_of(source.holdings[0], fill_from_canonical(source.holdings[0], model))
+    expected = tensors_of(target.holdings[0], fill_from_canonical(target.holdings[0], model))
+    slots = [{name: torch.zeros_like(tensor) for name, tensor in expected.items()} for _ in range(2)]
+    groups = join_all(2, Wire())
+    sender = Sender(moves, 0, sent, groups[0], bucket_bytes=4096, direct=direct)
+    first = Receiver(moves, 0, slots[0], groups[1], bucket_bytes=4096, direct=direct)
+    receivers = [first, first.beside(slots[1])]
+    with ThreadPoolExecutor(1) as pool:
+        for version in (1, 2, 3):
+            sending = pool.submit(sender.send, version)
+            arrived = receivers[version % 2].receive(version)
+            check_digests([sending.result()], {0: arrived})
+            for tensor in sent.values():
+                tensor += 1
+    for slot, added in zip(slots, (1, 2), strict=True):
+        for piece in target.holdings[0].pieces:
+            found, first_values = (
+                box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape)
+                for tensors in (slot, expected)
+            )
+            assert torch.equal(found, first_values + added), piece
 
 
 def test_the_wire_shows_a_receive_that_is_posted_ahead() -> None:

@@ -99,9 +99,11 @@ def stage_memory(
         stages.append(
             StageMemory(
                 stage=stage,
-                weight_bytes=frozen_bytes[stage] + ITEM_BYTES[dtype] * buffers.num_elements,
+                weight_bytes=frozen_bytes[stage]
+                + ITEM_BYTES[dtype] * buffers.num_elements
+                + (4 - ITEM_BYTES[dtype]) * buffers.float32,
                 gradient_bytes=4 * buffers.num_elements,
-                optimizer_bytes=state_bytes * sharded,
+                optimizer_bytes=state_bytes * sharded - (state_bytes - 8) * (buffers.float32 // parallel.replicas),
             )
         )
     return tuple(stages)
@@ -200,6 +202,8 @@ class GradientBuffers:
     """Reduced over and sharded by the replicas: context x data."""
     expert: int
     """Reduced over and sharded by the replicas of the experts; 0 if experts are not divided."""
+    float32: int
+    """Of `dense`, weights that are float32 among others that are not: a buffer of their own."""
 
     @property
     def num_elements(self) -> int:
@@ -210,22 +214,26 @@ def gradient_buffers(shape: ModelShape, parallel: MegatronParallel, held: Sequen
     """Return the buffers of a rank.
 
     A chunk is one bucket, because gradients are reduced after the backward pass; tied embeddings on two stages have a
-    bucket of their own, and so have divided experts.
+    bucket of their own, and so have divided experts and weights of another dtype.
     """
-    dense, expert = 0, 0
+    dense, expert, float32 = 0, 0, 0
+    is_mixed = any(each.spec.dtype != "float32" for each in held)
+    dense_multiple = math.lcm(parallel.replicas, BUCKET_ALIGNMENT)
     for chunk in range(parallel.virtual_pipeline):
         sizes = [
-            (each.name, each.count * round_up(prod(each.spec.shape), PARAM_ALIGNMENT))
+            (each, each.count * round_up(prod(each.spec.shape), PARAM_ALIGNMENT))
             for each in held
             if _chunk_of(each.name) == chunk and not each.name.endswith(BUFFERS)
         ]
         is_tied_apart = shape.has_tied_embeddings and parallel.pipeline > 1
-        tied = [size for name, size in sizes if is_tied_apart and _is_vocabulary(name)]
-        experts = sum(size for name, size in sizes if parallel.expert > 1 and _is_expert(name))
-        rest = sum(size for _, size in sizes) - sum(tied) - experts
-        dense += sum(round_up(size, math.lcm(parallel.replicas, BUCKET_ALIGNMENT)) for size in (*tied, rest))
+        tied = [size for each, size in sizes if is_tied_apart and _is_vocabulary(each.name)]
+        experts = sum(size for each, size in sizes if parallel.expert > 1 and _is_expert(each.name))
+        wide = sum(size for each, size in sizes if is_mixed and each.spec.dtype == "float32")
+        rest = sum(size for _, size in sizes) - sum(tied) - experts - wide
+        dense += sum(round_up(size, dense_multiple) for size in (*tied, rest, wide))
         expert += round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
-    return GradientBuffers(dense=dense, expert=expert)
+        float32 += round_up(wide, dense_multiple)
+    return GradientBuffers(dense=dense, expert=expert, float32=float32)
 
 
 def planned_cached_tokens(

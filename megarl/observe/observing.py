@@ -67,7 +67,7 @@ def observing(
             host = LOOPBACK if recipe.network.bind is None else address_in(recipe.network.bind)
             endpoint = MetricsEndpoint(meter.registry, port=recipe.observe.metrics_port, host=host)
             stack.callback(endpoint.close)
-        retired = None if is_continued else _retire_earlier_run(folder)
+        retired = None if is_continued else _retire_earlier_run(folder, recipe.images_folder)
         started = RunStarted(
             name=recipe.run.name,
             folder=str(folder),
@@ -111,23 +111,35 @@ def _close(display: Sink) -> None:
         display.close()
 
 
-def _retire_earlier_run(folder: Path) -> Path | None:
+def _retire_earlier_run(folder: Path, images: Path) -> Path | None:
     """Rename the folder of an earlier run to the first free `<name>.N`; return that path, None without such a run.
 
-    The folder of a start that failed has nothing to keep apart: its log is continued.
+    The folder of a start that failed has nothing to keep apart: its log is continued. Images of the new run are in the
+    folder already, among those of the earlier one: both have them all.
     """
-    if not folder.exists() or not _has_results(folder):
+    if not folder.exists() or not _has_results(folder, images):
         return None
     number = 1
     while (retired := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(retired)
+    if (earlier := retired / images.name).exists():
+        shutil.copytree(earlier, images, copy_function=_link)
     return retired
 
 
-def _has_results(folder: Path) -> bool:
-    """Whether a run took a step or was evaluated; a folder without events is not a failed start either."""
+def _link(source: str, target: str) -> None:
+    try:
+        Path(target).hardlink_to(source)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
+def _has_results(folder: Path, images: Path) -> bool:
+    """Whether a run took a step or was evaluated; a folder of other files is not a failed start either."""
     events = folder / EVENTS_FILE
+    if not events.exists() and [path.name for path in folder.iterdir()] == [images.name]:
+        return False
     if not events.exists() or any((folder / name).exists() for name in _RESULT_FOLDERS):
         return True
     return any(isinstance(record.event, StepFinished | Evaluated) for record in EventTail(events).read())

@@ -189,8 +189,11 @@ def test_a_damaged_line_of_an_earlier_process_is_told_and_stops_nothing(tmp_path
     assert "1 damaged lines are left out; the first is line 1" in warned[0]
 
 
-def test_only_a_run_that_took_a_step_is_moved(tmp_path: Path) -> None:
+def test_only_a_run_that_took_a_step_is_moved_and_the_next_one_has_its_images(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
+    # Prompts are read, and their images kept, before it is known whether there is an earlier run.
+    recipe.images_folder.mkdir(parents=True)
+    (recipe.images_folder / "a.png").write_bytes(b"of both runs")
     for _ in range(2):
         with pytest.raises(EngineError), observing(recipe, display=ListSink()):
             raise EngineError("did not start")
@@ -201,4 +204,6 @@ def test_only_a_run_that_took_a_step_is_moved(tmp_path: Path) -> None:
     with observing(recipe, display=display):
         pass
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"sample", "sample.1"}
+    (one, other) = (tmp_path / name / "images" / "a.png" for name in ("sample", "sample.1"))
+    assert one.read_bytes() == other.read_bytes() == b"of both runs"
     assert any("moved to" in event.text for event in display.events if isinstance(event, Warned))

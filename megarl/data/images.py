@@ -11,7 +11,9 @@ import io
 import json
 import math
 import os
+import re
 import stat
+import struct
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -22,10 +24,11 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from megarl.errors import DataError
 from megarl.families.shape import VisionShape
+from megarl.system.foreign import one_line
 from megarl.types import FloatArray, ImagePlace, TokenArray
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -38,6 +41,36 @@ _MOST_SOURCE_PIXELS = 64 * 10**6
 """A picture of a phone has 12 to 50 million; decoded, as many take 192 MB."""
 _MOST_ASPECT = 200
 """The limit of transformers' processor."""
+_MOST_SCANS = 100
+"""A JPEG has about ten."""
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+"""A byte within the data of a scan does not match."""
+_JPEG_ALONE, _JPEG_SCAN, _JPEG_END = (0x01, 0xD8), 0xDA, 0xD9
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""The change that makes a picture upright, by its orientation in EXIF data."""
+_DAMAGES = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+"""Pillow raises each of these for files that are damaged in some way."""
 _DIGEST_BYTES = 16
 
 
@@ -121,13 +154,52 @@ def decode(raw: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(raw), formats=FORMATS)
             if image.width * image.height > _MOST_SOURCE_PIXELS:
                 raise ImageError(f"{image.width} x {image.height} pixels, more than {_MOST_SOURCE_PIXELS:,}")
-            if (num_frames := getattr(image, "n_frames", 1)) > 1:
-                raise ImageError(f"{num_frames} pictures in one file; videos are not supported")
+            # Cameras put previews and depths behind the picture (MPO); their number is not asked: GIFs would be read.
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                raise ImageError("several pictures in one file; videos are not supported")
+            if image.format in ("JPEG", "MPO"):
+                _check_scans(raw)
             image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError) as error:
-        # Pillow raises each of these for some damaged file.
-        raise ImageError(f"not a readable image ({', '.join(FORMATS)}): {type(error).__name__}: {error}") from None
+            turn = _turn(image)
+            coloured = _in_colours(image)
+            return coloured if turn is None else coloured.transpose(turn)
+    except UnidentifiedImageError:
+        raise ImageError(f"not a readable image; supported are {', '.join(FORMATS)}") from None
+    except _DAMAGES as error:
+        raise ImageError(f"not a readable image: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except _DAMAGES:
+        return None  # Other programs show a picture whose EXIF data are damaged as it is, too.
+
+
+def _check_scans(raw: bytes) -> None:
+    """Refuse a JPEG that goes over all its pixels again and again, for minutes."""
+    at = num_scans = 0
+    while found := _JPEG_MARKER.search(raw, at):
+        kind, at = found[0][1], found.end()
+        if kind == _JPEG_END:
+            return
+        if kind not in _JPEG_ALONE:
+            at += int.from_bytes(raw[at : at + 2], "big")
+        num_scans += kind == _JPEG_SCAN
+        if num_scans > _MOST_SCANS:
+            raise ImageError(f"a JPEG of more than {_MOST_SCANS} scans")
+
+
+def _in_colours(image: Image.Image) -> Image.Image:
+    """Return the image in three colours of 8 bits; what is transparent is white."""
+    if image.mode.startswith("I"):  # 16 bits, of which Pillow would take the lower ones
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 def digest_of(pixels: Pixels) -> str:
@@ -166,7 +238,7 @@ class ImageReader:
         start = num_before = 0
         for number, (place, source) in enumerate(zip(at.tolist(), images, strict=True)):
             try:
-                pixels = self.processor.pixels(source if isinstance(source, bytes) else _read(source))
+                pixels = self.processor.pixels(source if isinstance(source, bytes) else read_image(source))
             except ImageError as error:
                 raise ImageError(f"image {number}: {error}") from None
             rows, columns = (side // self.vision.token_pixels for side in pixels.shape[:2])
@@ -178,7 +250,8 @@ class ImageReader:
         return np.concatenate([*parts, token_ids[start:]]), tuple(places)
 
 
-def _read(path: Path) -> bytes:
+def read_image(path: Path) -> bytes:
+    """Return the bytes of a file, no more than `decode` takes."""
     try:
         with path.open("rb") as file:
             return file.read(_MOST_BYTES + 1)

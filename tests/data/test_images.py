@@ -124,6 +124,28 @@ def test_a_picture_is_upright() -> None:
     assert decode(raw.getvalue()).size == (28, 56)
 
 
+def test_what_is_transparent_is_white() -> None:
+    half = np.zeros((4, 4, 4), np.uint8)
+    half[:2, :, 3] = 255
+    raw = encoded(Image.fromarray(half), "PNG")
+    for each in (raw, encoded(Image.open(io.BytesIO(raw)).convert("LA"), "PNG")):
+        assert np.asarray(decode(each))[:, 0, 0].tolist() == [0, 0, 255, 255]
+
+
+def test_of_16_bits_the_upper_ones_are_seen() -> None:
+    levels = np.array([[0, 255, 256, 32768, 65535]], np.uint16)
+    assert np.asarray(decode(encoded(Image.fromarray(levels), "PNG")))[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+
+
+def test_of_a_photo_with_a_preview_the_photo_is_read() -> None:
+    raw = encoded(picture(56, 28), "MPO", save_all=True, append_images=[picture(14, 14)])
+    assert decode(raw).size == (28, 56)
+
+
+def test_a_picture_with_damaged_exif_data_is_read_as_it_is() -> None:
+    assert decode(encoded(picture(28, 56), "JPEG", exif=b"Exif\0\0no such data")).size == (56, 28)
+
+
 def test_a_recipe_can_lower_the_size(tmp_path: Path) -> None:
     processor(tmp_path)
     own = ImageProcessor.of(tmp_path, VISION, max_image_pixels=28 * 28 * 4)

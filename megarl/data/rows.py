@@ -25,7 +25,7 @@ _EXTRA = "extra_info"
 
 _ROWS_PER_READ = 1024
 _IMAGE_ROWS_PER_READ = 16
-_MARK = "<image>"
+IMAGE_MARK = "<image>"
 """Stands for an image in a message, as in data sets for verl."""
 _CONVERTIBLE = (".jsonl", ".json", ".csv", ".arrow")
 _NUM_LOOKED_AT = 64
@@ -313,10 +313,10 @@ def _image(value: object, number: int, config: DataConfig, folder: Path) -> byte
 
 def _in_parts(message: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
     content = message["content"]
-    if not isinstance(content, str) or _MARK not in content:
+    if not isinstance(content, str) or IMAGE_MARK not in content:
         return message
     parts: list[JsonValue] = []
-    for number, text in enumerate(content.split(_MARK)):
+    for number, text in enumerate(content.split(IMAGE_MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return {**message, "content": parts}

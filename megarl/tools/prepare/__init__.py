@@ -10,6 +10,7 @@ class DataSetName(StrEnum):
     MATH = "math"
     DAPO_MATH = "dapo_math"
     ULTRAFEEDBACK = "ultrafeedback"
+    GEO3K = "geo3k"
     HARBOR = "harbor"
     """A folder of tasks in Harbor's format."""
     ROWS = "rows"

@@ -1,11 +1,15 @@
-"""Finds the files of a data set, reads their records, and writes them as the prompt table that a run reads."""
+"""Finds the files of a data set, reads their records, and writes them as the prompt table that a run reads.
+
+All records of a split are read before its table gets its name: one that cannot be used leaves what was there.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,14 +17,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.hub import HubError, hub_folder, is_hub_name
+from megarl.data.images import ImageError, decode, read_image
+from megarl.data.rows import IMAGE_MARK
 from megarl.episodes.harbor.tasks import BoxLimits, read_task, task_names
-from megarl.errors import DataError
+from megarl.errors import DataError, first_few
 from megarl.reward.scorers import last_boxed
 from megarl.tools.prepare import DataSetName
 from megarl.types import JsonValue
 
 _Record: TypeAlias = Mapping[str, JsonValue]
 _ROWS_PER_GROUP = 8192
+_BYTES_PER_GROUP = 64 * 2**20
+"""Images are in memory until their rows are written."""
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 SCHEMA = pa.schema(
     [
@@ -36,9 +44,12 @@ _TASK_SCHEMA = SCHEMA.set(
     _EXTRA, pa.field("extra_info", pa.struct([*SCHEMA.field(_EXTRA).type, ("task", pa.string())]))
 )
 """With the name of a task's folder."""
+_IMAGES = pa.field("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+_BOXED = "Reason step by step, and write the final answer in \\boxed{}."
 _HELD_OUT = ("test", "val", "eval", "dev")
 _ROWS_PER_READ = 4096
+_IMAGE_ROWS_PER_READ = 64
 _NOT_RECORDS = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
 
 
@@ -49,6 +60,7 @@ class RecordColumns:
     prompt: tuple[str, ...] = ("prompt", "question", "problem", "messages", "instruction", "input")
     answer: tuple[str, ...] = ("answer", "ground_truth", "solution", "label", "target")
     response: tuple[str, ...] = ("response", "completion", "output")
+    images: tuple[str, ...] = ("images", "image")
     source: str | None = None
     """The data_source of every row; None is the record's own, else the name of the file."""
 
@@ -61,6 +73,13 @@ class _Row:
     response: str | None = None
     task: str | None = None
     """The folder of a task, for an environment."""
+    images: tuple[bytes, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """Two rows with the same one ask the same."""
+        digests = [hashlib.blake2b(image, digest_size=16).hexdigest() for image in self.images]
+        return json.dumps([self.prompt, self.task, *digests])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,31 +105,41 @@ def prepare(
 def _write(
     name: DataSetName, split: str, files: list[Path], path: Path, columns: RecordColumns, report: Callable[[str], None]
 ) -> WrittenSplit:
+    whole = path.with_name(f".{path.name}.partial")
+    try:
+        written = _write_rows(name, split, files, whole, columns, lambda text: report(f"{path}: {text}"))
+    except BaseException:
+        whole.unlink(missing_ok=True)
+        raise
+    whole.rename(path)
+    return replace(written, path=path)
+
+
+def _write_rows(
+    name: DataSetName, split: str, files: list[Path], path: Path, columns: RecordColumns, report: Callable[[str], None]
+) -> WrittenSplit:
     seen: set[str] = set()
     first: _Row | None = None
-    num_records = 0
+    num_records = num_waiting_bytes = 0
     rows: list[dict[str, object]] = []
-    whole = path.with_name(f".{path.name}.partial")
-    schema = _TASK_SCHEMA if name is DataSetName.HARBOR else SCHEMA
-    with pq.ParquetWriter(whole, schema) as writer:
-        for row in _rows(name, files, columns):
+    schema = _schema(name, files, columns)
+    with pq.ParquetWriter(path, schema) as writer:
+        for row in _rows(name, files, columns, has_images=_IMAGES.name in schema.names):
             num_records += 1
-            text = json.dumps([row.prompt, row.task])
-            if text in seen:
+            if row.identity in seen:
                 continue
-            seen.add(text)
+            seen.add(row.identity)
             first = first or row
             rows.append(_as_table_row(row, index=len(seen) - 1, split=split))
-            if len(rows) == _ROWS_PER_GROUP:
+            num_waiting_bytes += sum(map(len, row.images))
+            if len(rows) == _ROWS_PER_GROUP or num_waiting_bytes > _BYTES_PER_GROUP:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-                rows = []
-                report(f"{path}: {len(seen):,} rows")
+                rows, num_waiting_bytes = [], 0
+                report(f"{len(seen):,} rows")
         if rows:
             writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     if first is None:
-        whole.unlink()
         raise DataError(f"{files[0]} has no record")
-    whole.rename(path)
     return WrittenSplit(
         path=path,
         num_rows=len(seen),
@@ -120,6 +149,19 @@ def _write(
     )
 
 
+def _schema(name: DataSetName, files: Sequence[Path], columns: RecordColumns) -> pa.Schema:
+    """Return the columns of the table: images where the first record has a column for them."""
+    if name is DataSetName.HARBOR:
+        return _TASK_SCHEMA
+    first = next(read_records(files[0]), {})
+    return SCHEMA.append(_IMAGES) if _images_key(name, first, columns) is not None else SCHEMA
+
+
+def _images_key(name: DataSetName, record: _Record, columns: RecordColumns) -> str | None:
+    keys = {DataSetName.ROWS: columns.images, DataSetName.GEO3K: ("images",)}.get(name, ())
+    return next((key for key in keys if key in record), None)
+
+
 def _as_table_row(row: _Row, *, index: int, split: str) -> dict[str, object]:
     return {
         "data_source": row.source,
@@ -127,19 +169,61 @@ def _as_table_row(row: _Row, *, index: int, split: str) -> dict[str, object]:
         "reward_model": {"style": "rule", "ground_truth": row.truth},
         "extra_info": {"index": index, "split": split, "task": row.task},
         "response": row.response,
+        _IMAGES.name: [{"bytes": image, "path": None} for image in row.images],
     }
 
 
-def _rows(name: DataSetName, files: Iterable[Path], columns: RecordColumns) -> Iterator[_Row]:
+def _rows(name: DataSetName, files: Iterable[Path], columns: RecordColumns, *, has_images: bool) -> Iterator[_Row]:
+    """Yield the rows; at the end of a file raise a DataError that names its first bad record and counts the others."""
     for path in files:
         if name is DataSetName.HARBOR:
             yield from _harbor_rows(path)
             continue
+        errors: list[str] = []
         for number, record in enumerate(read_records(path), start=1):
             try:
-                yield _row(name, record, columns, path)
-            except _RecordError as error:
-                raise DataError(f"{path} record {number}: {error}") from None
+                row = _with_images(_row(name, record, columns, path), name, record, columns, path.parent)
+                if row.images and not has_images:
+                    raise _RecordError("has images, and the first record no column for them; give it an empty list")
+            except (_RecordError, ImageError) as error:
+                errors.append(f"record {number}: {error}")
+            else:
+                yield row
+        if errors:
+            others = [error.partition(":")[0].removeprefix("record ") for error in errors[1:]]
+            rest = f" ({len(others)} more bad records: {first_few(others)})" if others else ""
+            raise DataError(f"{path} {errors[0]}{rest}; nothing was written")
+
+
+def _with_images(row: _Row, name: DataSetName, record: _Record, columns: RecordColumns, folder: Path) -> _Row:
+    """Return the row with its images, each of which can be read, and with a mark for each in its prompt."""
+    key = _images_key(name, record, columns)
+    value = None if key is None else record[key]
+    listed = value if isinstance(value, list) else [value] if value else []
+    if not listed:
+        return row
+    images = tuple(_checked_image(each, number, folder) for number, each in enumerate(listed))
+    num_marks = sum(message["content"].count(IMAGE_MARK) for message in row.prompt)
+    if num_marks not in (0, len(images)):
+        raise _RecordError(f"{len(images)} images, and {num_marks} places ({IMAGE_MARK}) for them in its prompt")
+    if num_marks == 0:
+        place = next((place for place, message in enumerate(row.prompt) if message["role"] != "system"), 0)
+        asked = {**row.prompt[place], "content": IMAGE_MARK * len(images) + row.prompt[place]["content"]}
+        row = replace(row, prompt=[*row.prompt[:place], asked, *row.prompt[place + 1 :]])
+    return replace(row, images=images)
+
+
+def _checked_image(value: JsonValue | bytes, number: int, folder: Path) -> bytes:
+    """Return the bytes of an image: as they are, or of the file at a path relative to that of the record."""
+    content = (value.get("bytes") or value.get("path")) if isinstance(value, dict) else value
+    try:
+        if not content or not isinstance(content, bytes | str):
+            raise ImageError("has neither bytes nor a path")
+        raw = content if isinstance(content, bytes) else read_image(folder / content)
+        decode(raw)
+    except ImageError as error:
+        raise ImageError(f"image {number}: {error}") from None
+    return raw
 
 
 def _harbor_rows(folder: Path) -> Iterator[_Row]:
@@ -169,9 +253,8 @@ def _row(name: DataSetName, record: _Record, columns: RecordColumns, path: Path)
             boxed = last_boxed(solution)
             if boxed is None:
                 raise _RecordError("its solution has no \\boxed{...}; is this MATH?")
-            ask = "Reason step by step, and write the final answer in \\boxed{}."
             source = "DigitalLearningGmbH/MATH-lighteval"
-            return _Row(prompt=_asked(record, "problem", ask), source=source, truth=boxed, response=solution)
+            return _Row(prompt=_asked(record, "problem", _BOXED), source=source, truth=boxed, response=solution)
         case DataSetName.DAPO_MATH:
             reward = record.get("reward_model")
             truth_value = reward.get("ground_truth") if isinstance(reward, dict) else None
@@ -183,8 +266,17 @@ def _row(name: DataSetName, record: _Record, columns: RecordColumns, path: Path)
             if answer_message["role"] != "assistant" or not prompt:
                 raise _RecordError("its chosen conversation does not end with an answer; is this UltraFeedback?")
             return _Row(prompt=prompt, source="ultrafeedback", response=answer_message["content"])
+        case DataSetName.GEO3K:
+            return _geometry(record)
         case _:
             return _any_row(record, columns, path)
+
+
+def _geometry(record: _Record) -> _Row:
+    if not record.get("images"):
+        raise _RecordError("has no images; is this Geometry3K?")
+    prompt = _asked(record, "problem", _BOXED)
+    return _Row(prompt=prompt, source="hiyouga/geometry3k", truth=_text(record, "answer"))
 
 
 def _any_row(record: _Record, columns: RecordColumns, path: Path) -> _Row:
@@ -214,10 +306,19 @@ def _messages(record: _Record, keys: Iterable[str]) -> list[dict[str, str]]:
         raise _RecordError(f"has no {' or '.join(names)}; it has {', '.join(record)}; --prompt-key names the column")
     found = []
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        if not isinstance(message, dict) or (content := _content(message.get("content"))) is None:
             raise _RecordError("a message without role and content, both strings")
-        found.append({"role": str(message.get("role")), "content": str(message["content"])})
+        found.append({"role": str(message.get("role")), "content": content})
     return found
+
+
+def _content(value: JsonValue) -> str | None:
+    """Return the text of a message, with a mark for each of its parts that is an image; None for anything else."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    parts = [part if isinstance(part, dict) else {} for part in value]
+    texts = [IMAGE_MARK if part.get("type") == "image" else part.get("text") for part in parts]
+    return "".join(text for text in texts if isinstance(text, str)) if all(texts) else None
 
 
 def _text(record: _Record, key: str) -> str:
@@ -258,7 +359,8 @@ def read_records(path: Path) -> Iterator[Mapping[str, JsonValue]]:
         match path.suffix:
             case ".parquet":
                 with pq.ParquetFile(path) as file:
-                    for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
+                    has_bytes = any("binary" in str(kind) for kind in file.schema_arrow.types)
+                    for batch in file.iter_batches(batch_size=_IMAGE_ROWS_PER_READ if has_bytes else _ROWS_PER_READ):
                         yield from batch.to_pylist(maps_as_pydicts="strict")
             case ".arrow":
                 with pa.memory_map(str(path)) as memory:

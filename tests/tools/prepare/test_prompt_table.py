@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from megarl.cli.main import run
 from megarl.config.recipe import DataConfig
@@ -115,6 +117,86 @@ def test_a_saved_data_set_of_the_datasets_package_is_read(tmp_path: Path) -> Non
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     splits = prepared(DataSetName.ROWS, tmp_path / "saved", tmp_path / "out")
     assert {split: rows[0].ground_truth for split, rows in splits.items()} == {"train": "2", "test": "2"}
+
+
+def png(colour: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), (colour, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_pictures(folder: Path, records: Sequence[Mapping[str, object]], *, good: int = 3) -> Path:
+    """Write a folder of images with a file of records, as Geometry3K's."""
+    (folder / "images").mkdir(parents=True)
+    for number in range(good):
+        (folder / "images" / f"{number}.png").write_bytes(png(number))
+    return write_jsonl(folder / "train.jsonl", records)
+
+
+def geometry(*images: str, problem: str = "<image>Find x.") -> dict[str, object]:
+    return {"images": list(images), "problem": problem, "answer": "3"}
+
+
+def test_a_folder_of_images_and_a_table_of_bytes_give_the_same_rows(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "folder", [geometry("images/0.png"), geometry("images/1.png")]).parent
+    table = tmp_path / "train.parquet"
+    records = [{**geometry(), "images": [{"bytes": png(number), "path": "elsewhere.png"}]} for number in range(2)]
+    pq.write_table(pa.Table.from_pylist(records), table)
+    rows = [prepared(DataSetName.GEO3K, source, tmp_path / f"out-{source.name}")["train"] for source in (folder, table)]
+    assert rows[0] == rows[1]
+    # The same question about another image is another question.
+    assert [row.images for row in rows[0]] == [(png(0),), (png(1),)]
+    (row, _) = rows[0]
+    text = "Find x.\nReason step by step, and write the final answer in \\boxed{}."
+    assert row.chat[0]["content"] == [{"type": "image"}, {"type": "text", "text": text}]
+    assert (row.data_source, row.ground_truth) == ("hiyouga/geometry3k", "3")
+
+
+@pytest.mark.parametrize(
+    ("record", "content"),
+    [
+        ({"image": "images/0.png", "prompt": "what?"}, "<image>what?"),
+        ({"images": ["images/0.png", "images/1.png"], "prompt": "a<image>b<image>"}, "a<image>b<image>"),
+        ({"images": [], "prompt": "text"}, "text"),
+        (
+            {
+                "images": ["images/2.png"],
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
+            },
+            "a<image>",
+        ),
+    ],
+)
+def test_rows_have_their_images_in_their_places(record: dict[str, object], content: str, tmp_path: Path) -> None:
+    source = write_pictures(tmp_path / "in", [record])
+    (row,) = prepared(DataSetName.ROWS, source, tmp_path / "out")["train"]
+    named = record.get("images", [record.get("image")])
+    assert isinstance(named, list)
+    assert row.images == tuple((source.parent / str(name)).read_bytes() for name in named)
+    (written,) = pq.read_table(tmp_path / "out" / "train.parquet")["prompt"].to_pylist()
+    assert written[0]["content"] == content
+
+
+def test_every_record_with_a_bad_image_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    records = [
+        geometry("images/0.png"),
+        geometry("images/cut.png"),
+        geometry("images/0.png", "images/1.png"),
+        geometry("images/missing.png"),
+        geometry(),
+        geometry("images/1.png"),
+    ]
+    source = write_pictures(tmp_path / "in", records)
+    (source.parent / "images" / "cut.png").write_bytes(png(5)[:40])
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.parquet").write_bytes(b"of an earlier call")
+    with pytest.raises(DataError, match=r"record 2: image 0: not a readable image.*3 more bad records: 3; 4; 5\);"):
+        prepare(DataSetName.GEO3K, source, out, RecordColumns(), report=print)
+    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [("train.parquet", b"of an earlier call")]
+    late = write_pictures(tmp_path / "late", [{"prompt": "a"}, {"prompt": "b", "images": ["images/0.png"]}])
+    with pytest.raises(DataError, match="record 2: has images, and the first record no column for them"):
+        prepare(DataSetName.ROWS, late, out, RecordColumns(), report=print)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

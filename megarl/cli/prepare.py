@@ -245,12 +245,15 @@ def prepare(
     prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt, for `rows`.")] = None,
     answer_key: Annotated[str | None, typer.Option(help="Column with the ground truth, for `rows`.")] = None,
     response_key: Annotated[str | None, typer.Option(help="Column with the answer to imitate, for `rows`.")] = None,
+    images_key: Annotated[
+        str | None, typer.Option(help="Column with images or their paths relative to the file, for `rows`.")
+    ] = None,
     data_source: Annotated[str | None, typer.Option(help="The data_source of all rows, for `rows`.")] = None,
 ) -> None:
     """Write a data set as the Parquet files that a recipe names in data.train and data.eval."""
     from megarl.tools.prepare.prompt_table import RecordColumns, prepare
 
-    named = {"prompt": prompt_key, "answer": answer_key, "response": response_key}
+    named = {"prompt": prompt_key, "answer": answer_key, "response": response_key, "images": images_key}
     columns = RecordColumns(source=data_source, **{key: (value,) for key, value in named.items() if value is not None})
     with writing(f"--out {out}"):
         written = prepare(name, source, out, columns, report=lambda line: print(line, file=sys.stderr))
@@ -276,9 +279,31 @@ def arithmetic(
     """
     from megarl.tools.quickstart.arithmetic import SHAPE, make_arithmetic
 
-    shape = SHAPE if like is None else _random_shape(like)
+    shape = SHAPE if like is None else _random_shape(like, "arithmetic")
     with writing(f"--out {out}"):
         files = make_arithmetic(out, seed=seed, shape=shape)
+    for path in (files.train, files.sft, files.eval, files.model):
+        print(f"wrote {path}")
+
+
+@make_app.command()
+def squares(
+    out: _Out,
+    seed: _Seed = 1,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Give the text of the model the size of this Qwen2 model."),
+    ] = None,
+) -> None:
+    """Write images of squares to be counted, and a model that learns to see them.
+
+    The model is tiny and random, with a random tower for images, which is not trained.
+    """
+    from megarl.tools.quickstart.squares import SHAPE, make_squares, seeing
+
+    shape = SHAPE if like is None else seeing(_random_shape(like, "squares"))
+    with writing(f"--out {out}"):
+        files = make_squares(out, seed=seed, shape=shape)
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
 
@@ -294,11 +319,11 @@ def calculator(out: _Out, seed: _Seed = 1) -> None:
         print(f"wrote {path}")
 
 
-def _random_shape(name: str) -> TinyShape:
+def _random_shape(name: str, task: str) -> TinyShape:
     from megarl.tools.quickstart.tiny_model import TinyShape
 
     known = {known: shape for known, shape in PUBLIC_MODELS.items() if shape.family == "qwen2"}
     if name not in known:
         problem = Problem(key="--like", message=f"{name} is not known; name one of {', '.join(known)}")
-        raise ConfigError("megarl data make arithmetic", (problem,))
+        raise ConfigError(f"megarl data make {task}", (problem,))
     return TinyShape.like(known[name])

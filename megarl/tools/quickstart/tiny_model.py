@@ -1,4 +1,4 @@
-"""Write a random model small enough for a laptop: Qwen2 architecture, bytes as tokens.
+"""Write a random model small enough for a laptop: Qwen2, or Qwen2.5-VL, which sees images; bytes as tokens.
 
 It is written from numpy with the names and shapes of a Hugging Face folder, so that neither torch nor a model class is
 needed.
@@ -17,7 +17,9 @@ import numpy.typing as npt
 from safetensors import TensorSpec, serialize_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megarl.families.shape import ModelShape
+from megarl.families import family_of
+from megarl.families.shape import ModelShape, VisionShape
+from megarl.tools.quickstart.tiny_tower import IMAGE_TOKENS, tiny_tower, tower_tensors, write_processor
 from megarl.types import FloatArray
 
 PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -26,6 +28,7 @@ _SPECIAL = (PAD, END, USER, ASSISTANT)
 # Loaders rebuild the tokenizer of a Qwen2 model as byte-level BPE whatever its files say. Without merges that is one
 # token per byte, and one per character of plain text; with all 256 bytes every text can be encoded.
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+_NUM_COMMON = len(_SPECIAL) + len(_BYTES)
 
 # The role's token, then the content; an assistant's turn ends with the end token, which the model must generate.
 _CHAT_TEMPLATE = (
@@ -33,6 +36,18 @@ _CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + END + "{% else %}"
     "" + USER + "{{ message['content'] }}"
     "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+)
+
+# Content in parts, some of which are images.
+_IMAGE_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '" + ASSISTANT + "' if message['role'] == 'assistant' else '" + USER + "' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + "".join(IMAGE_TOKENS[place] for place in (2, 0, 3)) + "{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}" + END + "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )
@@ -64,12 +79,14 @@ class TinyShape:
     has_tied_embeddings: bool = False
     weight_std: float = 0.1
     """Larger than the usual 0.02, with which a model this narrow learns nothing for its first hundreds of steps."""
-    vocab: int = len(_SPECIAL) + len(_BYTES)
+    vocab: int = _NUM_COMMON
     """Rows of the embedding; the tokenizer never uses more than these."""
     rope_theta: float = 10_000.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     has_tools: bool = False
     """The chat template renders tools; it has a token more."""
+    max_image_pixels: int | None = None
+    """Sees images up to this size, by a random tower; it has four tokens more. None reads text alone."""
 
     @classmethod
     def like(cls, shape: ModelShape) -> TinyShape:
@@ -92,6 +109,46 @@ class TinyShape:
     def head_dim(self) -> int:
         return self.hidden // self.num_heads
 
+    @property
+    def chat_template(self) -> str:
+        if self.has_tools:
+            return _TOOL_TEMPLATE
+        return _CHAT_TEMPLATE if self.tower is None else _IMAGE_TEMPLATE
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Tokens behind those that every model has."""
+        if self.has_tools:
+            return (TOOL,)
+        return () if self.tower is None else IMAGE_TOKENS
+
+    @property
+    def tower(self) -> VisionShape | None:
+        if self.max_image_pixels is None:
+            return None
+        return tiny_tower(first_token=_NUM_COMMON, head_dim=self.head_dim)
+
+    def as_model(self) -> ModelShape:
+        return ModelShape(
+            family="qwen2" if self.tower is None else "qwen2_5_vl",
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            ffn_hidden=self.ffn_hidden,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab=self.vocab,
+            max_context_tokens=self.max_context_tokens,
+            norm_eps=1e-6,
+            rope_theta=self.rope_theta,
+            rope_scaling=None,
+            has_tied_embeddings=self.has_tied_embeddings,
+            has_qkv_bias=True,
+            has_qk_norm=False,
+            dtype=self.dtype,
+            vision=self.tower,
+        )
+
 
 def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
     """Write a complete Hugging Face folder."""
@@ -110,8 +167,10 @@ def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
 def write_config(folder: Path, shape: TinyShape) -> None:
     """Write config.json, generation_config.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder, has_tools=shape.has_tools)
+    _write_tokenizer(folder, shape)
     _write_json(folder / "config.json", _config(shape))
+    if shape.tower is not None and shape.max_image_pixels is not None:
+        write_processor(folder, shape.tower, max_pixels=shape.max_image_pixels)
     end, pad = _SPECIAL.index(END), _SPECIAL.index(PAD)
     _write_json(folder / "generation_config.json", {"eos_token_id": [end], "pad_token_id": pad})
 
@@ -124,9 +183,9 @@ def _raw(values: FloatArray, shape: TinyShape) -> npt.NDArray[np.generic]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _write_tokenizer(folder: Path, *, has_tools: bool) -> None:
-    special = (*_SPECIAL, TOOL) if has_tools else _SPECIAL
-    vocab = {token: index for index, token in enumerate((*_SPECIAL, *_BYTES, *special[len(_SPECIAL) :]))}
+def _write_tokenizer(folder: Path, shape: TinyShape) -> None:
+    special = (*_SPECIAL, *shape.added_tokens)
+    vocab = {token: index for index, token in enumerate((*_SPECIAL, *_BYTES, *shape.added_tokens))}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +193,7 @@ def _write_tokenizer(folder: Path, *, has_tools: bool) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
-        "chat_template": _TOOL_TEMPLATE if has_tools else _CHAT_TEMPLATE,
+        "chat_template": shape.chat_template,
         "eos_token": END,
         "pad_token": PAD,
         "unk_token": None,
@@ -144,29 +203,12 @@ def _write_tokenizer(folder: Path, *, has_tools: bool) -> None:
 
 
 def _config(shape: TinyShape) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "dtype": shape.dtype,
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn_hidden,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": shape.max_context_tokens,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "attention_dropout": 0.0,
-        "initializer_range": shape.weight_std,
-        "use_sliding_window": False,
-        "tie_word_embeddings": shape.has_tied_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": _SPECIAL.index(END),
-        "pad_token_id": _SPECIAL.index(PAD),
-    }
+    model = shape.as_model()
+    tokens = {"eos_token_id": _SPECIAL.index(END), "pad_token_id": _SPECIAL.index(PAD)}
+    config = {**family_of(model).config_json(model), **tokens}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {**text, **tokens}
+    return config
 
 
 def _tensors(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -189,10 +231,12 @@ def _tensors(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not shape.has_tied_embeddings:
         yield "lm_head.weight", (shape.vocab, hidden)
+    if shape.tower is not None:
+        yield from tower_tensors(shape.tower, hidden)
 
 
 def _random(name: str, tensor_shape: tuple[int, ...], shape: TinyShape, generator: np.random.Generator) -> FloatArray:
-    if name.endswith("norm.weight"):
+    if "norm" in name or ".ln_q." in name:
         return np.ones(tensor_shape, dtype=np.float32)
     if name.endswith("bias"):
         return np.zeros(tensor_shape, dtype=np.float32)

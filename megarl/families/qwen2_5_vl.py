@@ -24,6 +24,8 @@ REFUSES: Mapping[Feature, str] = {
 TOWER = ("visual.", "model.visual.")
 """Beginnings of its names: in released files and in those that transformers 5 writes, or the other way round."""
 UNPLANNED = ("visual.",)
+_PATCH_WIDTH = 1176
+"""Numbers of a patch in SGLang's class: 14 x 14 pixels in three colours, twice."""
 _TINY = {"num_layers": 2, "hidden": 32, "ffn": 64, "heads": 2}
 
 
@@ -45,6 +47,8 @@ class Qwen25Vl(Family):
     def _vision(self, fields: Fields, text: Fields) -> VisionShape:
         own = vision_fields(fields)
         vision = read_vision(fields, own, text, ffn="intermediate_size", is_gated=True)
+        if vision.patch_width != _PATCH_WIDTH:
+            fields.refuse(f"patches of {vision.patch_width} numbers are not supported: SGLang takes them for outputs")
         whole = own.get("fullatt_block_indexes")
         layers = tuple(whole) if isinstance(whole, list) else ()
         return replace(vision, window=own.integer("window_size", 112), whole_layers=layers)

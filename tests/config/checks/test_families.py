@@ -74,6 +74,7 @@ REFUSED: tuple[tuple[str, dict[str, object], str], ...] = (
     ("gpt-oss-20b", {"layer_types": ["chunked_attention"]}, "layer_types ['chunked_attention'] are not supported"),
     ("qwen3-next-80b-a3b", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
     ("qwen3-next-80b-a3b", {"full_attention_interval": 3}, "layer_types are not one full_attention in 3"),
+    ("qwen2.5-vl-3b", {"vision_config": {"patch_size": 16}}, "patches of 1536 numbers are not supported"),
     ("qwen3.5-4b", {"text_config": None}, "text_config is missing"),
     ("qwen3.5-4b", {"text_config": {"output_gate_type": "sigmoid"}}, "output_gate_type sigmoid is not supported"),
     ("qwen3.5-35b-a3b", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob false is not supported"),

@@ -42,10 +42,6 @@ def test_the_newest_comes_first_and_latest_names_it(tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1000000\n"
 
 
-def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path / "nowhere") == []
-
-
 def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
     leftover = begin(checkpoint_folder(tmp_path, 1), num_bytes=0)
     (leftover / "model").mkdir()
@@ -95,13 +91,6 @@ def test_what_a_run_resumed_before_is_set_aside_when_it_saves_again(tmp_path: Pa
     assert (tmp_path / "latest").resolve() == tmp_path / "step_000002"
     aside = {path.name for path in tmp_path.glob("*.abandoned")}
     assert aside == {f"step_00000{step}.abandoned" for step in (2, 8, 9)}
-
-
-def test_the_oldest_go(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write_checkpoint(tmp_path, step)
-    remove_old(tmp_path, keep_last=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003", "step_000002"]
 
 
 def test_nothing_is_begun_on_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +183,6 @@ def parent(tmp_path: Path) -> Path:
 
 def steps(folders: tuple[Path, ...]) -> list[int]:
     return [int(folder.name[5:11]) for folder in folders]
-
-
-def test_the_newest_stay(parent: Path) -> None:
-    plan = plan_prune(parent, keep_last=2, keep_best=False)
-    assert (steps(plan.kept), steps(plan.removed)) == ([5, 4], [3, 2, 1])
-    assert [folder.name for folder in prune(plan)] == ["step_000003", "step_000002", "step_000001"]
-    assert {path.name for path in parent.iterdir() if path.is_dir() and not path.is_symlink()} == {
-        "step_000004",
-        "step_000005",
-    }
 
 
 def test_the_best_stays_on_request(parent: Path) -> None:

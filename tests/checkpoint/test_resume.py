@@ -50,15 +50,6 @@ def test_a_damaged_checkpoint_is_skipped_and_people_are_told(tmp_path: Path, nam
     assert name in note
 
 
-def test_what_ranks_found_damaged_is_passed_over(tmp_path: Path) -> None:
-    folders = [write_checkpoint(tmp_path, step) for step in (2, 4)]
-    chosen = decide(tmp_path, recipe=RECIPE, num_steps=10, damaged=folders[1:])
-    assert chosen.point is not None
-    assert chosen.point.step == 2
-    with pytest.raises(CheckpointError, match="--resume never"):
-        decide(tmp_path, recipe=RECIPE, num_steps=10, damaged=folders)
-
-
 def test_where_all_are_damaged_it_is_for_people_to_decide(tmp_path: Path) -> None:
     for step in (2, 4):
         (write_checkpoint(tmp_path, step) / "state.json").write_text("{}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -248,31 +247,28 @@ def test_one_run_has_nothing_to_be_compared_with(runs: list[str], capsys: pytest
 
 
 @pytest.mark.needs("chromium")
-def test_the_page_has_a_curve_of_each_run(runs: list[str], tmp_path: Path) -> None:
+async def test_the_page_has_a_curve_of_each_run(runs: list[str], tmp_path: Path) -> None:
     path = tmp_path / "compared.html"
     assert run(["compare", *runs, "--out", str(path)]) == 0
 
-    async def main() -> None:
-        async with open_browser() as page:
-            await page.open(path.as_uri())
-            await page.until("document.getElementById('name')?.textContent === 'plain · hot'")
-            text = await page.evaluate("document.querySelector('.card').textContent")
-            assert "plain" in text
-            assert "hot" in text
-            tables = await page.evaluate("[...document.querySelectorAll('.compared')].map((t) => t.textContent).join()")
-            assert "sampling.temperature1.00.7" in tables
-            # A colour is a run, however many curves it has in a card.
-            lines = "[...document.querySelectorAll('.card .line')].map((line) => line.getAttribute('class'))"
-            colours = await page.evaluate(f"{lines}.flatMap((name) => name.match(/line-\\d/)).join()")
-            assert set(colours.split(",")) == {"line-0", "line-1"}
-            where = "[...document.querySelectorAll('.compared, .card')].map((one) => one.className)"
-            places = (await page.evaluate(f"{where}.join()")).split(",")
-            assert (places[0], places[-1]) == ("compared", "compared")
-            assert await page.evaluate("document.getElementById('tab-rollouts').textContent") == "Rollouts of plain"
-            assert not await page.evaluate("document.getElementById('status').textContent")
-            assert not page.complaints
-
-    asyncio.run(main())
+    async with open_browser() as page:
+        await page.open(path.as_uri())
+        await page.until("document.getElementById('name')?.textContent === 'plain · hot'")
+        text = await page.evaluate("document.querySelector('.card').textContent")
+        assert "plain" in text
+        assert "hot" in text
+        tables = await page.evaluate("[...document.querySelectorAll('.compared')].map((t) => t.textContent).join()")
+        assert "sampling.temperature1.00.7" in tables
+        # A colour is a run, however many curves it has in a card.
+        lines = "[...document.querySelectorAll('.card .line')].map((line) => line.getAttribute('class'))"
+        colours = await page.evaluate(f"{lines}.flatMap((name) => name.match(/line-\\d/)).join()")
+        assert set(colours.split(",")) == {"line-0", "line-1"}
+        where = "[...document.querySelectorAll('.compared, .card')].map((one) => one.className)"
+        places = (await page.evaluate(f"{where}.join()")).split(",")
+        assert (places[0], places[-1]) == ("compared", "compared")
+        assert await page.evaluate("document.getElementById('tab-rollouts').textContent") == "Rollouts of plain"
+        assert not await page.evaluate("document.getElementById('status').textContent")
+        assert not page.complaints
 
 
 def test_top_prints_where_a_run_stands(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,18 +241,6 @@ def num_real_tokens(item: MicroBatch) -> int:
     return int(sizes[item.sample_ids != PADDING].sum())
 
 
-def test_the_budget_is_used_before_another_micro_batch_is_opened() -> None:
-    samples = make_samples([(1, 10)] * 8)  # ten positions each
-    assert [len(item.sample_ids) for item in micro_batches(pack_samples(samples, budget=40))] == [4, 4]
-
-
-def test_a_rank_without_samples_gets_pure_padding() -> None:
-    full, empty = micro_batches(pack_samples(make_samples([(3, 4)]), data_parallel=2, pad_multiple=4))
-    assert full.sample_ids.tolist() == [0, PADDING]
-    assert empty.sample_ids.tolist() == [PADDING]
-    assert len(empty.token_ids) == len(full.token_ids) == 8
-
-
 def test_a_sample_larger_than_the_budget_is_refused() -> None:
     with pytest.raises(AssertionError, match="a sample has 41 tokens, a micro-batch 40"):
         pack_samples(make_samples([(21, 21)]), budget=40)

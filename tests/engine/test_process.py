@@ -239,22 +239,7 @@ def test_graphs_are_captured_for_the_batches_that_occur_unless_the_recipe_says_w
     spec = replace(engine_spec(tmp_path, tmp_path, tensor=1), device="cuda", config=config)
     words = words_of(spec)
     first = words.index("--cuda-graph-bs-decode") + 1
-    assert words[first : first + 14] == [
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        "6",
-        "7",
-        "8",
-        "10",
-        "12",
-        "14",
-        "16",
-        "20",
-        "--skip-server-warmup",
-    ]
+    assert words[first : first + 14] == [*map(str, (*range(1, 9), 10, 12, 14, 16, 20)), "--skip-server-warmup"]
     for options in ({"cuda_graph_max_bs_decode": 16}, {"disable_cuda_graph": True}):
         own = replace(spec, config=config.model_copy(update={"sglang": options}))
         assert "--cuda-graph-bs-decode" not in words_of(own)

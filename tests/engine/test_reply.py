@@ -95,6 +95,7 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
         (with_logprobs([-0.5, 5], [-1e308, 6], [-0.5, 2]), "log-probability -inf of token 6"),
         (with_logprobs([-0.5, 5], [-0.5, 2**40], [-0.5, 2]), "Expected `int` <= 2147483647"),
         (with_meta(weight_version=str(2**40)), "weight version is 1099511627776, which no run reaches"),
+        (with_meta(weight_version=2**40), "no reply"),
         (with_meta(weight_version="-1"), "weight version is -1, which no run reaches"),
         (with_meta(weight_version="7" * 5000), "weight version is '7777"),
         (with_meta(weight_versions=[{"version": str(2**40), "start": 0, "end": 3}]), "which no run reaches"),

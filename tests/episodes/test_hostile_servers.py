@@ -296,13 +296,10 @@ async def test_what_the_model_wrote_comes_back_as_it_was_and_other_text_keeps_it
         (_body("hi", max_tokens=0), 400),
         (_body("hi", max_completion_tokens=True), 400),
         (_body("hi", max_tokens="9"), 400),
-        (_body("hi", max_tokens=10**30), 200),
         (_body("hi", tools=[{"name": "add"}]), 400),
         (_body("hi", tools="all"), 400),
-        (_body("\ud800"), 200),
         (b'{"messages": ' + b"[" * 100_000, 400),
         (b"\xff\xfe", 400),
-        (_body("x" * (2 << 20)), 413),
     ],
 )
 async def test_odd_requests_are_refused_and_the_server_goes_on(body: bytes, status: int, tokenizer: Tokenizer) -> None:

@@ -7,7 +7,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from megarl.observe.events import Event, RunFinished, RunStatus
 from megarl.observe.loggers import Logger, LoggerSink, MlflowLogger, TensorboardLogger, WandbLogger, open_loggers
 from megarl.observe.metrics import Meter, Metrics
 from tests.observe.samples import evaluated, records, run_started, step_finished
+from tests.waiting import wait_until
 
 
 class Remembering:
@@ -132,10 +132,7 @@ def test_wandb_writes_offline_and_a_continued_run_keeps_its_name(tmp_path: Path)
     run_id = (tmp_path / "wandb_run_id").read_text()
     assert {path.name for path in files} == {f"run-{run_id}.wandb"}
     # Its service goes on writing after `finish`.
-    deadline = time.monotonic() + 60
-    while not all(b"reward/reward_mean" in path.read_bytes() for path in files):
-        assert time.monotonic() < deadline, f"numbers are missing in one of {files}"
-        time.sleep(0.05)
+    wait_until(lambda: all(b"reward/reward_mean" in path.read_bytes() for path in files), told=lambda: files)
 
 
 @pytest.mark.patient

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from megarl.config.document import Document, Tree, override
+from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.families.shape import ModelShape
 from megarl.planner.deployment import Placement, RoleShapes, place
+from tests.repository import ROOT
 
 RECIPE_TREE: dict[str, Tree] = {
     "run": {"name": "test", "steps": 10, "ray_address": "auto"},
@@ -29,6 +33,13 @@ PPO = (
     "algorithm={kind: gae, kl: {kind: reward}}",
 )
 """Adds a critic in a pool of its own, and a reference in host memory of the actor's ranks."""
+
+
+@cache
+def large_recipes() -> dict[str, Recipe]:
+    """Return the shipped recipes of whole nodes by their names; each trains a public model."""
+    recipes = {path.stem: read_recipe(path).recipe for path in sorted(ROOT.glob("recipes/*.yaml"))}
+    return {name: each for name, each in recipes.items() if sum(pool.gpus for pool in each.pools.values()) >= 8}
 
 
 def shapes_of(shape: ModelShape) -> RoleShapes:

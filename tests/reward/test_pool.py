@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from megarl.reward.protocol import Request
 from megarl.system.proc import ZOMBIE, read_stat
 from megarl.system.user_process import UserProcess
 from megarl.types import Score
+from tests.waiting import wait_until
 
 MakeReward = Callable[..., FunctionRewardConfig]
 OpenPool = Callable[..., WorkerPool]
@@ -71,11 +71,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pids: list[int], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} still running: {[pid for pid in pids if is_running(pid)]}"
-        time.sleep(0.02)
+def wait_for_end(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), told=lambda: [pid for pid in pids if is_running(pid)])
 
 
 async def read_pids(path: Path) -> list[int]:
@@ -399,9 +396,6 @@ def test_the_log_of_workers_has_a_bound(tmp_path: Path, open_pool: OpenPool, mon
     log = tmp_path / "reward.log"
     pool = open_pool(WRITES_MUCH, log_path=log)
     assert asyncio.run(score(pool, request("go"))).value == 1
-    deadline = time.monotonic() + 60
-    while not log.exists() or not log.read_text().endswith("the last line\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: log.exists() and log.read_text().endswith("the last line\n"))
     pool.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("reward.log*")) <= 2 << 20

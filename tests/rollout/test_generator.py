@@ -1,25 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import pickle
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM
 
 from megarl.engine import admin
-from megarl.engine.batches import Line
 from megarl.engine.client import EngineClient
 from megarl.engine.fleet import Fleet
 from megarl.engine.lifecycle import EngineState, Retired
@@ -121,117 +116,33 @@ def test_an_evaluation_throws_other_dice_than_training() -> None:
 
 
 @pytest.mark.fault("answers that are no answers", "refused and asked of another engine")
+@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "cause"),
     [
-        reply_of(7, 8, kind="abort"),
-        reply_of(7, 99, EOS),
-        reply_of(7, 8, EOS, version="3"),
-        httpx.Response(200, content=b"not json"),
-        httpx.Response(500, content=b"out of memory"),
-        httpx.ReadTimeout("late"),
-        httpx.RemoteProtocolError("disconnected"),
+        (reply_of(7, 8, kind="abort"), "BadReplyError"),
+        (reply_of(7, 99, EOS), "BadReplyError"),
+        (reply_of(7, 8, EOS, version="3"), "WrongVersionError"),
+        (httpx.Response(200, content=b"not json"), "BadReplyError"),
+        (httpx.Response(500, content=b"out of memory"), "EngineError"),
+        (httpx.ReadTimeout("late"), "EngineError"),
+        (httpx.RemoteProtocolError("disconnected"), "EngineError"),
     ],
     ids=["aborted", "bad id", "other version", "no json", "status 500", "late", "disconnected"],
 )
-def test_a_bad_answer_is_tried_again_on_another_engine(bad: httpx.Response | httpx.HTTPError) -> None:
+def test_a_bad_answer_is_counted_and_tried_again_on_another_engine(
+    bad: httpx.Response | httpx.HTTPError, cause: str
+) -> None:
+    """tests/engine has all kinds of them: test_reply.py for what is in a reply, test_client.py for how it comes."""
     first, second = ScriptedEngine(bad), ScriptedEngine(reply_of(9, EOS))
-    group = generate(scripted_fleet(first, second))
+    fleet = scripted_fleet(first, second)
+    fleet.requests = retries = RequestCounts()
+    group = generate(fleet)
     assert group.rollouts[0].token_ids.tolist() == [9, EOS]
+    assert retries.causes == {cause: 1}
     assert len(first.requests) == len(second.requests) == 1
     # The same seed at every attempt: a retry changes nothing about the run.
     assert first.requests[0]["sampling_params"] == second.requests[0]["sampling_params"]
-
-
-def broken_reply(**changes: object) -> bytes:
-    """A good reply with other fields in it or in its meta_info."""
-    reply = json.loads(reply_of(7, EOS).content)
-    for name, value in changes.items():
-        (reply if name in reply else reply["meta_info"])[name] = value
-    return json.dumps(reply).encode()
-
-
-@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
-@pytest.mark.parametrize(
-    ("content", "cause"),
-    [
-        (broken_reply(output_token_logprobs=[[-1e308, 7, None], [-1.0, EOS, None]]), "BadReplyError"),
-        (broken_reply(weight_version=str(2**40)), "BadReplyError"),
-        (broken_reply(weight_version=2**40), "BadReplyError"),
-        (broken_reply(output_ids=[10**400, EOS]), "BadReplyError"),
-        (broken_reply(output_token_logprobs=[[-(10**400), 7, None], [-1.0, EOS, None]]), "BadReplyError"),
-        (b'{"meta_info":' * 100_000, "BadReplyError"),
-        (broken_reply()[:-20], "BadReplyError"),
-        (broken_reply(weight_version="3"), "WrongVersionError"),
-    ],
-    ids=["-1e308", "version 2^40", "number 2^40", "long id", "long logprob", "deep", "truncated", "other version"],
-)
-def test_a_reply_that_no_engine_should_give_is_retried_and_counted(content: bytes, cause: str) -> None:
-    bad, good = ScriptedEngine(httpx.Response(200, content=content)), ScriptedEngine(reply_of(9, EOS))
-    fleet = scripted_fleet(bad, good)
-    fleet.requests = retries = RequestCounts()
-    (rollout,) = generate(fleet).rollouts
-    assert rollout.token_ids.tolist() == [9, EOS]
-    assert np.isfinite(rollout.logprobs).all()
-    assert retries.causes == {cause: 1}
-
-
-async def _trickle(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    while True:
-        await response.write(b" ")
-        await asyncio.sleep(0.01)
-
-
-async def _never_answer(request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(3600)
-    raise AssertionError
-
-
-async def _gzip_bomb(request: web.Request) -> web.StreamResponse:
-    return web.Response(body=gzip.compress(bytes(64 << 20)), headers={"Content-Encoding": "gzip"})
-
-
-async def _zstd_bomb(request: web.Request) -> web.StreamResponse:
-    # A block that repeats one byte 128 KiB times, 512 times over.
-    block = b"\x02\x00\x10\x00"
-    body = b"\x28\xb5\x2f\xfd\x00\x58" + block * 511 + b"\x03\x00\x10\x00"
-    return web.Response(body=body, headers={"Content-Encoding": "zstd"})
-
-
-@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
-@pytest.mark.parametrize(
-    "answer", [_trickle, _never_answer, _gzip_bomb, _zstd_bomb], ids=lambda answer: answer.__name__
-)
-async def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
-) -> None:
-    async def good(_: web.Request) -> web.Response:
-        return web.Response(body=Line(place=0, status_code=200, content=reply_of(9, EOS).content).encode())
-
-    async with AsyncExitStack() as stack:
-        clients = []
-        for index, handler in enumerate((answer, good)):
-            app = web.Application()
-            app.router.add_post("/generate", handler)
-            app.router.add_get("/health", good)
-            server = await stack.enter_async_context(TestServer(app, shutdown_timeout=0))
-            endpoint = replace(
-                scripted_client(ScriptedEngine(reply_of(EOS)), index=index).endpoint, port=server.port or 0
-            )
-            clients.append(EngineClient(endpoint, request_timeout_s=0.5))
-        fleet = Fleet(clients, max_outstanding=8, publish_timeout_s=0.2)
-        stack.push_async_callback(fleet.close)
-        fleet.requests = retries = RequestCounts()
-        group = await generator_of(fleet).generate(prompt_of(5, 6))
-    assert group.rollouts[0].token_ids.tolist() == [9, EOS]
-    assert retries.causes == {"EngineError": 1}
-
-
-def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:
-    engine = ScriptedEngine(reply_of(7, kind="abort"), reply_of(8, EOS))
-    assert generate(scripted_fleet(engine)).rollouts[0].token_ids.tolist() == [8, EOS]
 
 
 def test_after_the_last_attempt_the_error_has_every_reason() -> None:

@@ -23,6 +23,7 @@ from megarl.system.guard import GuardLease, start_guarded, stop_guarded
 from megarl.system.lease import LeasedGuard, LeasedRay, find_leased, record_path
 from megarl.system.proc import read_stat
 from megarl.system.run_lock import boot_id
+from tests.waiting import wait_until
 
 PROGRAM = """
 import os, signal, sys, time
@@ -120,11 +121,11 @@ def test_a_signal_reaches_the_driver(left: Path) -> None:
         "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); [time.sleep(0.05) for _ in range(9999)]"
     )
     process = command(left, body)
-    _await(lambda: bool(drivers(left)))
+    wait_until(lambda: bool(drivers(left)))
     driver = psutil.Process(drivers(left)[0][0])
     time.sleep(0.5)  # for its handler
     process.terminate()
-    _await((left / "asked").exists)
+    wait_until((left / "asked").exists)
     assert driver.is_running()
     driver.send_signal(signal.SIGKILL)  # one that was asked to leave is not replaced
     process.communicate(timeout=300)
@@ -134,19 +135,11 @@ def test_a_signal_reaches_the_driver(left: Path) -> None:
 
 def test_a_killed_command_takes_its_driver_along(left: Path) -> None:
     process = command(left, "time.sleep(600)")
-    _await(lambda: bool(drivers(left)))
+    wait_until(lambda: bool(drivers(left)))
     driver = psutil.Process(drivers(left)[0][0])
     process.kill()
     process.communicate(timeout=300)
     driver.wait(timeout=60)
-
-
-def _await(happened: object) -> None:
-    assert callable(happened)
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 NOTIFYING_PROGRAM = """

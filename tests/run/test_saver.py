@@ -325,14 +325,6 @@ def test_the_last_save_must_not_fail(tmp_path: Path) -> None:
         fake.run()
 
 
-def test_a_run_that_is_asked_to_leave_saves_its_step_first(tmp_path: Path) -> None:
-    fake = FakeRun(recipe_in(tmp_path), save_seconds=0.05)
-    fake.leaves_after = 3
-    with pytest.raises(PreemptedError, match="SIGTERM after step 3: saved"):
-        fake.run()
-    assert fake.saved == [3]
-
-
 @pytest.mark.parametrize(("save_every_steps", "saved"), [(None, [2]), (2, [2]), (1, [1, 2])])
 def test_a_run_that_is_asked_to_leave_while_it_generates_saves_the_step_before_once(
     tmp_path: Path, save_every_steps: int | None, saved: list[int]
@@ -427,19 +419,16 @@ def test_a_rank_that_dies_while_it_writes_ends_the_run(tmp_path: Path) -> None:
         fake.run()
 
 
-def test_one_that_fails_and_is_then_told_to_leave_at_once_leaves_no_save_behind(tmp_path: Path) -> None:
+async def test_one_that_fails_and_is_then_told_to_leave_at_once_leaves_no_save_behind(tmp_path: Path) -> None:
     fake = FakeRun(recipe_in(tmp_path, save_every_steps=2), save_seconds=30.0)
     fake.fails_in = 3
 
-    async def scenario() -> None:
-        running = asyncio.create_task(fake._run())
-        while fake.ranks.num_writing == 0:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(fake._run())
+    while fake.ranks.num_writing == 0:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert fake.saved == []

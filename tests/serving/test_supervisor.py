@@ -146,21 +146,19 @@ async def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_gene
         await until(lambda: fleet.engines[1].is_live)
 
 
-def test_an_engine_that_answers_requests_is_not_probed() -> None:
-    async def scenario() -> list[str]:
-        async with supervised(num_engines=1) as (scripted, fleet, _):
-            await until(lambda: len(scripted.asked) >= 2)
-            scripted.asked.clear()
-            for _ in range(8):
-                fleet.answered(fleet.engines[0], Throughput(num_requests=1))
-                await asyncio.sleep(0.2)
-            busy = list(scripted.asked)
-            await until(lambda: len(scripted.asked) >= 2)
-            # The server's own process is asked only while weights are being sent to it.
-            assert set(scripted.asked) == {"/server_info", "/model_info"}
-            return busy
+async def test_an_engine_that_answers_requests_is_not_probed() -> None:
 
-    assert asyncio.run(scenario()) == []
+    async with supervised(num_engines=1) as (scripted, fleet, _):
+        await until(lambda: len(scripted.asked) >= 2)
+        scripted.asked.clear()
+        for _ in range(8):
+            fleet.answered(fleet.engines[0], Throughput(num_requests=1))
+            await asyncio.sleep(0.2)
+        busy = list(scripted.asked)
+        await until(lambda: len(scripted.asked) >= 2)
+        # The server's own process is asked only while weights are being sent to it.
+        assert set(scripted.asked) == {"/server_info", "/model_info"}
+        assert busy == []
 
 
 @pytest.mark.parametrize(("num_engines", "seconds"), [(1, 1.0), (100, 1.0), (300, 3.0), (1000, 5.0)])

@@ -29,6 +29,7 @@ from megarl.system.run_lock import (
     run_lock,
     told_of_loss,
 )
+from tests.waiting import wait_until
 
 _HOLD = """
 import sys, time
@@ -238,10 +239,7 @@ def test_a_late_beat_of_an_earlier_driver_is_overwritten(tmp_path: Path) -> None
     with run_lock(folder, beat_s=0.05) as holder:
         write(folder, replace(ELSEWHERE, run_id=holder.run_id))
         check_held(folder)
-        deadline = time.monotonic() + 60
-        while current_holder(folder) is None or not holder.is_same(current_holder(folder) or ELSEWHERE):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: holder.is_same(current_holder(folder) or ELSEWHERE))
 
 
 def test_a_driver_whose_lock_file_was_removed_finds_the_one_that_has_a_new_file(tmp_path: Path) -> None:

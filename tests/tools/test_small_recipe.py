@@ -24,23 +24,12 @@ from megarl.tools.small_recipe import (
     tiny_for_layouts,
     tiny_shape,
 )
-from tests.planner.recipes import make_recipe
+from tests.planner.recipes import large_recipes, make_recipe
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
 WITH_PAIRS = {"quickstart_dpo", "quickstart_reward_model"}
-LARGE = (
-    "grpo_7b",
-    "grpo_70b",
-    "ppo_70b",
-    "grpo_235b",
-    "grpo_deepseek_v3",
-    "grpo_glm45_air",
-    "grpo_gptoss_20b",
-    "grpo_qwen35_35b_a3b",
-    "grpo_qwen25_vl_7b",
-    "dapo_32b",
-)
+LARGE = [name for name, recipe in large_recipes().items() if recipe.roles.rollout and not recipe.model.lora]
 
 
 def read(name: str, *overrides: str) -> tuple[Recipe, ModelShape]:
@@ -181,7 +170,7 @@ def topology(recipe: Recipe, *, max_nodes: int = 2) -> SmallRecipe:
 @pytest.mark.parametrize("name", sorted({path.stem for path in RECIPES.glob("*.yaml")} - WITH_PAIRS))
 def test_a_rehearsal_has_the_pools_and_roles_of_the_recipe_in_a_size_that_can_run(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
-    shape = find_shapes(recipe.model, recipe.roles).policy if name in LARGE else PUBLIC_MODELS["qwen2.5-0.5b"]
+    shape = find_shapes(recipe.model, recipe.roles).policy if name in large_recipes() else PUBLIC_MODELS["qwen2.5-0.5b"]
     rehearsed = topology(recipe).recipe
     path = tmp_path / "rehearsed.yaml"
     path.write_text(yaml.safe_dump(rehearsed.model_dump(mode="json", exclude_defaults=True)))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -25,50 +27,61 @@ def found(errors: list[float], *differing: str, is_before_temperature: bool = Fa
     return reach_verdict(site_errors, differing, conversation, is_before_temperature=is_before_temperature)
 
 
-def test_nothing_differs() -> None:
-    diagnosis = found([0, 1e-6, 3e-6, 1e-6, 2e-6])
-    assert diagnosis.verdict is Verdict.NOTHING
-    assert diagnosis.first is None
-    assert diagnosis.sentence == "nothing differs: every module agrees to 3.0e-06, and all weights are the same"
+UP, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
 
 
-def test_the_first_beyond_its_tolerance_counts() -> None:
-    diagnosis = found([0, 1e-6, 0.2, 0.9, 0.9])
-    assert diagnosis.verdict is Verdict.COMPUTATION
-    assert diagnosis.sentence == (
-        "computation differs: model.norm is the first module that differs, by 2.0e-01 at prompt token 2 "
-        "(before it at most 1.0e-06), with the same weights"
-    )
-
-
-def test_its_own_weights_are_the_reason_where_they_differ() -> None:
-    diagnosis = found([0, 0.3, 0.2, 0.9, 0.9], "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
-    assert diagnosis.verdict is Verdict.WEIGHTS
-    assert diagnosis.sentence == (
-        "weights differ: model.layers.0.mlp.up_proj.weight; model.layers.0.mlp.up_proj is the first module that "
-        "differs, by 3.0e-01 at prompt token 1 (before it at most 0.0e+00); 1 tensor(s) further on differ too"
-    )
-
-
-def test_a_weight_that_shows_only_further_on_is_the_reason_too() -> None:
-    diagnosis = found([0, 0.9e-4, 1.1e-4, 0, 0], "model.layers.0.mlp.up_proj.weight")
-    assert diagnosis.verdict is Verdict.WEIGHTS
-    assert diagnosis.sentence.startswith("weights differ: model.layers.0.mlp.up_proj.weight; model.norm is the first")
-
-
-def test_weights_behind_the_first_difference_are_not_its_reason() -> None:
-    diagnosis = found([0, 0.3, 0.2, 0.9, 0.9], "lm_head.weight")
-    assert diagnosis.verdict is Verdict.COMPUTATION
-    assert diagnosis.sentence.endswith("with the same weights; 1 tensor(s) further on differ too")
-
-
-def test_weights_that_differ_too_little_to_show() -> None:
-    diagnosis = found([0, 1e-6, 0, 0, 0], *(f"{name}.weight" for name in NAMES))
-    assert diagnosis.verdict is Verdict.WEIGHTS
-    assert diagnosis.sentence == (
-        "weights differ, too little to show: model.embed_tokens.weight, model.layers.0.mlp.up_proj.weight, "
-        "model.norm.weight and 1 more; every module agrees to 1.0e-06"
-    )
+@pytest.mark.parametrize(
+    ("errors", "differing", "verdict", "sentence"),
+    [
+        (
+            [0, 1e-6, 3e-6, 1e-6, 2e-6],
+            (),
+            Verdict.NOTHING,
+            "nothing differs: every module agrees to 3.0e-06, and all weights are the same",
+        ),
+        # The first that is beyond its tolerance counts.
+        (
+            [0, 1e-6, 0.2, 0.9, 0.9],
+            (),
+            Verdict.COMPUTATION,
+            "computation differs: model.norm is the first module that differs, by 2.0e-01 at prompt token 2 "
+            "(before it at most 1.0e-06), with the same weights",
+        ),
+        # Its own weights are the reason where they differ.
+        (
+            [0, 0.3, 0.2, 0.9, 0.9],
+            (UP, HEAD),
+            Verdict.WEIGHTS,
+            f"weights differ: {UP}; model.layers.0.mlp.up_proj is the first module that "
+            "differs, by 3.0e-01 at prompt token 1 (before it at most 0.0e+00); 1 tensor(s) further on differ too",
+        ),
+        # A weight that shows only further on is the reason too.
+        ([0, 0.9e-4, 1.1e-4, 0, 0], (UP,), Verdict.WEIGHTS, f"weights differ: {UP}; model.norm is the first "),
+        # Weights behind the first difference are not its reason.
+        (
+            [0, 0.3, 0.2, 0.9, 0.9],
+            (HEAD,),
+            Verdict.COMPUTATION,
+            "computation differs: model.layers.0.mlp.up_proj is the first module that differs, by 3.0e-01 at prompt "
+            "token 1 (before it at most 0.0e+00), with the same weights; 1 tensor(s) further on differ too",
+        ),
+        # They differ too little to show.
+        (
+            [0, 1e-6, 0, 0, 0],
+            [f"{name}.weight" for name in NAMES],
+            Verdict.WEIGHTS,
+            f"weights differ, too little to show: model.embed_tokens.weight, {UP}, "
+            "model.norm.weight and 1 more; every module agrees to 1.0e-06",
+        ),
+    ],
+)
+def test_a_verdict_names_the_first_difference_and_its_reason(
+    errors: list[float], differing: Sequence[str], verdict: Verdict, sentence: str
+) -> None:
+    diagnosis = found(errors, *differing)
+    assert diagnosis.verdict is verdict
+    assert diagnosis.sentence.startswith(sentence)
+    assert (diagnosis.first is None) == (verdict is Verdict.NOTHING or "too little" in sentence)
 
 
 @pytest.mark.parametrize(

@@ -118,20 +118,17 @@ def _slow_start(tmp_path: Path, script: str) -> ClassEnvironmentConfig:
 
 
 @pytest.mark.patient
-def test_the_time_of_a_slow_start_is_not_that_of_the_call(tmp_path: Path) -> None:
+async def test_the_time_of_a_slow_start_is_not_that_of_the_call(tmp_path: Path) -> None:
     # Slow only for the program of the tool, which is spoken to through a pipe, not for the questions before it.
     script = f'test -p /dev/stdin && sleep 4\nexec {sys.executable} "$@"'
 
-    async def results() -> list[str]:
-        environments = await open_environments(_slow_start(tmp_path, script))
-        environment = await environments.open({})
-        try:
-            return [(await environment.call(_call(f"print({name!r})"))).text for name in "ABC"]
-        finally:
-            await environment.close()
-            await environments.close()
-
-    assert asyncio.run(results()) == ["A\n", "B\n", "C\n"]
+    environments = await open_environments(_slow_start(tmp_path, script))
+    environment = await environments.open({})
+    try:
+        assert [(await environment.call(_call(f"print({name!r})"))).text for name in "ABC"] == ["A\n", "B\n", "C\n"]
+    finally:
+        await environment.close()
+        await environments.close()
 
 
 @pytest.mark.fault("a sandbox that cannot be started", "the episode is lost, never a result of the model's code")

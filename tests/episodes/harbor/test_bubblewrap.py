@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megarl.episodes.harbor.root_images import BubblewrapBoxes
 from megarl.episodes.harbor.tasks import BoxLimits, read_task
 from megarl.system.proc import descendants, read_stat
 from tests.episodes.harbor.small_tasks import write_tasks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.needs("bubblewrap")
 
@@ -168,9 +168,6 @@ def test_the_folder_of_a_worker_that_was_killed_is_removed_and_its_processes_end
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     worker.stdout.close()
-    deadline = time.monotonic() + 300
-    while Path(f"/proc/{inside}/exe").exists():  # its end follows that of its caller
-        assert time.monotonic() < deadline, f"still there: {inside}"
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{inside}/exe").exists(), within_s=300)  # its end follows that of its caller
     remove_abandoned(scratch.parent)
     assert not scratch.exists()

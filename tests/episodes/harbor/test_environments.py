@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -19,8 +18,6 @@ from tests.episodes.harbor.small_tasks import TASKS, write_tasks
 
 pytestmark = pytest.mark.needs("bubblewrap")
 
-_T = TypeVar("_T")
-Run = Callable[[Awaitable[_T]], _T]
 DONE = Transcript(prompt=(), messages=(), ending="answered")
 
 
@@ -42,6 +39,15 @@ def config(tmp_path: Path, cache: Path) -> HarborEnvironmentConfig:
     return HarborEnvironmentConfig.model_validate(values)
 
 
+@asynccontextmanager
+async def opened(config: HarborEnvironmentConfig) -> AsyncIterator[HarborEnvironments]:
+    environments = await open_harbor(config)
+    try:
+        yield environments
+    finally:
+        await environments.close()
+
+
 async def called(environment: HarborEnvironment, command: str) -> Observation:
     return await environment.call(Call(name="bash", arguments={"command": command}, id="call_0"))
 
@@ -58,34 +64,18 @@ async def played(environments: HarborEnvironments, task: str, *commands: str) ->
 
 
 @pytest.mark.patient
-def test_every_task_is_solved_by_its_solution_and_not_by_doing_nothing(config: HarborEnvironmentConfig) -> None:
-    async def scores() -> dict[str, tuple[float, float]]:
-        environments = await open_harbor(config)
-        try:
-            return {
-                name: (
-                    (await played(environments, name, task.solution))[1],
-                    (await played(environments, name, "true"))[1],
-                )
-                for name, task in TASKS.items()
-            }
-        finally:
-            await environments.close()
-
-    assert asyncio.run(scores()) == dict.fromkeys(TASKS, (1.0, 0.0))
+async def test_every_task_is_solved_by_its_solution_and_not_by_doing_nothing(config: HarborEnvironmentConfig) -> None:
+    async with opened(config) as environments:
+        for name, task in TASKS.items():
+            scores = [(await played(environments, name, command))[1] for command in (task.solution, "true")]
+            assert scores == [1.0, 0.0], name
     assert list((config.cache / "scratch").iterdir()) == []
 
 
-def test_files_stay_and_the_folder_does_not(config: HarborEnvironmentConfig) -> None:
-    async def observed() -> list[Observation]:
-        environments = await open_harbor(config)
-        try:
-            commands = ("cd /tmp; pwd; x=1", 'pwd; echo "x=$x" > kept', "cat kept; false", "cat nothing")
-            return (await played(environments, "hello", *commands))[0]
-        finally:
-            await environments.close()
-
-    first, second, third, fourth = asyncio.run(observed())
+async def test_files_stay_and_the_folder_does_not(config: HarborEnvironmentConfig) -> None:
+    commands = ("cd /tmp; pwd; x=1", 'pwd; echo "x=$x" > kept', "cat kept; false", "cat nothing")
+    async with opened(config) as environments:
+        (first, second, third, fourth), _ = await played(environments, "hello", *commands)
     assert first.text == "/tmp"
     assert second.text == "/app"
     assert third.text == "x=\n[exit status 1]"
@@ -93,76 +83,54 @@ def test_files_stay_and_the_folder_does_not(config: HarborEnvironmentConfig) -> 
     assert "No such file" in fourth.text
 
 
-def test_calls_that_are_none_are_told(config: HarborEnvironmentConfig) -> None:
-    async def told() -> list[Observation]:
-        environments = await open_harbor(config)
+async def test_calls_that_are_none_are_told(config: HarborEnvironmentConfig) -> None:
+    async with opened(config) as environments:
         environment = await environments.open({"uid": "row", "extra_info": {"task": "hello"}})
-        try:
-            return [
-                await environment.call(Call(name="python", arguments={}, id="call_0")),
-                await environment.call(Call(name="bash", arguments={"code": "ls"}, id="call_0")),
-            ]
-        finally:
-            await environment.close()
-            await environments.close()
-
-    assert [each.text for each in asyncio.run(told())] == [
+        calls = (
+            Call(name="python", arguments={}, id="call_0"),
+            Call(name="bash", arguments={"code": "ls"}, id="call_0"),
+        )
+        told = [(await environment.call(call)).text for call in calls]
+        await environment.close()
+    assert told == [
         "error: there is no tool python; there is: bash",
         'error: bash takes one argument, {"command": "..."}',
     ]
 
 
-def test_an_episode_that_breaks_its_box_scores_0_and_a_task_without_a_reward_is_lost(
+async def test_an_episode_that_breaks_its_box_scores_0_and_a_task_without_a_reward_is_lost(
     config: HarborEnvironmentConfig,
 ) -> None:
     (config.tasks / "sum" / "tests" / "test.sh").write_text("echo no reward here\n")
-
-    async def broken() -> tuple[float, str]:
-        environments = await open_harbor(config)
-        try:
-            # Nothing that is not in /usr is left: neither /bin/sh nor a place for rewards.
-            _, score = await played(environments, "hello", "rm /bin && rm -rf /logs && touch /logs", "echo gone")
-            with pytest.raises(ScoreLostError) as lost:
-                await played(environments, "sum", "true")
-            return score, str(lost.value)
-        finally:
-            await environments.close()
-
-    score, message = asyncio.run(broken())
-    assert score == 0.0
+    async with opened(config) as environments:
+        # Nothing that is not in /usr is left: neither /bin/sh nor a place for rewards.
+        _, score = await played(environments, "hello", "rm /bin && rm -rf /logs && touch /logs", "echo gone")
+        assert score == 0.0
+        with pytest.raises(ScoreLostError) as lost:
+            await played(environments, "sum", "true")
+    message = str(lost.value)
     assert message.startswith("task sum: its tests give no reward in a fresh box either: tests/test.sh wrote no reward")
     assert "no reward here" in message
 
 
-def test_the_time_of_a_task_ends_an_episode_which_is_scored(config: HarborEnvironmentConfig) -> None:
+async def test_the_time_of_a_task_ends_an_episode_which_is_scored(config: HarborEnvironmentConfig) -> None:
     path = config.tasks / "hello" / "task.toml"
     path.write_text(path.read_text().replace("timeout_sec = 120.0", "timeout_sec = 2.0"))
-
-    async def late() -> tuple[list[Observation], float]:
-        environments = await open_harbor(config)
-        try:
-            return await played(environments, "hello", "echo 'Hello, world!' > hello.txt; sleep 600")
-        finally:
-            await environments.close()
-
-    (observation,), score = asyncio.run(late())
+    async with opened(config) as environments:
+        (observation,), score = await played(environments, "hello", "echo 'Hello, world!' > hello.txt; sleep 600")
     assert observation.ended
     assert "the task's time of 2 s is used up" in observation.text
     assert score == 1.0
 
 
-def test_a_row_without_a_task_and_a_task_outside_of_the_folder_are_refused(config: HarborEnvironmentConfig) -> None:
-    async def opened(extra: dict[str, str]) -> None:
-        environments = await open_harbor(config)
-        try:
-            await environments.open({"uid": "row-3", "extra_info": dict(extra)})
-        finally:
-            await environments.close()
-
-    with pytest.raises(DataError, match=r"row row-3 names no task .* megarl data prepare harbor"):
-        asyncio.run(opened({}))
-    with pytest.raises(DataError, match=r"task \.\./x is not below"):
-        asyncio.run(opened({"task": "../x"}))
+async def test_a_row_without_a_task_and_a_task_outside_of_the_folder_are_refused(
+    config: HarborEnvironmentConfig,
+) -> None:
+    async with opened(config) as environments:
+        with pytest.raises(DataError, match=r"row row-3 names no task .* megarl data prepare harbor"):
+            await environments.open({"uid": "row-3", "extra_info": {}})
+        with pytest.raises(DataError, match=r"task \.\./x is not below"):
+            await environments.open({"uid": "row-3", "extra_info": {"task": "../x"}})
 
 
 def test_the_section_is_checked_before_a_run(config: HarborEnvironmentConfig) -> None:

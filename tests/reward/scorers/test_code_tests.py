@@ -17,6 +17,7 @@ import pytest
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError, ended_with_caller
 from megarl.reward.scorers.code_tests import compute_score, last_block
 from tests.processes import command_of
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 """Long enough for an interpreter to start on a machine that is busy with other tests."""
@@ -239,16 +240,12 @@ def test_nothing_is_left_of_a_program_whose_caller_was_killed(moment: str, tmp_p
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert caller.stdout is not None
     assert caller.stdout.readline() == b"ready\n"
-    deadline = time.monotonic() + 60
-    while not (inside := program_in(caller.pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: program_in(caller.pid))
+    inside = program_in(caller.pid)
     caller.kill()
     caller.wait(60)
     caller.stdout.close()
-    while any(Path(f"/proc/{pid}/exe").exists() for pid in inside):
-        assert time.monotonic() < deadline, f"still there: {inside}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in inside))
 
 
 def test_a_program_whose_caller_is_gone_already_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

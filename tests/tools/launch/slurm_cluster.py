@@ -20,6 +20,7 @@ import psutil
 
 from megarl.env import GLOO_INTERFACE, LOCAL_RAY_ENVIRONMENT
 from tests.packages import program
+from tests.waiting import wait_until
 
 NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
 _START_TIMEOUT_S = 300.0
@@ -208,10 +209,7 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
 
 
 def _wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"{what} did not come within {_START_TIMEOUT_S:g} s"
-        time.sleep(0.2)
+    wait_until(holds, within_s=_START_TIMEOUT_S, told=lambda: what)
 
 
 def _free_ports(number: int) -> list[int]:

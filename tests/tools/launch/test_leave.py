@@ -12,6 +12,7 @@ import pytest
 
 from megarl.system.run_lock import current_holder
 from megarl.tools.launch.leave import main
+from tests.waiting import wait_until
 
 DRIVER = """
 import signal, sys, time
@@ -39,10 +40,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def driver(run: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(run)])
-    deadline = time.monotonic() + 60
-    while not (run / "started").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((run / "started").exists)
     yield process
     process.kill()
     process.wait()

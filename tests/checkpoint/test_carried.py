@@ -55,37 +55,27 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
             assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
 
 
-def test_the_engines_experts_come_back_for_the_rollouts_that_have_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("routes", np.random.default_rng(0).integers(0, 8, (9, 3, 2)).astype(np.uint8)),
+        ("teacher", np.random.default_rng(0).random((5, 5), np.float32)),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_experts_and_a_teachers_numbers_come_back_for_the_rollouts_that_have_some(
+    name: str, array: np.ndarray, is_first: bool, tmp_path: Path
+) -> None:
     rollouts = list(GROUPS[0].group.rollouts)
-    content = rollouts[1].content.load()
-    routes = np.random.default_rng(0).integers(0, 8, (9, 3, 2)).astype(np.uint8)
-    rollouts[1] = replace(rollouts[1], content=replace(content, routes=routes))
+    rollouts[1] = replace(rollouts[1], content=replace(rollouts[1].content.load(), **{name: array}))  # type: ignore[arg-type]
     group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
-    write_groups(tmp_path, [group, GROUPS[1]])
-    (first, second), other = (each.group.rollouts for each in read_groups(tmp_path, 2, prompt_at))
-    assert first.content.load().routes is None
-    found = second.content.load().routes
-    assert found is not None
-    np.testing.assert_array_equal(found, routes)
-    assert found.dtype == np.uint8
-    assert other[0].content.load().routes is None
-
-
-def test_the_numbers_of_a_teacher_come_back_for_the_rollouts_that_have_some(tmp_path: Path) -> None:
-    rollouts = list(GROUPS[0].group.rollouts)
-    numbers = [
-        np.random.default_rng(place).random((each.num_tokens, 5), np.float32) for place, each in enumerate(rollouts)
-    ]
-    rollouts = [
-        replace(each, content=replace(each.content.load(), teacher=taught))
-        for each, taught in zip(rollouts, numbers, strict=True)
-    ]
-    group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
-    write_groups(tmp_path, [GROUPS[1], group])
-    other, own = (each.group.rollouts for each in read_groups(tmp_path, 2, prompt_at))
-    assert other[0].content.load().teacher is None
-    for rollout, expected in zip(own, numbers, strict=True):
-        np.testing.assert_array_equal(rollout.content.load().teacher, expected)
+    write_groups(tmp_path, [group, GROUPS[1]] if is_first else [GROUPS[1], group])
+    again = {each.group.prompt.position: each.group.rollouts for each in read_groups(tmp_path, 2, prompt_at)}
+    (first, second), other = again[3], again[7]
+    found = getattr(second.content.load(), name)
+    np.testing.assert_array_equal(found, array)
+    assert found.dtype == array.dtype
+    assert [getattr(each.content.load(), name) for each in (first, *other)] == [None] * 2
 
 
 def test_nothing_to_carry_is_no_file(tmp_path: Path) -> None:

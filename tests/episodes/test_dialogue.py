@@ -134,24 +134,21 @@ async def test_a_template_whose_prompt_begins_a_thought_has_no_suffix(
     assert "rewrites its history" in dialogue.rehearsal()
 
 
+@pytest.mark.parametrize(
+    ("family", "response", "beginning"),
+    [
+        ("qwen2.5", "I call.", "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n"),
+        # Another end token of the model is kept.
+        ("llama", "I call.<|eom_id|>", '<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>'),
+    ],
+)
 async def test_a_response_without_an_end_token_gets_the_templates(
-    tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]
+    family: str, response: str, beginning: str, tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]
 ) -> None:
-    tokenizer = tokenizers["qwen2.5"]
-    (sampled,) = tokenizer.encode(["I call."])
-    suffix = await dialogues["qwen2.5"].suffix(sampled, [{"role": "tool", "content": "5"}])
+    (sampled,) = tokenizers[family].encode([response])
+    suffix = await dialogues[family].suffix(sampled, [{"role": "tool", "content": "5"}])
     assert suffix is not None
-    assert tokenizer.decode(suffix).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n")
-
-
-async def test_another_end_token_of_the_model_is_kept(
-    tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]
-) -> None:
-    tokenizer = tokenizers["llama"]
-    (sampled,) = tokenizer.encode(["I call.<|eom_id|>"])
-    suffix = await dialogues["llama"].suffix(sampled, [{"role": "tool", "content": "5"}])
-    assert suffix is not None
-    assert tokenizer.decode(suffix).startswith('<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>')
+    assert tokenizers[family].decode(suffix).startswith(beginning)
 
 
 async def test_a_long_result_is_cut_in_tokens_with_a_mark(dialogues: dict[str, Dialogue]) -> None:

@@ -151,23 +151,24 @@ def test_after_the_last_attempt_the_error_has_every_reason() -> None:
         generate(scripted_fleet(engine))
 
 
-def test_an_engine_that_is_gone_is_lost_and_gets_nothing_more() -> None:
-    gone = ScriptedEngine(httpx.ConnectError("refused"), is_healthy=False)
-    fleet = scripted_fleet(gone, ScriptedEngine(reply_of(EOS)))
+@pytest.mark.parametrize(
+    ("engine", "state"),
+    [
+        (ScriptedEngine(httpx.ConnectError("refused"), is_healthy=False), EngineState.DEAD),
+        pytest.param(
+            ScriptedEngine(reply_of(EOS, version="3")),
+            EngineState.STALE,
+            marks=pytest.mark.fault("an engine that serves other weights", "stale: no request until it has caught up"),
+        ),
+    ],
+    ids=["gone", "other weights"],
+)
+def test_an_engine_that_cannot_be_used_gets_nothing_more(engine: ScriptedEngine, state: EngineState) -> None:
+    fleet = scripted_fleet(engine, ScriptedEngine(reply_of(EOS)))
     generate(fleet)
     generate(fleet, num_rollouts=4)
-    assert len(gone.requests) == 1
-    assert fleet.engines[0].state is EngineState.DEAD
-
-
-@pytest.mark.fault("an engine that serves other weights", "stale: no request until it has caught up")
-def test_an_engine_with_other_weights_is_stale_and_gets_nothing_more() -> None:
-    stale = ScriptedEngine(reply_of(EOS, version="3"))
-    fleet = scripted_fleet(stale, ScriptedEngine(reply_of(EOS)))
-    generate(fleet)
-    generate(fleet, num_rollouts=4)
-    assert len(stale.requests) == 1
-    assert fleet.engines[0].state is EngineState.STALE
+    assert len(engine.requests) == 1
+    assert fleet.engines[0].state is state
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from megarl.system.lease import JoinedLease, find_leased
 from megarl.system.run_lock import run_lock
 from tests.cluster.ray_worker import Worker
 from tests.cluster.worker_setup import quick_ray
+from tests.waiting import wait_until
 
 with private_ray():
     import ray
@@ -46,13 +46,6 @@ def running() -> list[str]:
     return sorted([*groups, *(name for name in ray.util.list_named_actors() if "lease" not in name)])
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def die(lease: JoinedLease) -> None:
     """Stop renewing, as a driver that was killed."""
     lease._stop.set()
@@ -82,18 +75,18 @@ def test_what_a_driver_left_is_adopted_ended_by_another_program_or_by_the_end_of
             third = lease_of(folder, address, seconds=1, program="another")
             assert third.adopted is None
             take_lease(third)
-            wait_for(lambda: running() == [])
+            wait_until(lambda: running() == [])
             start_some()
             die(third)
-            wait_for(lambda: running() == [])
-            wait_for(lambda: not ray.util.list_named_actors())
+            wait_until(lambda: running() == [])
+            wait_until(lambda: not ray.util.list_named_actors())
             assert find_leased(folder) is not None
             fourth = lease_of(folder, address)
             assert fourth.adopted is not None, "nobody has asked Ray yet"
             with leased(fourth):
                 assert fourth.adopted is None
                 start_some()
-            wait_for(lambda: running() == [])
+            wait_until(lambda: running() == [])
             assert find_leased(folder) is None
 
 
@@ -131,4 +124,4 @@ def test_the_lease_actor_obeys_the_latest_driver_alone_and_a_driver_that_renews_
                 take_lease(second)
             ray.get(actor.end.remote(first.token + 1), timeout=60)
             ray.kill(actor)
-            wait_for(lambda: running() == [])
+            wait_until(lambda: running() == [])

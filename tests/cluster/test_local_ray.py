@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.cluster.ray_worker import Seen
 from tests.cluster.worker_setup import quick_ray
 from tests.engine.engines import engine_spec
 from tests.observe.samples import ListSink
+from tests.waiting import wait_until
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -71,10 +71,7 @@ def nodes(real_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def cluster(nodes: LocalRay) -> Iterator[Cluster]:
     # Ray gives a reservation back after the call that removes it; the next test counts what is free.
-    deadline = time.monotonic() + 300
-    while ray.available_resources().get("GPU") != ray.cluster_resources().get("GPU"):
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.05)
+    wait_until(lambda: ray.available_resources().get("GPU") == ray.cluster_resources().get("GPU"), within_s=300)
     cluster = Cluster("cuda")
     yield cluster
     cluster.release()

@@ -269,19 +269,16 @@ def test_a_failed_load_still_ends_its_session() -> None:
     assert engine.paths[-1] == "/end_weight_update"
 
 
-def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:
+async def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:
     # Greedy, this model never says its end token.
     request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=0.0)
 
-    async def abort_one() -> bytes:
-        async with qwen2_tp1.fleet() as fleet:
-            client = fleet.engines[0].client
-            running = asyncio.create_task(client.generate(request))
-            await asyncio.sleep(0.3)
-            await client.abort(request.rid)
-            return (await running).content
-
-    reply = json.loads(asyncio.run(abort_one()))
+    async with qwen2_tp1.fleet() as fleet:
+        client = fleet.engines[0].client
+        running = asyncio.create_task(client.generate(request))
+        await asyncio.sleep(0.3)
+        await client.abort(request.rid)
+        reply = json.loads((await running).content)
     assert isinstance(reply, dict)
     meta, token_ids = reply["meta_info"], reply["output_ids"]
     assert isinstance(meta, dict)

@@ -106,24 +106,21 @@ async def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_list
     assert np.frombuffer(b64decode(fields["logprobs"]), "<f4").tolist() == [entry[0] for entry in entries]
 
 
-def test_a_paused_engine_leaves_its_core_to_the_trainer(qwen2_tp1: ServedModel) -> None:
+async def test_a_paused_engine_leaves_its_core_to_the_trainer(qwen2_tp1: ServedModel) -> None:
     workers = psutil.Process(qwen2_tp1.process.pid).children(recursive=True)
 
     def cpu_s() -> float:
         return sum(sum(worker.cpu_times()[:2]) for worker in workers)
 
-    async def scenario() -> float:
-        async with qwen2_tp1.fleet() as fleet:
-            client = fleet.engines[0].client
-            await admin.sleep(client)
-            before = cpu_s()
-            await asyncio.sleep(3.0)
-            used = cpu_s() - before
-            await admin.wake(client)
-            return used
-
     # A loop that polls without a pause takes all of them.
-    assert asyncio.run(scenario()) < 1.5
+    async with qwen2_tp1.fleet() as fleet:
+        client = fleet.engines[0].client
+        await admin.sleep(client)
+        before = cpu_s()
+        await asyncio.sleep(3.0)
+        used = cpu_s() - before
+        await admin.wake(client)
+        assert used < 1.5
 
 
 def test_a_server_listens_on_its_own_address_alone(qwen2_tp1: ServedModel) -> None:

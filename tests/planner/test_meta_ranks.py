@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.load import read_recipe
 from megarl.families import FAMILIES, PUBLIC_MODELS
+from tests.planner.recipes import large_recipes
 from tests.repository import ROOT
 
-LARGE = sorted(
-    path
-    for path in ROOT.glob("recipes/*.yaml")
-    if sum(pool.gpus for pool in read_recipe(path, []).recipe.pools.values()) >= 8
-)
+LARGE = [ROOT / "recipes" / f"{name}.yaml" for name in large_recipes()]
 SMALLEST = [min(family.models, key=lambda name: PUBLIC_MODELS[name].hidden) for family in FAMILIES if family.models]
 INTERLEAVED = """
 extends: {recipe}

@@ -266,7 +266,7 @@ class Texts:
 
 
 @pytest.mark.fault("a trainer rank that is slow for several windows", "named with its number, its node and its time")
-def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
+async def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
     workers = start_hosts(3)
     sink = Texts()
 
@@ -277,20 +277,17 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(folder: Path) -> None:
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.02)
 
-    async def run() -> None:
-        group: RankGroup[BareRank] = RankGroup(
-            "actor", workers, split=SPLIT, timeout_s=300, run_folder=folder, device_lock=asyncio.Lock()
-        )
-        await group.start(bare, spec(len(workers)))
-        hindering = asyncio.create_task(hinder(group.processes[2].pid))
-        config = StragglerConfig(windows=2, window_s=0.5)
-        async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):
-            while not any("actor rank 2 on " in text for text in sink.texts):
-                await asyncio.sleep(0.1)
-        hindering.cancel()
-        await group.end()
-
-    asyncio.run(run())
+    group: RankGroup[BareRank] = RankGroup(
+        "actor", workers, split=SPLIT, timeout_s=300, run_folder=folder, device_lock=asyncio.Lock()
+    )
+    await group.start(bare, spec(len(workers)))
+    hindering = asyncio.create_task(hinder(group.processes[2].pid))
+    config = StragglerConfig(windows=2, window_s=0.5)
+    async with watched_ranks(group, config, Observer([sink])), asyncio.timeout(120):
+        while not any("actor rank 2 on " in text for text in sink.texts):
+            await asyncio.sleep(0.1)
+    hindering.cancel()
+    await group.end()
     (text,) = [text for text in sink.texts if "actor rank 2 on " in text]
     assert "times the median, for 2 windows of 0.5 s; every step waits for it" in text
 

@@ -30,6 +30,8 @@ with private_ray():
     import ray
 
     from megarl.cluster.local_ray import LocalRay, local_ray
+    from megarl.cluster.stored import nodes_of
+    from megarl.rollout.groups import SampledGroups
     from megarl.rollout.host import WorkerSetup
     from megarl.rollout.workers import RolloutWorkers, divide_engines
 
@@ -236,3 +238,26 @@ async def when_lost(counts: Counts) -> None:
 async def when_whole(workers: RolloutWorkers) -> None:
     while not all(worker.is_live for worker in workers._workers):
         await asyncio.sleep(0.1)
+
+
+async def lose_node(
+    each: Plane,
+    nodes: LocalRay,
+    node: str,
+    engines: SeededEngines,
+    finished: Sequence[ScoredGroup],
+    expected: Sequence[ScoredGroup],
+) -> None:
+    """Kill a node while its workers have requests; what they had, and finished groups stored there, are asked again."""
+    address = next(str(entry["NodeManagerAddress"]) for entry in ray.nodes() if entry["NodeID"] == node)
+    stored_there = [place for place, scored in enumerate(finished) if nodes_of(scored.group) == {node}]
+    engines.is_held = True
+    asked = asyncio.ensure_future(answer(each.workers))
+    await when_busy(engines)
+    await asyncio.to_thread(nodes.kill_node, address)
+    await when_lost(each.counts)
+    engines.is_held = False
+    assert_same(await asked, expected)
+    while await each.workers.lost(finished) != stored_there:  # Ray notices the loss of a node later
+        await asyncio.sleep(0.2)
+    assert_same(await SampledGroups(each.workers, TASK, Observer(())).replace_lost(finished), expected)

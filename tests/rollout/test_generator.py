@@ -232,12 +232,9 @@ async def test_log_probabilities_are_those_of_transformers(served: ServedModel) 
         np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-4)
 
 
-def test_greedy_rollouts_are_the_likeliest_tokens(qwen2_tp1: ServedModel) -> None:
-    async def scenario() -> RolloutGroup:
-        async with qwen2_tp1.fleet() as fleet:
-            return await generator_of(fleet, temperature=0.0).generate(prompt_of(5, 17, 33))
-
-    (rollout,) = asyncio.run(scenario()).rollouts
+async def test_greedy_rollouts_are_the_likeliest_tokens(qwen2_tp1: ServedModel) -> None:
+    async with qwen2_tp1.fleet() as fleet:
+        (rollout,) = (await generator_of(fleet, temperature=0.0).generate(prompt_of(5, 17, 33))).rollouts
     model = AutoModelForCausalLM.from_pretrained(qwen2_tp1.folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([[5, 17, 33, *rollout.token_ids.tolist()]])).logits[0, 2:-1]

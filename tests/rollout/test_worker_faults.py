@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.local_ray import private_ray
-from megarl.observe.observer import Observer
 from megarl.types import ScoredGroup
 from tests.rollout.planes import (
     NUM_ENGINES,
-    TASK,
     Plane,
     answer,
     answer_here,
     assert_same,
+    lose_node,
     node_ids,
     plane,
     when_busy,
@@ -29,11 +28,8 @@ from tests.run.seeded_engine import SeededEngines
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
-    import ray
 
     from megarl.cluster.local_ray import LocalRay
-    from megarl.cluster.stored import nodes_of
-    from megarl.rollout.groups import SampledGroups
 
 pytestmark = pytest.mark.slow
 
@@ -98,23 +94,11 @@ def test_workers_of_a_lost_node_lose_no_prompt(
         nodes.start_node(num_slots=1)
         nodes.wait_started()
     first, second = node_ids()
-    address = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == second)
     of_engines = [second] * NUM_ENGINES if num_workers == 1 else [first, first, second, second]
 
     async def lose(each: Plane) -> None:
         await when_whole(each.workers)
-        finished = await answer(each.workers)
-        stored_there = [place for place, scored in enumerate(finished) if nodes_of(scored.group) == {second}]
-        engines.is_held = True
-        asked = asyncio.ensure_future(answer(each.workers))
-        await when_busy(engines)
-        await asyncio.to_thread(nodes.kill_node, address)
-        await when_lost(each.counts)
-        engines.is_held = False
-        assert_same(await asked, expected)
-        while await each.workers.lost(finished) != stored_there:  # Ray notices the loss of a node later
-            await asyncio.sleep(0.2)
-        assert_same(await SampledGroups(each.workers, TASK, Observer(())).replace_lost(finished), expected)
+        await lose_node(each, nodes, second, engines, await answer(each.workers), expected)
 
     with plane(engines, model, of_engines, per_node=max(1, num_workers // 2)) as each:
         assert len(each.workers._workers) == num_workers

@@ -49,8 +49,6 @@ class SeededEngines:
 
     async def generate(self, index: int, request: web.Request) -> web.StreamResponse:
         asked = json.loads(await request.read())
-        if index in self.broken and (first := await self._answer(index, asked[0])).headers.get("Content-Encoding"):
-            return first
         replies = web.StreamResponse()
         await replies.prepare(request)
 

@@ -37,8 +37,8 @@ from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.engine.engines import engine_spec, prompt_of, scripted
 from tests.observe.samples import ListSink
-from tests.rollout.judged import CHAT, group_of, written_question
-from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
+from tests.rollout.judged import group_of, written_question
+from tests.tiny_models import as_classifier, next_logprobs
 
 TEXTS = ("4", "12", "the rest")
 
@@ -53,19 +53,14 @@ def folder(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def judge(folder: Path) -> Iterator[FrozenRoleConfig]:
     """A judge that somebody started."""
-    yield from served(folder / "model", folder, role="judge.tiny")
-
-
-def served(model: Path, folder: Path, *, role: str) -> Iterator[FrozenRoleConfig]:
-    is_classifier = role.startswith("reward_model.")
-    spec = replace(engine_spec(model, folder / "run"), role=role, is_classifier=is_classifier)
-    process = EngineProcess(replace(spec, has_grammars=not is_classifier))
+    spec = replace(engine_spec(folder / "model", folder / "run"), role="judge.tiny")
+    process = EngineProcess(replace(spec, has_grammars=True))
     process.start()
     try:
         asyncio.run(process.wait_ready())
         (folder / "key").write_text(process.endpoint.keys.api)
         endpoint = EndpointConfig(url=process.endpoint.url, api_key_file=folder / "key")
-        yield FrozenRoleConfig(endpoints=(endpoint,), model=model)
+        yield FrozenRoleConfig(endpoints=(endpoint,), model=folder / "model")
     finally:
         process.stop()
 
@@ -148,17 +143,6 @@ def test_nothing_at_a_url_is_one_line(folder: Path) -> None:
     with pytest.raises(EngineError, match=r"the engines of roles.judge.tiny.endpoints must be running") as caught:
         scored("judge.tiny", config, written_question(), "4")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_reward_model_by_its_url_scores_like_transformers(folder: Path, tmp_path: Path) -> None:
-    classifier = as_classifier(folder / "model", tmp_path / "classifier", "qwen2")
-    tokenizer = load_tokenizer(classifier, vocab=read_model_shape(classifier).vocab)
-    chats = [tokenizer.render_answered([*CHAT, {"role": "assistant", "content": text}]) for text in TEXTS]
-    expected = classifier_scores(classifier, [ids.tolist() for ids in tokenizer.encode(chats)])
-    for config in served(classifier, tmp_path, role="reward_model.tiny"):
-        scores = scored("reward_model.tiny", config, RewardModelRewardConfig(kind="reward_model"), *TEXTS)
-    assert np.abs(np.array([score.value for score in scores]) - expected).max() < 1e-5
 
 
 def test_the_version_of_a_model_changes_with_its_weights(folder: Path, tmp_path: Path) -> None:

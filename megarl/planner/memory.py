@@ -203,7 +203,7 @@ class GradientBuffers:
     expert: int
     """Reduced over and sharded by the replicas of the experts; 0 if experts are not divided."""
     float32: int
-    """Of `dense`, weights that are float32 among others that are not: a buffer of their own."""
+    """Elements of `dense` in a buffer of their own: weights that are float32 among others that are not."""
 
     @property
     def num_elements(self) -> int:

@@ -81,7 +81,7 @@ class EngineSpec:
     keys: EngineKeys
     start_timeout_s: float = 600.0
     loads_weights: bool = True
-    """False: it starts with random weights and reads no file; a publish must come before the first request."""
+    """False: it starts with random weights, or those of the folder with `images`; a publish must come first."""
     shares_devices: bool = False
     """Whether the engine shares its pool and must be able to release memory."""
     cached_tokens: int | None = None  # size of the KV cache if the recipe has none; None: what is left
@@ -269,7 +269,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--random-seed": spec.seed % (1 << 31),
         # An answer that no publish preceded is refused by its version.
         "--weight-version": "0" if spec.loads_weights else "none",
-        "--load-format": "auto" if spec.loads_weights else "dummy",
+        # No publish brings the tower that sees images: it comes from the folder, with text that a publish replaces.
+        "--load-format": "auto" if spec.loads_weights or spec.images is not None else "dummy",
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",
         **_memory_options(spec),

@@ -104,9 +104,12 @@ def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
 
 def test_an_engine_that_a_publish_fills_reads_no_weights_and_has_no_version(tmp_path: Path) -> None:
     spec = replace(engine_spec(tmp_path / "model", tmp_path), loads_weights=False)
-    options = dict(pairwise(words_of(spec)))
-    assert options["--load-format"] == "dummy"
-    assert not options["--weight-version"].isdigit()
+    seeing = replace(spec, images=tmp_path / "images")
+    # No publish brings what sees images.
+    for each, kind in ((spec, "dummy"), (seeing, "auto")):
+        options = dict(pairwise(words_of(each)))
+        assert options["--load-format"] == kind
+        assert not options["--weight-version"].isdigit()
 
 
 def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_path: Path) -> None:

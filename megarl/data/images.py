@@ -171,7 +171,7 @@ def decode(raw: bytes) -> Image.Image:
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
-        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except _DAMAGES:
         return None  # Other programs show a picture whose EXIF data are damaged as it is, too.
 

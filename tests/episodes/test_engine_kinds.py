@@ -472,7 +472,7 @@ async def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights
     )
     first = write_chain(tmp_path / "first", "qwen2.5", {CALL_ADD: 0.85, "7": 0.1, "eight": 0.05})
     second = write_chain(tmp_path / "second", "qwen2.5", {CALL_ADD: 0.7, "7": 0.05, "eight": 0.25})
-    prompts, calls = prompts_of(first, config, 24), tmp_path / "calls"
+    prompts, calls = await asyncio.to_thread(prompts_of, first, config, 24), tmp_path / "calls"
 
     async with engines.fleet(first, num_engines=2) as fleet:
         playing = asyncio.create_task(play(fleet, first, config, prompts, tmp_path))

@@ -187,6 +187,7 @@ def test_headers_of_weights(checkpoint: Path, tmp_path: Path, data: st.DataObjec
         read_header(path)
 
 
+@pytest.mark.patient
 @FUZZ
 @given(data=st.data())
 def test_events(tmp_path: Path, data: st.DataObject) -> None:
@@ -268,6 +269,7 @@ def read_all(path: Path) -> None:
             act()
 
 
+@pytest.mark.patient
 @FUZZ
 @given(raw=damaged(PARQUET) | st.binary(max_size=200))
 def test_parquet_files(tmp_path: Path, raw: bytes) -> None:

@@ -40,6 +40,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
+@pytest.mark.patient
 def test_what_a_machine_lacks_is_skipped_and_listed(inner: pytest.Pytester) -> None:
     done = inner.runpytest_subprocess("-p", "no:cacheprovider")
     done.assert_outcomes(passed=1, skipped=3)

@@ -17,6 +17,7 @@ def test_functions_are_short() -> None:
     assert structure.long_functions() == [], f"the limit is {structure.MAX_FUNCTION_LINES} lines"
 
 
+@pytest.mark.patient
 def test_a_module_imports_few_others() -> None:
     assert structure.crowded_modules() == {}, f"the limit is {structure.MAX_IMPORTS} modules of megarl"
 
@@ -33,5 +34,6 @@ def test_a_class_name_is_defined_once() -> None:
     assert structure.repeated_classes() == {}
 
 
+@pytest.mark.patient
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     assert list(structure.riddles()) == []

@@ -120,6 +120,7 @@ def test_the_distance_over_the_likeliest_tokens_and_the_rest_is_that_of_the_form
     assert by_hand == pytest.approx(0.0945819, abs=1e-7)
 
 
+@pytest.mark.patient
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10_000), num_top=st.integers(1, VOCAB - 1))
 def test_the_distance_is_between_zero_and_that_over_the_whole_vocabulary(seed: int, num_top: int) -> None:

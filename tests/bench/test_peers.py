@@ -24,6 +24,7 @@ def test_peers_of_every_size_and_setting_exchange_with_each_other() -> None:
     assert "peers, all-reduce of 2 ranks, second communicator" in figures
 
 
+@pytest.mark.patient
 def test_what_the_time_does_not_suffice_for_is_named() -> None:
     outcomes = list(measure_peers(PeersOptions(device="cpu", sizes=(2,), reducing_sizes=(), budget_s=0.0)))
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]

@@ -40,6 +40,7 @@ def test_a_fresh_process_is_measured() -> None:
     assert 5 < sample.megabytes < 500
 
 
+@pytest.mark.patient
 def test_a_command_that_fails_is_not_measured(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"^megarl validate \S*none.yaml failed: \S*none.yaml: 1 problem"):
         start_in_fresh_process(["validate", str(tmp_path / "none.yaml")])

@@ -64,6 +64,7 @@ def newest(recipe: Recipe) -> int:
     return point.step
 
 
+@pytest.mark.patient
 @pytest.mark.fault("kill -9 at every named point of a save", "`latest` verifies, no half checkpoint")
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_any_point_of_a_save(model: Path, tmp_path: Path, point: str) -> None:

@@ -59,6 +59,7 @@ def write_run(parent: Path, model: Path, *, step: int = 1, master: dict[str, tor
     return folder
 
 
+@pytest.mark.patient
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3"]),

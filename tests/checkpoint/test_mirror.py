@@ -113,6 +113,7 @@ def test_the_file_with_keys_is_named_to_the_store_and_to_nobody_else(
     assert plain == {name: current_environment().get(name) for name in mirror._KEY_VARIABLES}
 
 
+@pytest.mark.patient
 def test_a_checkpoint_that_was_copied_and_fetched_has_the_same_bytes(url: str, parent: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(parent, 2)
     assert "uploaded 2 " in _run("upload", url, parent, "--keep-last", 2)
@@ -150,6 +151,7 @@ def _steps(url: str) -> set[int]:
     return {int(name.split("/")[0].removeprefix("step_")) for name in _names(url) if name.startswith("step_")}
 
 
+@pytest.mark.patient
 @pytest.mark.fault("a driver wakes up after another one has gone on from its mirror", "it ends; the mirror stays")
 def test_a_driver_that_wakes_up_changes_nothing_in_the_mirror_of_its_successor(
     url: str, parent: Path, tmp_path: Path
@@ -262,6 +264,7 @@ def test_the_newest_is_the_newest_with_a_manifest(url: str, parent: Path, tmp_pa
     assert _run("newest", url, tmp_path) == "newest 1\n"
 
 
+@pytest.mark.patient
 def test_an_upload_that_is_killed_is_continued(url: str, parent: Path) -> None:
     folder = write_checkpoint(parent, 3)
     reader = folder / "model/model-00001-of-00001.safetensors"

@@ -146,6 +146,7 @@ def test_a_model_that_loads_as_another_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_merged_adapter_is_what_peft_makes_of_it(
     dtype: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

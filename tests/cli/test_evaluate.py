@@ -109,6 +109,7 @@ def store(path: Path, step: int, rollouts: Iterable[SampledRollout]) -> None:
     write_rollouts(rollouts_file(path, step), list(rollouts), decode=decode)
 
 
+@pytest.mark.patient
 def test_stored_rollouts_get_new_scores_beside_the_old_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rescore", str(folder), "--reward", str(folder.parent / "reward.py")]) == 0
     lines = capsys.readouterr().out.splitlines()

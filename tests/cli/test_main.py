@@ -127,6 +127,7 @@ def test_a_check_loads_no_torch(recipe: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.patient
 def test_here_checks_this_machine(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_here_checks_this_machine(
     ]
 
 
+@pytest.mark.patient
 def test_problems_of_recipe_rows_reward_code_and_memory_are_reported_together(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +179,7 @@ def test_problems_of_recipe_rows_reward_code_and_memory_are_reported_together(
         assert words in problem
 
 
+@pytest.mark.patient
 def test_rows_and_reward_are_checked_without_the_model(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_publishing_is_shown_with_its_links_its_floor_and_its_hash(capsys: pytes
     assert any(line.startswith("plan ") and len(line) == len("plan ") + 32 for line in lines)
 
 
+@pytest.mark.patient
 def test_a_run_is_replayed_its_error_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path, make_recipe(), {"generate": 2.0})
     recipe = RECIPES / "grpo_7b.yaml"
@@ -171,6 +172,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.patient
 def test_the_cost_of_a_step_and_of_the_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "dapo_32b.yaml")
     priced = ["--set", "cluster.gpu_hour_price=2.5", "--set", "run.steps=10"]

@@ -28,6 +28,7 @@ def test_a_recipe_that_fits_is_written(shape: str, tmp_path: Path, capsys: pytes
     assert "exists; name another file" in capsys.readouterr().err
 
 
+@pytest.mark.patient
 def test_gpus_that_are_too_few_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--gpus", "1", "--gpu", "l40s"]
     assert run(["init", str(tmp_path / "mine.yaml"), *words]) == 2

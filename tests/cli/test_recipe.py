@@ -49,6 +49,7 @@ def tool_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.patient
 def test_validate_rehearses_the_turns_of_a_recipe_with_tools(
     tool_recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_validate_rehearses_the_turns_of_a_recipe_with_tools(
     assert f"{tool_recipe}: ok: grpo" in out
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -213,6 +213,7 @@ def test_results_and_different_keys_are_side_by_side(runs: list[str], capsys: py
     assert not any(line and line[0] == "run.name" for line in lines)
 
 
+@pytest.mark.patient
 def test_no_name_is_cut_on_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"a_run_with_a_long_name_{number}" for number in range(3)]
     folders = [

@@ -100,6 +100,7 @@ def test_scalars_are_what_they_look_like(base: Path, text: str, value: object) -
     assert (got, type(got)) == (value, type(value))
 
 
+@pytest.mark.patient
 def test_very_many_unknown_keys_are_counted_not_listed(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("".join(f"key{number}: 1\n" for number in range(1_000)))

@@ -67,6 +67,7 @@ def test_an_example_makes_a_recipe_without_problems(
     assert check_without_files(recipe, shape, critic=shape) == []
 
 
+@pytest.mark.patient
 def test_every_kind_is_in_a_recipe_or_in_an_example(tmp_path: Path) -> None:
     recipes = [read_recipe(path).recipe for path in RECIPES]
     recipes += [read_example(*entry, tmp_path) for entry in entries()]

@@ -33,6 +33,7 @@ def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text() == capsys.readouterr().out, f"{WRITE} megarl schema --docs > {path}"
 
 
+@pytest.mark.patient
 def test_every_key_is_in_the_reference() -> None:
     text = reference()
     for section in json_schema()["$defs"].values():  # type: ignore[attr-defined]

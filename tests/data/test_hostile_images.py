@@ -27,6 +27,7 @@ def read_all(folder: Path, num: int, *, seed: int) -> list[Reading]:
     return [Reading(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("num", [10 * len(KINDS), pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_hostile_image_is_read_or_refused(num: int, tmp_path: Path) -> None:
     found = read_all(tmp_path, num, seed=num)

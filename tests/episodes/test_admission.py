@@ -87,6 +87,7 @@ class World:
         return share
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("start_s", "tool_s"), [(0.0, 0.0), (0.0, 19.0), (1.0, 99.0), (50.0, 0.0), (50.0, 20.0)], ids=str
 )

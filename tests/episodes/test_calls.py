@@ -79,6 +79,7 @@ def test_a_broken_call_is_malformed(text: str, call_format: WrittenFormat, why: 
 _PARTS = ("<tool_call>", "</tool_call>", "</think>", "<|python_tag|>", '{"name": "add", "arguments": ', "}", "[")
 
 
+@pytest.mark.patient
 @settings(max_examples=200)
 @given(text=hostile.texts(_PARTS), value=hostile.values(), call_format=st.sampled_from(("hermes", "llama")))
 def test_any_text_is_calls_malformed_or_an_answer(text: str, value: object, call_format: WrittenFormat) -> None:

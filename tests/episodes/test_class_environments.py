@@ -68,6 +68,7 @@ def test_methods_are_tools_and_the_instance_keeps_its_state(write_class: Callabl
     assert not _workers_alive()
 
 
+@pytest.mark.patient
 def test_wrong_calls_are_observations(write_class: Callable[[str], Path], run: Run) -> None:
     environments = run(open_environments(_config(write_class(CALCULATOR))))
     environment = run(environments.open(_ROW))
@@ -192,6 +193,7 @@ class Camera:
 '''
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("episodes", [None, 2])
 def test_an_observation_with_an_image_is_refused_in_one_line(
     episodes: int | None, write_class: Callable[[str], Path], run: Run
@@ -346,6 +348,7 @@ def test_built_in_tools_stand_beside_a_class(write_class: Callable[[str], Path],
     assert not _workers_alive()
 
 
+@pytest.mark.patient
 @pytest.mark.needs("bubblewrap")
 def test_without_a_class_the_recipes_reward_scores(run: Run) -> None:
     config = ClassEnvironmentConfig.model_validate({"kind": "class", "tools": {"python": {}}})
@@ -355,6 +358,7 @@ def test_without_a_class_the_recipes_reward_scores(run: Run) -> None:
     run(environments.close())
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("reward", ["10**400", "1e308", "float('nan')"])
 def test_a_tool_whose_reward_is_not_finite_in_32_bits_has_failed(
     reward: str, write_class: Callable[[str], Path], run: Run

@@ -66,6 +66,7 @@ async def _episode(tokenizer: Tokenizer, dialogue: Dialogue, chance: random.Rand
     return 0 if is_text_equal and is_ending_equal else _TURNS_PER_EPISODE
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("num_turns", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_histories_of_many_turns_are_those_of_the_template(
     num_turns: int, tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]

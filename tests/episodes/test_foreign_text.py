@@ -56,6 +56,7 @@ async def _observed(dialogue: Dialogue, name: str, text: str) -> tuple[ChatMessa
     return message, suffix
 
 
+@pytest.mark.patient
 @settings(max_examples=60)
 @given(text=hostile.texts(_MARKS), name=hostile.texts(_MARKS))
 def test_a_result_has_no_control_token_and_raises_nothing(
@@ -67,6 +68,7 @@ def test_a_result_has_no_control_token_and_raises_nothing(
         assert _num_added(tokenizer, suffix) == _num_added(tokenizer, harmless), (family, message)
 
 
+@pytest.mark.patient
 @settings(max_examples=60)
 @given(text=hostile.texts(_MARKS))
 def test_openings_and_descriptions_of_tools_have_no_control_token(tokenizers: dict[str, Tokenizer], text: str) -> None:

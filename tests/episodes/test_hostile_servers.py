@@ -248,6 +248,7 @@ def _body(text: str, **keys: object) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": text}], **keys}).encode()
 
 
+@pytest.mark.patient
 @settings(max_examples=40)
 @given(texts=st.lists(hostile.texts(_MARKS), min_size=3, max_size=3), value=hostile.values())
 def test_a_message_of_an_agent_has_no_control_token_and_no_request_is_an_error_of_the_server(

@@ -104,6 +104,7 @@ async def test_a_program_that_fails_loses_its_episode(
         await _play(_config(tmp_path, code, **keys), tokenizer, ["x"])
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("code", "keys", "told"),
     [

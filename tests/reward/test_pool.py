@@ -150,6 +150,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, open_poo
     wait_for_end(asyncio.run(scenario()))
 
 
+@pytest.mark.patient
 @pytest.mark.fault("SIGSTOP of a reward worker", "killed at its deadline")
 def test_a_stopped_worker_does_not_outlast_its_deadline(open_pool: OpenPool) -> None:
     pool = open_pool(HANGS_ON_REQUEST, deadline_s=1.5)

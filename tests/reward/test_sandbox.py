@@ -119,6 +119,7 @@ except SandboxError as error:
 """
 
 
+@pytest.mark.patient
 @pytest.mark.needs("root")
 @pytest.mark.fault("a machine that gives the sandbox no namespace", "an error of the sandbox, never a score")
 def test_a_program_that_could_not_be_started_is_not_a_program_that_failed() -> None:

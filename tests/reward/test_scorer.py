@@ -398,6 +398,7 @@ def test_a_source_may_have_a_composed_reward_and_its_problem_names_the_part(
     assert problem.key == "reward.sources.arithmetic.parts.length.reward.name"
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize(
     ("keys", "right", "truth"),
     [

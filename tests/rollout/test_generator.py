@@ -301,6 +301,7 @@ def late_fleet(*engines: SlowEngine, request_timeout_s: float) -> Fleet:
     return Fleet(clients, max_outstanding=8, publish_timeout_s=5)
 
 
+@pytest.mark.patient
 @pytest.mark.fault("a response that takes longer than a request may", "its tokens are kept and another continues it")
 def test_a_late_response_keeps_its_tokens_and_is_continued_elsewhere() -> None:
     response = (*range(10, 20), EOS)

@@ -101,6 +101,7 @@ def plain(counts: Counts) -> tuple[int, int, tuple[int, ...], list[int]]:
     return counts.num_taken, counts.num_given_up, counts.under_way, carried
 
 
+@pytest.mark.patient
 @settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),

@@ -116,6 +116,7 @@ def test_a_cuda_build_comes_with_its_libraries_and_its_torchvision(build: Build)
     assert torch_words[torch_words.index("--constraint") + 1] == str(ROOT / "requirements-cuda-hashes.txt")
 
 
+@pytest.mark.patient
 def test_uv_looks_where_pip_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pip.conf"
     file.write_text(

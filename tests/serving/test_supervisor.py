@@ -102,6 +102,7 @@ def test_when_the_budget_is_spent_whoever_waits_is_told_why() -> None:
         asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.patient
 async def test_an_engine_that_cannot_be_synced_is_started_again() -> None:
     async with supervised() as (scripted, fleet, supervisor):
         num_failures = 0
@@ -146,6 +147,7 @@ async def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_gene
         await until(lambda: fleet.engines[1].is_live)
 
 
+@pytest.mark.patient
 async def test_an_engine_that_answers_requests_is_not_probed() -> None:
 
     async with supervised(num_engines=1) as (scripted, fleet, _):

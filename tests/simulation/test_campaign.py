@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from unittest import mock
 
+import pytest
+
 from tests.simulation import campaign
 from tests.simulation.__main__ import Campaign
 from tests.simulation.histories import worlds
@@ -15,6 +17,7 @@ def _even_only(seed: int) -> tuple[tuple[str, ...], str]:
     return ((f"odd: {seed}",) if seed % 2 else ()), f"history {seed}"
 
 
+@pytest.mark.patient
 def test_a_campaign_counts_histories_by_world_and_names_each_failing_seed() -> None:
     written = io.StringIO()
     with worlds():

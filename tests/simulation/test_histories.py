@@ -53,6 +53,7 @@ def test_engines_give_the_same_tokens_whatever_happens_to_them() -> None:
         assert not scene.broken, (seed, scene.broken)
 
 
+@pytest.mark.patient
 @pytest.mark.fault("interpreters that are slow, die and write frames", "a result belongs to its call, or is lost")
 def test_a_tool_gives_results_to_their_calls() -> None:
     for seed in range(_NUM_TOOLS):
@@ -136,6 +137,7 @@ def test_a_seed_is_one_history() -> None:
     assert first.num_events == second.num_events
 
 
+@pytest.mark.patient
 def test_a_seed_is_one_history_of_a_fleet() -> None:
     """Whatever was in memory before: requests of an engine that dies go elsewhere in the order of their beginning."""
     for seed in range(12):

@@ -269,6 +269,7 @@ def _broken(mutation: Mutation, plan: Plan | TalkPlan | int) -> Sequence[str]:
             return mutation.world(seed).broken
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_the_world_notices_that(what: str) -> None:
     mutation = MUTATIONS[what]

@@ -121,6 +121,7 @@ def test_looking_for_a_lease_removes_nothing(run_folder: Path, lease: PrivateLea
         assert lease.give_back()
 
 
+@pytest.mark.patient
 def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: Path) -> None:
     lease = PrivateLease(run_folder, folder=tmp_path, program="digest", seconds=1)
     with run_lock(run_folder):

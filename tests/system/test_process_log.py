@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ABORTS = """
 import ctypes, faulthandler, logging, os, sys
 from pathlib import Path
@@ -55,6 +57,7 @@ def test_the_last_words_of_a_process_that_aborts_are_in_its_log(tmp_path: Path) 
     assert "Fatal Python error: Aborted" in text
 
 
+@pytest.mark.patient
 def test_a_log_is_bounded_and_keeps_its_end(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.log"
     done = run(TALKS, path)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megarl.engine.client import EngineKeys
 from megarl.observe.events import EVENTS_FILE, EventLog
 from megarl.observe.observer import Observer
@@ -45,6 +47,7 @@ def test_logs_and_events_do_not_have_it(tmp_path: Path) -> None:
         assert CANARY not in text
 
 
+@pytest.mark.patient
 def test_a_process_that_is_sent_an_engines_keys_strikes_them_out() -> None:
     keys = EngineKeys.fresh()
     program = (

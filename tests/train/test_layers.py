@@ -32,6 +32,7 @@ def differences() -> dict[str, float]:
     return found
 
 
+@pytest.mark.patient
 @pytest.mark.parametrize("kernel", TOLERANCES)
 def test_kernels_compute_what_torch_does(differences: dict[str, float], kernel: str) -> None:
     assert differences[kernel] <= TOLERANCES[kernel]

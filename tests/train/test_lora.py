@@ -315,6 +315,7 @@ def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
         assert_close(load_folder(tmp_path / "three" / kind), tensors, tolerance=1e-30)
 
 
+@pytest.mark.patient
 def test_what_is_left_out_looks_random() -> None:
     token_ids, positions = torch.arange(64).repeat_interleave(8), torch.arange(8).repeat(64)
     module = Plain()

@@ -172,6 +172,7 @@ threading.Thread(target=spin, daemon=True).start()
 """
 
 
+@pytest.mark.patient
 @pytest.mark.fault(
     "code that goes on computing or allocating after its call", "stopped until the next call, with all its processes"
 )
@@ -213,6 +214,7 @@ def test_memory_that_was_taken_within_a_call_is_counted_at_its_end(
     assert "too much memory" in tool.python(code)
 
 
+@pytest.mark.patient
 def test_a_request_that_nobody_reads_ends_at_the_deadline(tool: Python) -> None:
     tool.prepare()
     assert tool._process is not None

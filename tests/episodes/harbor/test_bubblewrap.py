@@ -72,6 +72,7 @@ def test_background_processes_stay_and_stand_still_between_commands(in_box: InBo
     assert second.output.strip() == first.output.strip()
 
 
+@pytest.mark.patient
 def test_a_command_that_takes_too_long_is_stopped_and_the_box_goes_on(in_box: InBox) -> None:
     async def use(box: Box) -> list[CommandResult]:
         late = await box.run("echo begun; sleep 600", variables={}, timeout_s=2)
@@ -95,6 +96,7 @@ def test_memory_of_all_processes_together_is_limited(in_box: InBox) -> None:
     assert after.output == "on\n"
 
 
+@pytest.mark.patient
 def test_processes_and_files_are_limited(in_box: InBox) -> None:
     many, one_file, files = in_box(
         results_of(

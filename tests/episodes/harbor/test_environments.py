@@ -113,6 +113,7 @@ async def test_an_episode_that_breaks_its_box_scores_0_and_a_task_without_a_rewa
     assert "no reward here" in message
 
 
+@pytest.mark.patient
 async def test_the_time_of_a_task_ends_an_episode_which_is_scored(config: HarborEnvironmentConfig) -> None:
     path = config.tasks / "hello" / "task.toml"
     path.write_text(path.read_text().replace("timeout_sec = 120.0", "timeout_sec = 2.0"))

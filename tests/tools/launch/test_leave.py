@@ -52,6 +52,7 @@ def test_the_drivers_pod_waits_until_the_driver_has_saved(run: Path, driver: sub
     assert current_holder(run) is None
 
 
+@pytest.mark.patient
 def test_another_pod_waits_for_a_driver_that_was_asked(run: Path, driver: subprocess.Popen[bytes]) -> None:
     words = [sys.executable, "-m", "megarl.tools.launch.leave", str(run)]
     with subprocess.Popen([*words, "--follows"]) as other:

@@ -78,6 +78,7 @@ def test_the_model_is_what_transformers_expects(files: SquaresFiles) -> None:
     assert read_model_shape(files.model) == SHAPE.as_model()
 
 
+@pytest.mark.patient
 def test_the_files_load_as_a_data_set_with_a_token_for_each_cell(files: SquaresFiles) -> None:
     def read(path: Path, kind: RowKind) -> PromptSet:
         config = DataConfig(train=(path,), max_prompt_tokens=32)

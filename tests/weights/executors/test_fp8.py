@@ -56,6 +56,7 @@ def test_a_block_of_zeros_has_scale_one_and_a_smallest_number_survives() -> None
     assert restored(elements, scales)[128, 0] == pytest.approx(1e-30, rel=1e-6)
 
 
+@pytest.mark.patient
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**16), rows=st.integers(1, 3), columns=st.integers(1, 3), power=st.integers(-12, 6))
 def test_quantise_then_cut_is_cut_then_quantise_and_errors_are_bounded(

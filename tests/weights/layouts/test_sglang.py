@@ -10,6 +10,7 @@ from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import assert_equal, fill_from_canonical, make_shape, numbered, sglang_rank, shapes
 
 
+@pytest.mark.patient
 @given(shape=shapes(), tensor=st.sampled_from([1, 2, 4, 8]), num_engines=st.integers(1, 2), data=st.data())
 def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
     shape: ModelShape, tensor: int, num_engines: int, data: st.DataObject

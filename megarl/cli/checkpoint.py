@@ -304,7 +304,7 @@ def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> tor
             raise CheckpointError(f"{folder}: loaded with transformers it has {kind}: {sorted(report[kind])[:3]}")
     if adapter is not None:
         _attach(adapter, model)
-    token_ids = torch.arange(NUM_TOKENS) * _TOKEN_STEP % model.config.vocab_size
+    token_ids = torch.arange(NUM_TOKENS) * _TOKEN_STEP % model.config.get_text_config().vocab_size
     with torch.no_grad():
         outputs = model.eval()(input_ids=token_ids[None], use_cache=False).logits.float()
     assert isinstance(outputs, torch.Tensor)

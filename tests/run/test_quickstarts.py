@@ -77,3 +77,12 @@ def test_an_unmodified_agent_learns_to_call_its_tool(tmp_path: Path) -> None:
     accuracies = accuracies_of(tmp_path / "runs" / "quickstart_agent")
     assert accuracies[0] < 0.5
     assert accuracies[-1] >= 0.8
+
+
+def test_a_model_learns_to_see(tmp_path: Path) -> None:
+    megarl(tmp_path, "data", "make", "squares", "--out", "data/squares")
+    for name in ("quickstart_images_sft", "quickstart_images"):
+        megarl(tmp_path, "train", str(RECIPES / f"{name}.yaml"))
+    accuracies = accuracies_of(tmp_path / "runs" / "quickstart_images")
+    assert accuracies[0] < 0.5
+    assert accuracies[-1] >= 0.8

@@ -30,8 +30,8 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SOF2, _SOS = b"\xff\xc2", b"\xff\xda"
 
 
-def picture(random: Random, mode: str = "RGB", *, largest: int = 96) -> Image.Image:
-    height, width = (int(side) for side in random.integers(8, largest, size=2))
+def smooth_picture(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    # Noise would change with the rounding of each resize.
     rows, columns = np.mgrid[0:height, 0:width]
     colours = np.stack([rows * 255 // height, columns * 255 // width, (rows + columns) % 256], axis=-1)
     return Image.fromarray(colours.astype(np.uint8)).convert(mode)
@@ -41,6 +41,11 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def picture(random: Random, mode: str = "RGB", *, largest: int = 96) -> Image.Image:
+    height, width = (int(side) for side in random.integers(8, largest, size=2))
+    return smooth_picture(height, width, mode)
 
 
 def any_file(random: Random) -> bytes:
@@ -303,7 +308,7 @@ KINDS: tuple[Callable[[Random], bytes], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What became of a file."""
+    """The outcome of reading one file."""
 
     kind: str
     outcome: str

@@ -13,7 +13,7 @@ from tests.data.hostile_images import KINDS, SPARE_BYTES, Reading, write_all
 from tests.repository import ROOT
 
 MAX_SECONDS = 10.0
-"""Of the processor's time; the slowest takes a tenth of it."""
+"""Seconds of the processor; the slowest file takes a tenth of it."""
 READABLE = {"png_bomb_in_full", "in_other_colours", "turned"}
 """Kinds that are right, whatever else they are."""
 REFUSED = {"other_kinds", "without_size", "animated", "strip"}

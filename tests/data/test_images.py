@@ -18,6 +18,8 @@ from megarl.data.images import ImageError, ImageProcessor, ImageStore, Pixels, d
 from megarl.families import PUBLIC_MODELS
 from megarl.families.qwen2_5_vl import vision_of
 from megarl.families.shape import VisionShape
+from tests.data.hostile_images import encoded
+from tests.data.hostile_images import smooth_picture as picture
 
 VISION = vision_of(PUBLIC_MODELS["qwen2.5-vl-3b"])
 FIELDS = {
@@ -33,19 +35,6 @@ FIELDS = {
 def processor(folder: Path, vision: VisionShape = VISION, **fields: object) -> ImageProcessor:
     (folder / "preprocessor_config.json").write_text(json.dumps({**FIELDS, **fields}))
     return ImageProcessor.of(folder, vision)
-
-
-def picture(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    # Smooth: noise would change with the rounding of each resize.
-    rows, columns = np.mgrid[0:height, 0:width]
-    colours = np.stack([rows * 255 // height, columns * 255 // width, (rows + columns) % 256], axis=-1)
-    return Image.fromarray(colours.astype(np.uint8)).convert(mode)
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(("height", "width"), [(56, 84), (20, 30), (300, 410), (900, 60), (29, 1000)])

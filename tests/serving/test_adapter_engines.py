@@ -267,7 +267,7 @@ async def test_slots_have_what_sglang_loads_itself(adapted: AdaptedEngine, tmp_p
 
 async def test_a_damaged_adapter_is_not_served_and_the_version_before_serves_on(adapted: AdaptedEngine) -> None:
     class LyingGroup(FlippingGroup):
-        """One that is never honest."""
+        """A group whose every exchange delivers damaged bytes."""
 
         def exchange(self, *arguments: Any, **named: Any) -> None:
             self.is_honest = False

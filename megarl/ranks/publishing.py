@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+from torch.nn.utils import get_total_norm
+
+from megarl.checkpoint.save import UnfiniteError, refuse_unfinite
 from megarl.cluster.cluster import own_address
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.recipe import TrainConfig
 from megarl.engine.commands import Rendezvous
-from megarl.errors import WeightSyncError
+from megarl.errors import NumericsError, WeightSyncError
 from megarl.train.actor import ActorRank
 from megarl.train.rank_spec import RankSpec
 from megarl.weights.executors.digest import fastest_digest
@@ -71,8 +75,10 @@ class PublishingActor(ActorRank):
             raise WeightSyncError(
                 "the weights are in host memory until the next step (roles.actor.offload: everything)"
             )
-        assert self._sender is not None, "join comes first"
         self._refuse_other(version)
+        if self._spec.lora is not None:
+            self._refuse_unfinite(version)
+        assert self._sender is not None, "join comes first"
         if self._fp8 is not None:
             self._fp8.fill()
         return self._sender.send(version)
@@ -86,6 +92,19 @@ class PublishingActor(ActorRank):
         own = self.version()
         if own != version:
             raise WeightSyncError(f"actor rank {self._spec.rank} holds version {own}: it cannot send version {version}")
+
+    def _refuse_unfinite(self, version: int) -> None:
+        """Raise before an adapter leaves whose every answer would be NaN: the canary sees one publish in ten."""
+        tensors = self.trained_tensors()
+        if torch.isfinite(get_total_norm(tensors.values())):
+            return
+        try:
+            refuse_unfinite(tensors)
+        except UnfiniteError as error:
+            raise NumericsError(
+                f"actor rank {self._spec.rank}: version {version} was not published: {error}; engines keep the one "
+                "before; lower train.optimizer.learning_rate and resume from the newest checkpoint"
+            ) from None
 
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""

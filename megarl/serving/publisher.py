@@ -25,7 +25,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl, ignore_outcome
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import WeightSyncError, WorkerError
+from megarl.errors import NumericsError, WeightSyncError, WorkerError
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
@@ -311,9 +311,9 @@ class TransferPublisher:
         if failures:
             await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason=str(failures[0]))
             await asyncio.wait(tasks)
-            # Engines lose the connection to a dead rank before its death is noticed.
+            # Engines lose the connection to a rank that died or refused before the driver hears of it.
             loss = tasks[0].exception()
-            raise loss if isinstance(loss, WorkerError) else failures[0]
+            raise loss if isinstance(loss, WorkerError | NumericsError) else failures[0]
         return tasks[0].result(), tasks[1].result()
 
 

@@ -14,7 +14,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import WeightSyncError, WorkerError
+from megarl.errors import MegarlError, NumericsError, WeightSyncError, WorkerError
 from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
@@ -84,10 +84,10 @@ class FakeControl(EngineControl):
 
 @dataclass
 class FakeRanks:
-    """One rank, which holds whatever version is asked for; it may be lost."""
+    """One rank, which holds whatever version is asked for; it may fail to send it."""
 
     num_engines: int = 0
-    is_lost: bool = False
+    failure: MegarlError | None = None
     held: int = 0
 
     async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
@@ -97,8 +97,8 @@ class FakeRanks:
         return self.held
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
-        if self.is_lost:
-            raise WorkerError("actor rank 0: died during send")
+        if self.failure is not None:
+            raise self.failure
         self.held = version
         return [{(rank, "a"): 5 for rank in range(self.num_engines)}]
 
@@ -232,13 +232,20 @@ async def test_a_damaged_adapter_is_not_served_and_the_one_before_serves_on() ->
     assert not engines.held
 
 
-async def test_a_lost_rank_leaves_the_version_before() -> None:
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (WorkerError("actor rank 0: died during send"), "engines keep the one before: actor rank 0: died"),
+        (NumericsError("actor rank 0: 2 of 8 values of a are NaN"), "^actor rank 0: 2 of 8 values of a are NaN$"),
+    ],
+)
+async def test_a_rank_that_is_lost_or_refuses_leaves_the_version_before(failure: MegarlError, message: str) -> None:
     engines, fleet = scene()
     ranks = FakeRanks()
     publisher = publisher_of(engines, fleet, ranks=ranks)
     await publisher.publish(PolicyVersion(0))
-    ranks.is_lost = True
-    with pytest.raises(WorkerError, match="engines keep the one before: actor rank 0: died"):
+    ranks.failure = failure
+    with pytest.raises(type(failure), match=message):
         await publisher.publish(PolicyVersion(1))
     assert served(fleet) == [(0, "policy@0")] * 2
     assert (engines.loaded[0], engines.held) == (["policy@0"], set())

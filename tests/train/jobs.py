@@ -18,9 +18,11 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
+from megarl.config.recipe import TrainConfig
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.families.shape import ModelShape
+from megarl.ranks.publishing import PublishingActor
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleColumn
 from megarl.train import cpu, offload
@@ -277,6 +279,27 @@ def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]
     except (RuntimeError, AssertionError):
         is_refused_outside = True
     return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside
+
+
+def send_unfinite(rank: int, world: int, port: int, setup: Setup) -> str:
+    """Return why a rank does not send its adapter; it is in no transfer group yet."""
+    trainer = PublishingActor(
+        spec_of(rank, world, port, setup),
+        algorithm=setup.algorithm,
+        train=TrainConfig(prompts_per_step=1, tokens_per_micro_batch=1, optimizer=setup.optimizer),
+        total_steps=4,
+        bind=None,
+    )
+    trainer.load(setup.folder)
+    values = next(iter(trainer.trained_tensors().values()))
+    values[0, :2] = 1e30
+    with pytest.raises(AssertionError, match="join comes first"):
+        trainer.send(0)
+    values[0, :2] = torch.inf
+    with pytest.raises(NumericsError) as caught:
+        trainer.send(0)
+    trainer.close()
+    return str(caught.value)
 
 
 @on_actor

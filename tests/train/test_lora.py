@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -384,6 +385,19 @@ def test_ranks_that_share_an_input_leave_out_what_one_does(has_columns: bool, mo
         share = inputs[:, 0][mine][:, None]
         module.lora_a = torch.nn.Parameter(torch.eye(share.shape[-1]))
         assert torch.allclose(module._thin(share, has_columns=has_columns)[:, 0], expected[mine])
+
+
+def test_an_adapter_that_is_not_finite_is_not_sent(cluster: Cluster, models: Models) -> None:
+    """Large values are: their squares overflow, they do not."""
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2"]
+    setup = replace(setup_of(model, actor), lora=LoraConfig(rank=RANK, alpha=ALPHA))
+    for rank, message in enumerate(cluster.run(world, jobs.send_unfinite, setup)):
+        assert re.match(
+            rf"actor rank {rank}: version 0 was not published: 2 of \d+ values of chunk0\.decoder\S+ are NaN or "
+            r"infinite; engines keep the one before; lower train\.optimizer\.learning_rate and resume",
+            message,
+        ), message
 
 
 def load_folder(folder: Path) -> dict[str, Tensor]:

@@ -13,12 +13,8 @@ from functools import partial
 from bench.figures import Figure
 from bench.training import Timed, TrainWorkload, alone, clear_device, micro_batch, randomise, step, timed
 from megarl.config.roles import ActorConfig
-from megarl.families import PUBLIC_MODELS
-from megarl.families.shape import DeltaWidths
 from megarl.train.build import build_chunks
-from megarl.train.delta_fused import is_possible
-from megarl.train.delta_kernels import is_usable
-from megarl.train.delta_net import DeltaKernels, GatedDeltaNet
+from megarl.train.delta_net import GatedDeltaNet
 from megarl.train.model import PolicyModel
 
 _MODEL, _LAYERS = "qwen3.5-2b", 4
@@ -29,18 +25,15 @@ _WARMUPS, _REPEATS = 2, 3
 
 def measure_hybrid() -> Iterator[Figure]:
     """Yield the time of a step for each length, by all kernels of this machine and in plain torch."""
-    shape = PUBLIC_MODELS[_MODEL]
-    assert shape.delta is not None, f"{_MODEL} without delta nets"
     for num_sequences, tokens in _LENGTHS:
         label = f"{num_sequences} x {tokens // 1024}k"
         full = measure(num_sequences, tokens)
-        for kernels in _choices(shape.delta):
-            if kernels == "torch" and tokens > _LONGEST_IN_TORCH:
-                continue
-            hybrid = measure(num_sequences, tokens, kernels=kernels)
+        for is_fused in (True, False) if tokens <= _LONGEST_IN_TORCH else (True,):
+            hybrid = measure(num_sequences, tokens, is_fused=is_fused)
+            way = "by kernels" if is_fused else "in torch"
             yield Figure(
-                key=f"hybrid {label}, {kernels}",
-                name=f"train step, {_LAYERS} layers of {_MODEL}, {label}, {kernels}, {hybrid.peak_bytes / 1e9:.0f} GB",
+                key=f"hybrid {label}, {way}",
+                name=f"train step, {_LAYERS} layers of {_MODEL}, {label}, {way}, {hybrid.peak_bytes / 1e9:.0f} GB",
                 value=1e3 * hybrid.seconds,
                 unit="ms",
                 against=f"attention in all layers, {1e3 * full.seconds:.1f} ms, {full.peak_bytes / 1e9:.0f} GB",
@@ -48,16 +41,8 @@ def measure_hybrid() -> Iterator[Figure]:
             )
 
 
-def _choices(widths: DeltaWidths) -> Iterator[DeltaKernels]:
-    if is_usable():
-        yield "fla"
-    if is_possible(widths):
-        yield "own"
-    yield "torch"
-
-
-def measure(num_sequences: int, tokens: int, *, kernels: DeltaKernels | None = None) -> Timed:
-    """Return the time of a step, with these kernels of delta nets, or with attention in all layers."""
+def measure(num_sequences: int, tokens: int, *, is_fused: bool | None = None) -> Timed:
+    """Return the time of a step with delta nets, by kernels or in torch, or with attention in all layers."""
     workload = TrainWorkload(
         key="hybrid",
         name=_MODEL,
@@ -67,14 +52,14 @@ def measure(num_sequences: int, tokens: int, *, kernels: DeltaKernels | None = N
         sequence_tokens=tokens,
     )
     shape = replace(workload.shape, max_context_tokens=tokens)
-    near = [layer for layer in shape.delta_layers if layer < _LAYERS and kernels is not None]
+    near = [layer for layer in shape.delta_layers if layer < _LAYERS and is_fused is not None]
     shape = replace(shape, delta_layers=tuple(near))
     with alone() as topology:
         (model,) = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
         assert isinstance(model, PolicyModel), type(model)
         for module in model.modules():
-            if isinstance(module, GatedDeltaNet) and kernels is not None:
-                module.kernels = kernels
+            if isinstance(module, GatedDeltaNet) and is_fused is not None:
+                module.is_fused = is_fused
         randomise(model)
         batch = micro_batch(workload, topology)
         clear_device()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megarl.families.shape import DeltaWidths
 from megarl.train import delta_triton
-from megarl.train.delta_fused import convolved, delta_rule_fused, gated_norm
+from megarl.train.delta_fused import convolved, delta_rule_error, delta_rule_fused, gated_norm
 from megarl.train.delta_rule import blocks_of, chunks_of, delta_rule, short_convolution
 from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_places, sum_rows
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
@@ -101,6 +101,21 @@ def delta_rules() -> float:
     )
 
 
+def a_wrong_delta_rule() -> float:
+    """Gradients of keys that are wrong by half: what runs measure says so, and nothing without it."""
+    size, right = (32, 32), delta_triton.compute_gradients
+    error = delta_rule_error(*size, torch.device("cpu"), torch.float32)
+
+    def wrong(inputs: delta_triton.RuleInputs, kept: delta_triton.Kept, grad: torch.Tensor) -> delta_triton.Gradients:
+        gradients = right(inputs, kept, grad)
+        return gradients._replace(key=gradients.key / 2)
+
+    delta_triton.compute_gradients = wrong
+    found = delta_rule_error(*size, torch.device("cpu"), torch.float32)
+    delta_triton.compute_gradients = right
+    return max(error, abs(found - 0.5))
+
+
 def convolutions_and_gated_norms() -> float:
     widths = DeltaWidths(key_heads=2, value_heads=4, key=16, value=32, kernel=4)
     ages = blocks_of([3, 40, 1], torch.device("cpu")).ages
@@ -186,6 +201,7 @@ CHECKS = (
     scores,
     places,
     delta_rules,
+    a_wrong_delta_rule,
     convolutions_and_gated_norms,
     digests_in_one_launch,
     fp8_blocks,

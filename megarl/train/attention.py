@@ -80,12 +80,6 @@ class PackedSequences(PackedSeqParams):
         """The whole sequences, as kernels go through them."""
         return blocks_of(self._whole_lengths, self.starts.device)
 
-    @cached_property
-    def whole_starts(self) -> Tensor:
-        """Starts of the whole sequences. [S + 1], int64; one tensor for all layers, by which kernels know it again"""
-        starts = np.cumsum([0, *self._whole_lengths], dtype=np.int64)
-        return torch.from_numpy(starts).to(device=self.starts.device, non_blocking=True)
-
     @property
     def _whole_lengths(self) -> list[int]:
         assert self.seen is None, "a state has no branches: layers with one share no prefixes"

@@ -5,32 +5,79 @@ Used on GPUs only; `delta_rule` and `delta_net` compute the same in plain torch.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.families.shape import DeltaWidths
-from megarl.train.delta_rule import Blocks
+from megarl.train.delta_rule import Blocks, blocks_of, chunks_of, delta_rule
 
-_WIDTHS = (16, 32, 64, 128, 256)
-"""Channels of a head that the kernels divide into blocks."""
+logger = logging.getLogger(__name__)
+
+_WIDTHS = (64, 128, 256)
+"""Channels of a head that the kernels divide into blocks. For 16, Triton 3.6 reads behind a Hopper's shared memory."""
+_LARGEST_ERROR = 0.03
+"""Larger than the rounding of bfloat16 numbers; what compilers for Hopper have got wrong was wrong by half."""
+_LENGTHS = [1, 65, 130]
 
 
-WAS_SEEN_RIGHT = False
-"""Whether they ran on a GPU and were right; until then nobody gets them unasked."""
+def is_usable(widths: DeltaWidths) -> bool:
+    """Whether there are kernels for heads of these widths, and they are right on this GPU with this Triton."""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return widths.key in _WIDTHS and widths.value in _WIDTHS and _is_right(widths.key, widths.value)
 
 
 @cache
-def _has_triton() -> bool:
-    return torch.cuda.is_available() and find_spec("triton") is not None
+def _is_right(key: int, value: int) -> bool:
+    error = delta_rule_error(key, value, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    if error <= _LARGEST_ERROR:
+        return True
+    import triton  # noqa: PLC0415 - on GPU machines only
+
+    logger.warning(
+        "delta nets in plain torch, which is slower: with Triton %s on this GPU their kernels are wrong by %.2g",
+        triton.__version__,
+        error,
+    )
+    return False
 
 
-def is_possible(widths: DeltaWidths) -> bool:
-    """Whether this machine has what the kernels need, and they have blocks for heads of these widths."""
-    return _has_triton() and widths.key in _WIDTHS and widths.value in _WIDTHS
+def delta_rule_error(key: int, value: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest distance of output and gradients from plain torch, relative to their norms."""
+    from megarl.train import delta_triton  # noqa: PLC0415 - triton is only on GPU machines
+
+    chance, num_tokens = torch.Generator(device).manual_seed(0), sum(_LENGTHS)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=chance, device=device, dtype=torch.float32)
+
+    query, keys = (F.normalize(drawn(num_tokens, 1, key) + 0.5, dim=-1) for _ in range(2))
+    rounded = [each.to(dtype).float() for each in (query, keys, drawn(num_tokens, 2, value))]
+    inputs = [*rounded, -drawn(num_tokens, 2).sigmoid() / 5, drawn(num_tokens, 2).sigmoid()]
+    weight = drawn(num_tokens, 2, value)
+    blocks, chunks = blocks_of(_LENGTHS, device, size=delta_triton.SIZE), chunks_of(_LENGTHS, device)
+
+    def by_kernels(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+        return delta_rule_fused(query.to(dtype), key.to(dtype), value.to(dtype), decay, strength, blocks)
+
+    def plainly(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+        query, key = (each.repeat_interleave(2, dim=1) for each in (query, key))
+        return delta_rule(query * query.shape[-1] ** -0.5, key, value, decay, strength, chunks)
+
+    found = []
+    with torch.enable_grad():
+        for call in (by_kernels, plainly):
+            leaves = [each.clone().requires_grad_() for each in inputs]
+            output = call(*leaves).float()
+            found.append([output.detach(), *torch.autograd.grad(output, leaves, weight)])
+    distances = [(one - right).norm() / right.norm() for one, right in zip(*found, strict=True)]
+    return float(torch.stack(distances).max())
 
 
 def convolved(values: Tensor, weight: Tensor, widths: DeltaWidths, ages: Tensor, eps: float) -> list[Tensor]:

@@ -8,7 +8,6 @@ some of these heads, since a state follows from all tokens before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,22 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.families.shape import DeltaWidths
 from megarl.train.attention import PackedSequences
-from megarl.train.delta_fused import WAS_SEEN_RIGHT, convolved, delta_rule_fused, gated_norm, is_possible
-from megarl.train.delta_kernels import delta_rule_by_kernels, is_usable
+from megarl.train.delta_fused import convolved, delta_rule_fused, gated_norm, is_usable
 from megarl.train.delta_rule import delta_rule, short_convolution
 
 _NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as in engines."""
-
-DeltaKernels: TypeAlias = Literal["fla", "own", "torch"]
-"""The kernels of flash-linear-attention, our own, or none: plain torch."""
-
-
-def kernels_for(widths: DeltaWidths) -> DeltaKernels:
-    """Return the kernels for heads of these widths on this machine."""
-    if is_usable():
-        return "fla"
-    return "own" if WAS_SEEN_RIGHT and is_possible(widths) else "torch"
 
 
 @dataclass(kw_only=True)
@@ -65,7 +53,7 @@ class GatedDeltaNet(MegatronModule):
         assert pg_collection is not None, "a delta net without its groups"
         del layer_number, cp_comm_type
         self.widths, self._groups = widths, pg_collection
-        self.kernels = kernels_for(widths) if is_fused else "torch"
+        self.is_fused = is_fused and is_usable(widths)
         num_ranks = pg_collection.tp.size()
         self.in_proj = submodules.in_proj(
             config.hidden_size,
@@ -145,15 +133,15 @@ class GatedDeltaNet(MegatronModule):
         weight = self._convolution_weight()[mine].to(dtype)
         # Each rank has the gradient of its own heads.
         norm_weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._groups.tp)
-        if self.kernels == "own" and projected.is_cuda and projected.dtype != dtype:
-            gated = self._by_own_kernels(values, weight, gate, numbers, norm_weight, sequences)
+        if self.is_fused and projected.is_cuda and projected.dtype != dtype:
+            gated = self._by_kernels(values, weight, gate, numbers, norm_weight, sequences)
         else:
             gated = self._in_torch(values, weight, gate, numbers, norm_weight, sequences)
         if part is not None:
             gated = _own_tokens(gated.index_select(0, part.gathered), part.group)
         return gated.flatten(1)
 
-    def _by_own_kernels(
+    def _by_kernels(
         self,
         values: Tensor,
         weight: Tensor,
@@ -184,12 +172,8 @@ class GatedDeltaNet(MegatronModule):
         query, key, value = torch.split(summed, [widths.key, widths.key, per_key * widths.value], dim=-1)
         query, key = _unit(query), _unit(key)
         value, gate = (torch.unflatten(each, -1, (per_key, widths.value)).flatten(1, 2) for each in (value, gate))
-        if self.kernels == "fla" and values.is_cuda and values.dtype != dtype:
-            query, key, value = (each.to(values.dtype) for each in (query, key, value))
-            output = delta_rule_by_kernels(query, key, value, *numbers, sequences.whole_starts)
-        else:
-            query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
-            output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks)
+        query, key = (each.repeat_interleave(per_key, dim=1) for each in (query, key))
+        output = delta_rule(query * widths.key**-0.5, key, value, *numbers, chunks)
         output = output.to(values.dtype).to(dtype)
         normed = F.rms_norm(output, output.shape[-1:], norm_weight.to(dtype), self.config.layernorm_epsilon)
         return (normed * F.silu(gate.to(dtype))).to(values.dtype)

@@ -4,7 +4,7 @@ Each head of a sequence has a state S, a matrix of key channels x value channels
 the decay a and the strength b makes of it S' = a S + b k (v - a S^T k)^T; its query reads S'^T q. Here chunks of tokens
 are computed at a time: within a chunk the corrections of all tokens are the solution of one triangular system, and
 only the states between chunks follow one after the other. Sums are in one order, whatever else is packed.
-`delta_kernels` has kernels for GPUs.
+`delta_fused` has kernels for GPUs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from megarl.train.delta_kernels import delta_rule_by_kernels, is_right
+from megarl.families.shape import DeltaWidths
+from megarl.train import delta_fused
 from megarl.train.delta_rule import Chunks, blocks_of, chunks_of, delta_rule, short_convolution
 
 HEADS, KEY, VALUE = 2, 4, 3
@@ -122,41 +124,24 @@ def test_chunks_hold_every_token_once() -> None:
     assert chunks.ages.tolist() == [age for length in lengths for age in range(length)]
 
 
-def test_kernels_are_told_where_sequences_start_and_how_queries_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the package, which needs a GPU: its function by its definition."""
-
-    def chunk_gated_delta_rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, cu_seqlens: Tensor
-    ) -> tuple[Tensor, None]:
-        repeats = v.shape[2] // q.shape[2]
-        query, key = (each[0].repeat_interleave(repeats, dim=1) for each in (q * scale, k))
-        lengths = cu_seqlens.diff().tolist()
-        parts = split((query, key, v[0], g[0], beta[0]), lengths)
-        return torch.cat([one_by_one(*each) for each in parts])[None], None
-
-    stand_in = ModuleType("fla.ops.gated_delta_rule")
-    stand_in.__dict__["chunk_gated_delta_rule"] = chunk_gated_delta_rule
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    lengths = [3, 70]
-    query, key, value, decay, strength = inputs_of(73, dtype=torch.float64)
-    starts = torch.tensor([0, 3, 73])
-    found = delta_rule_by_kernels(query[:, :1], key[:, :1], value, decay, strength, starts)
-    query, key = (each[:, :1].repeat_interleave(HEADS, dim=1) for each in (query * KEY**-0.5, key))
-    assert (found - delta_rule(query, key, value, decay, strength, chunks_of(lengths, CPU))).abs().max() < 1e-12
-
-
-def test_kernels_are_not_taken_where_their_gradients_are_wrong() -> None:
-    assert [is_right(9, version) for version in ("3.3.1", "3.4.0", "3.6.0+git1", "3.7.0", "3.7.1", "3.8.0")] == [
-        True,
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert is_right(10, "3.6.0")
+def test_plain_torch_is_taken_where_kernels_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU is pretended; kernels are right or wrong by its own measurement, and only for widths that have blocks."""
+    widths = DeltaWidths(key_heads=2, value_heads=4, key=64, value=128, kernel=4)
+    errors = {(64, 128): 0.01, (128, 128): 0.5}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(delta_fused, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="9.9"))
+    monkeypatch.setattr(delta_fused, "delta_rule_error", lambda key, value, *_: errors[key, value])
+    delta_fused._is_right.cache_clear()
+    assert delta_fused.is_usable(widths)
+    assert not delta_fused.is_usable(replace(widths, key=16))
+    assert not caplog.text
+    assert not delta_fused.is_usable(replace(widths, key=128))
+    assert "Triton 9.9 on this GPU their kernels are wrong by 0.5" in caplog.text
+    delta_fused._is_right.cache_clear()
 
 
 @settings(max_examples=20, deadline=None)

@@ -16,7 +16,7 @@ from megarl.train.logprob import _summed
 
 TOLERANCES = {"activation": 1e-5, "rotation": 1e-6, "scores": 1e-5}
 TOLERANCES |= {"digests_in_one_launch": 0.0, "fp8_blocks": 0.0}
-TOLERANCES |= {"delta_rules": 1e-5, "convolutions_and_gated_norms": 2e-5}
+TOLERANCES |= {"delta_rules": 1e-5, "a_wrong_delta_rule": 1e-5, "convolutions_and_gated_norms": 2e-5}
 
 
 @pytest.fixture(scope="module")

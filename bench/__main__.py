@@ -34,7 +34,7 @@ def bench_plan(
     repeats: Annotated[int, typer.Option(min=1, help="Processes per command; the median counts.")] = 3,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
-    """Time `validate` and `plan` of a 70B recipe on 512 + 256 GPUs, and the plans of two large publishes; one core.
+    """Time `validate` and `plan` of 70B on 512 + 256 GPUs, `plan` of DeepSeek-V3, and two large publishes; one core.
 
     Exit code 1 if a goal is missed by more than a factor of 2.
     """

@@ -33,6 +33,7 @@ TOLERANCE = 2.0
 """Factor by which a goal may be missed, because machines differ."""
 
 _SHAPE = "llama-3.1-70b"
+_MIXTURE = Path(__file__).parent.parent / "recipes/grpo_deepseek_v3.yaml"
 _WIDTH = 100
 _TIMEOUT_S = 300.0
 
@@ -95,6 +96,7 @@ def measure_planning(*, repeats: int) -> list[Measurement]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         recipe = write_large_recipe(Path(folder))
         jobs = [(f"megarl {command}", [command, str(recipe)], goal) for command, goal in GOALS.items()]
+        jobs.append(("megarl plan, DeepSeek-V3", ["plan", str(_MIXTURE)], GOALS["plan"]))
         jobs += [(name, ["rehearse", name], goal) for name, goal in PUBLISH_GOALS.items()]
         return [
             measure(name, arguments, goal, repeats=repeats, start=start_in_fresh_process)
@@ -185,7 +187,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
 
 def print_table(measurements: Sequence[Measurement]) -> None:
     table = Table(
-        title="Recipe of 70B on 512 + 256 GPUs, and plans of large publishes; one core",
+        title="Recipes of 70B on 512 + 256 GPUs and of DeepSeek-V3 on 512, and plans of large publishes; one core",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

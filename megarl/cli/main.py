@@ -6,6 +6,7 @@ heavy ones when it needs them: `validate` and `--version` load neither torch nor
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import traceback
@@ -99,7 +100,9 @@ app = typer.Typer(
 def add_command(name: str) -> None:
     """Import one command and add it to the app."""
     module, _, attribute = _PLACES[name].partition(":")
+    gc.disable()  # what is imported stays: the collector would walk through it again and again
     command = getattr(import_module(f"megarl.cli.{module}"), attribute)
+    gc.enable()
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:

@@ -21,7 +21,6 @@ from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.schema import json_schema, reference
 from megarl.errors import ConfigError, MegarlError, Problem
-from megarl.reward.build import check_reward
 
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A YAML file such as those in recipes/.", show_default=False)
@@ -47,6 +46,8 @@ def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = F
 
 
 def _inspected(path: Path, overrides: list[str] | None, *, downloads: bool = False) -> CheckedRecipe:
+    from megarl.reward.build import check_reward
+
     checks = (
         check_recipe,
         lambda recipe: check_reward(recipe.reward),

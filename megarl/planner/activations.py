@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
@@ -39,7 +40,7 @@ _ADAPTED: Mapping[str, frozenset[str]] = {
 """Linear layers with one input, and the modules of adapters that they consist of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelWork:
     """One model, its split, and the size of a full micro-batch."""
 
@@ -98,17 +99,34 @@ class ModelWork:
 
     def chunks(self, stage: int) -> list[Runs]:
         """Return the layers of each chunk of a stage."""
-        family, parallel = family_of(self.shape), MegatronParallel.of(self.split, data=1)
-        kinds, exact = family.kinds(self.shape), self._exact_layers()
-        alone = {kind: replace(self, shape=family.alone(self.shape, kind)) for kind in dict.fromkeys(kinds)}
-        in_bf16 = self.split.model_copy(update={"precision": "bf16"})
-        each = {(kind, False): work for kind, work in alone.items()}
-        each |= {(kind, True): replace(work, split=in_bf16) for kind, work in alone.items()}
+        parallel, number = MegatronParallel.of(self.split, data=1), self.shape.num_layers
+        chunks = [parallel.chunk_layers(number, stage=stage, chunk=chunk) for chunk in range(parallel.virtual_pipeline)]
         return [
-            [(each[key], len([*group])) for key, group in groupby((kinds[layer], layer in exact) for layer in layers)]
-            for chunk in range(self.split.virtual_pipeline)
-            for layers in (parallel.chunk_layers(self.shape.num_layers, stage=stage, chunk=chunk),)
+            [(self._alone[kind], len([*group])) for kind, group in groupby(self._kinds[layers.start : layers.stop])]
+            for layers in chunks
         ]
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[str, bool], ...]:
+        """The kind of each layer, and whether it is in BF16 where others are in FP8."""
+        exact = self._exact_layers()
+        return tuple((kind, layer in exact) for layer, kind in enumerate(family_of(self.shape).kinds(self.shape)))
+
+    @cached_property
+    def _alone(self) -> Mapping[tuple[str, bool], ModelWork]:
+        """By kind the work of a model with layers of this kind only."""
+        family, in_bf16 = family_of(self.shape), self.split.model_copy(update={"precision": "bf16"})
+        return {
+            (kind, is_exact): replace(
+                self, shape=family.alone(self.shape, kind), split=in_bf16 if is_exact else self.split
+            )
+            for kind, is_exact in dict.fromkeys(self._kinds)
+        }
+
+    @cached_property
+    def layer_bytes(self) -> LayerBytes:
+        """The tensors of a layer; all layers of the model are of one kind."""
+        return _layer_bytes(self)
 
     def _exact_layers(self) -> frozenset[int]:
         """Return the layers that are not in FP8, unlike the others."""
@@ -181,7 +199,7 @@ def _matrix_elements(work: ModelWork) -> int:
 def forward_bytes(work: ModelWork) -> int:
     """Return the activations of a pass without gradients: one layer at a time, nothing is kept."""
     kinds = (replace(work, shape=each, lora=None) for each, _ in uniform_shapes(work.shape))
-    return work.tokens * max(layer_bytes(kind).total + _recurrence_bytes(kind) for kind in kinds)
+    return work.tokens * max(kind.layer_bytes.total + _recurrence_bytes(kind) for kind in kinds)
 
 
 def _recurrence_bytes(work: ModelWork) -> int:
@@ -228,8 +246,7 @@ class LayerBytes:
         return sum(size for name, size in by_module.items() if name in modules)
 
 
-def layer_bytes(work: ModelWork) -> LayerBytes:
-    """Return the tensors of a layer; all layers of the model are of one kind."""
+def _layer_bytes(work: ModelWork) -> LayerBytes:
     shape, item = work.shape, work.item_bytes
     hidden = shape.hidden // work.sequence_ranks
     # The norm in front of experts is a layer of its own.
@@ -400,7 +417,7 @@ def _kept_bytes_per_token(runs: Runs) -> int:
     recomputation = Recomputation.of(runs[0][0].split)
     kept, num_recomputed = 0, 0 if recomputation is None else recomputation.num_layers
     for work, layers in runs:
-        layer = layer_bytes(work)
+        layer = work.layer_bytes
         if recomputation is None:
             kept += layers * layer.total
         elif not recomputation.is_full:
@@ -411,13 +428,13 @@ def _kept_bytes_per_token(runs: Runs) -> int:
             kept += again * layer.layer_input + (layers - again) * layer.total
     if recomputation is not None and recomputation.is_full and recomputation.method == "uniform":
         number = sum(layers for _, layers in runs)
-        kept = -(-number // recomputation.num_layers) * layer_bytes(runs[0][0]).layer_input
+        kept = -(-number // recomputation.num_layers) * runs[0][0].layer_bytes.layer_input
     return kept
 
 
 def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
     """Return the recomputed tensors that exist while layers of one kind run backward."""
-    layer, recomputation = layer_bytes(work), Recomputation.of(work.split)
+    layer, recomputation = work.layer_bytes, Recomputation.of(work.split)
     if recomputation is None:
         return 0
     if not recomputation.is_full:

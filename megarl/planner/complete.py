@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Deployment, PlannedModel, RoleShapes, deploy
@@ -23,53 +25,88 @@ _PER_STAGE = 4
 
 def complete(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> tuple[Recipe, Deployment]:
     """Return the recipe with every value that it leaves to the plan, and its deployment."""
-    recipe = with_micro_batch(recipe, shapes, gpu)
-    deployment = with_release(deploy(recipe, shapes, gpu), recipe.algorithm)
-    recipe = _with_tree(recipe, shapes, gpu, deployment)
-    return recipe.model_copy(update={"roles": deployment.roles}), deployment
+    draft = _with_micro_batch(recipe, shapes, gpu)
+    recipe = _with_tree(draft)
+    return recipe.model_copy(update={"roles": draft.deployment.roles}), draft.deployment
 
 
-def with_micro_batch(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Recipe:
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """A recipe with the tokens of a micro-batch, on its GPUs."""
+
+    recipe: Recipe
+    shapes: RoleShapes
+    deployed: Deployment
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        return with_release(self.deployed, self.recipe.algorithm)
+
+    @cached_property
+    def has_room(self) -> bool:
+        assert self.deployment.capacity_bytes is not None, "a GPU has a memory"
+        spare = min(each.margin_bytes or 0 for each in ledgers(self.deployment, self.recipe.algorithm))
+        return spare >= SPARE_SHARE * self.deployment.capacity_bytes
+
+    def with_tokens(self, tokens: int) -> _Draft:
+        recipe = _with_tokens(self.recipe, tokens)
+        return replace(self, recipe=recipe, deployed=self.deployed.with_micro_batch(recipe, self.shapes))
+
+    def has_room_for(self, larger: _Draft) -> bool:
+        """Return whether another one with more tokens fits, while engines give up no more for an update: that takes
+        seconds of every step to come back."""
+        return larger.has_room and self._released == larger._released
+
+    @property
+    def _released(self) -> str | None:
+        rollout = self.deployment.roles.rollout
+        return None if rollout is None else rollout.release
+
+
+def _with_micro_batch(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> _Draft:
     """Return the recipe with the tokens of a micro-batch, where it does not say: many, as far as memory is left."""
+
+    def draft(recipe: Recipe) -> _Draft:
+        return _Draft(recipe=recipe, shapes=shapes, deployed=deploy(recipe, shapes, gpu))
+
     if recipe.train.tokens_per_micro_batch is not None:
-        return recipe
+        return draft(recipe)
     smallest = max(
         -(-recipe.max_context_tokens // split.sequence_multiple) * split.sequence_multiple
         for split in recipe.roles.megatron_roles.values()
     )
     if recipe.run.device == "cpu":
-        return _with_tokens(recipe, max(smallest, _FEWEST_TOKENS))
-    least = with_release(deploy(_with_tokens(recipe, smallest), shapes, gpu), recipe.algorithm)
-    tokens = _wanted_tokens(recipe, least.models["actor"], gpu)
-    while tokens > smallest:
-        larger = with_release(deploy(_with_tokens(recipe, tokens), shapes, gpu), recipe.algorithm)
-        if _has_room(larger, recipe) and _released(larger) == _released(least):
-            break
+        return draft(_with_tokens(recipe, max(smallest, _FEWEST_TOKENS)))
+    least = draft(_with_tokens(recipe, smallest))
+    tokens = _wanted_tokens(recipe, least.deployment.models["actor"], gpu)
+    # Without room for these tokens there is none for more.
+    while tokens > smallest and least.has_room:
+        larger = least.with_tokens(tokens)
+        if least.has_room_for(larger):
+            return larger
         tokens //= 2
-    return _with_tokens(recipe, max(tokens, smallest))
+    return least
 
 
-def _with_tree(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, deployment: Deployment) -> Recipe:
+def _with_tree(draft: _Draft) -> Recipe:
     """Return the recipe with the tokens of a tree, where it does not say: as many as leave the same reserve.
 
     A tree that is cut repeats its trunk in each part. Keeping the trunk's keys and values instead, for parts that come
     later, would need the gradients of all of them before the trunk's own backward pass: another order of passes than a
     pipeline's, and a second forward pass of every part. Memory is what a GPU has left where rows are short.
     """
+    recipe = draft.recipe
     tokens, split = recipe.train.micro_batch_tokens, recipe.roles.actor
-    obstacle = sharing_obstacle(recipe.train, split, shapes.policy)
+    obstacle = sharing_obstacle(recipe.train, split, draft.shapes.policy)
     is_tree = recipe.environment is not None or recipe.samples_per_prompt > 1
     if recipe.train.tokens_per_tree is not None or obstacle is not None or not is_tree or recipe.run.device == "cpu":
         return recipe
-    if not _has_room(deployment, recipe):
+    if not draft.has_room:
         return recipe
-
-    def has_room(eighths: int) -> bool:
-        larger = with_release(deploy(_with_tokens(recipe, tokens * eighths // 8), shapes, gpu), recipe.algorithm)
-        return _has_room(larger, recipe) and _released(larger) == _released(deployment)
-
     candidates = range(9, 8 * _TREE + 1)
-    most = 8 + bisect_left(candidates, 1, key=lambda eighths: int(not has_room(eighths)))
+    most = 8 + bisect_left(
+        candidates, 1, key=lambda eighths: int(not draft.has_room_for(draft.with_tokens(tokens * eighths // 8)))
+    )
     if most == 8:
         return recipe
     train = recipe.train.model_copy(update={"tokens_per_tree": tokens * most // 8})
@@ -95,14 +132,3 @@ def _wanted_tokens(recipe: Recipe, actor: PlannedModel, gpu: GpuModel) -> int:
         own //= _PER_STAGE * parallel.pipeline
     wanted = min(max(int(busy), _FEWEST_TOKENS), max(own, 1))
     return 1 << (wanted.bit_length() - 1)
-
-
-def _released(deployment: Deployment) -> str | None:
-    """Return what engines give up for an update: it takes seconds of every step to come back."""
-    return None if deployment.roles.rollout is None else deployment.roles.rollout.release
-
-
-def _has_room(deployment: Deployment, recipe: Recipe) -> bool:
-    assert deployment.capacity_bytes is not None, "a GPU has a memory"
-    spare = min(each.margin_bytes or 0 for each in ledgers(deployment, recipe.algorithm))
-    return spare >= SPARE_SHARE * deployment.capacity_bytes

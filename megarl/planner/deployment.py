@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig
@@ -89,12 +89,23 @@ class EnginePlace:
     place: GpuPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
     """All ranks of one model."""
 
     parallel: MegatronParallel
     ranks: tuple[RankPlace, ...]
+
+    @cached_property
+    def nodes_with_all(self) -> frozenset[str]:
+        """The nodes on which ranks together hold every weight."""
+        parallel, parts = self.parallel, defaultdict[str, set[tuple[str, int, int]]](set)
+        for rank in self.ranks:
+            in_stage = (rank.data * parallel.context + rank.context) * parallel.tensor + rank.tensor
+            share = in_stage // parallel.ranks_per_expert % parallel.expert
+            parts[rank.place.node] |= {("dense", rank.pipeline, rank.tensor), ("expert", rank.pipeline, share)}
+        num_parts = parallel.pipeline * (parallel.tensor + parallel.expert)
+        return frozenset(node for node, found in parts.items() if len(found) == num_parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,23 +146,13 @@ class Placement:
         """Places of all processes, role after role."""
         return tuple(self._places())
 
-    def nodes_with_the_model(self) -> set[str]:
-        """Return the nodes on which the actor's ranks together hold every weight."""
-        parallel, parts = self.parallel, defaultdict[str, set[tuple[str, int, int]]](set)
-        for rank in self.ranks:
-            in_stage = (rank.data * parallel.context + rank.context) * parallel.tensor + rank.tensor
-            share = in_stage // parallel.ranks_per_expert % parallel.expert
-            parts[rank.place.node] |= {("dense", rank.pipeline, rank.tensor), ("expert", rank.pipeline, share)}
-        num_parts = parallel.pipeline * (parallel.tensor + parallel.expert)
-        return {node for node, found in parts.items() if len(found) == num_parts}
-
     def _places(self) -> Iterator[GpuPlace]:
         for model in self.models.values():
             yield from (rank.place for rank in model.ranks)
         yield from (rank.place for rank in self.engine_ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedModel:
     """One Megatron model of the run: its work, and the GPUs that do it."""
 
@@ -168,7 +169,7 @@ class PlannedModel:
     def is_trained(self) -> bool:
         return isinstance(self.work.split, TrainedModelConfig)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
         """Memory of a trained model, per pipeline stage."""
         dtype = self.work.split.dtype_on(self.work.device)
@@ -206,6 +207,10 @@ class Deployment:
     placement: Placement
     routes: RouteShape | None = None
     """Set where engines record the experts of tokens."""
+
+    def with_micro_batch(self, recipe: Recipe, shapes: RoleShapes) -> Deployment:
+        """Return the deployment of a recipe that differs in the tokens of a micro-batch only."""
+        return replace(self, models=_planned_models(recipe, shapes, self.placement))
 
     @property
     def recorded_bytes(self) -> int:
@@ -264,7 +269,7 @@ class Deployment:
         if self.device == "cpu":
             return PublishWay.HOST
         engine_nodes = {rank.place.node for rank in self.placement.engine_ranks}
-        if engine_nodes <= self.placement.nodes_with_the_model():
+        if engine_nodes <= self.placement.models["actor"].nodes_with_all:
             return PublishWay.MEMORY
         return PublishWay.HOST if self.placement.is_shared else PublishWay.NCCL
 
@@ -281,15 +286,26 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
         roles=roles,
         device=device,
         gpu=gpu,
-        models={
-            role: _planned_model(recipe, shapes.of(role), role, split, placement.models[role])
-            for role, split in recipe.roles.megatron_roles.items()
-        },
+        models=_planned_models(recipe, shapes, placement),
         engine=None if rollout is None else engines["rollout"],
         frozen={role: memory for role, memory in engines.items() if role != "rollout"},
         placement=placement,
         routes=shapes.policy.routes if recipe.replays_routing(shapes.policy) else None,
     )
+
+
+def has_cache(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> bool:
+    """Return whether the weights of rollout engines leave room for a KV cache; true without engines."""
+    capacity_bytes = None if recipe.run.device == "cpu" else gpu.memory_bytes
+    rollout = _engines(recipe, shapes, capacity_bytes).get("rollout")
+    return rollout is None or rollout.cached_tokens > 0
+
+
+def _planned_models(recipe: Recipe, shapes: RoleShapes, placement: Placement) -> dict[str, PlannedModel]:
+    return {
+        role: _planned_model(recipe, shapes.of(role), role, split, placement.models[role])
+        for role, split in recipe.roles.megatron_roles.items()
+    }
 
 
 def _planned_model(
@@ -405,25 +421,34 @@ def place(roles: RolesConfig, pools: Mapping[str, PoolConfig], *, is_cluster: bo
 
     A pool has nodes of its own, unless everything runs on the one machine where megarl is started.
     """
-    gpus = _gpus(pools, is_cluster=is_cluster)
+    gpus, used = _gpus(tuple(pools.items()), is_cluster=is_cluster), roles.used_pools
     rollout = roles.rollout
-    engine_ranks: tuple[EnginePlace, ...] = ()
-    if rollout is not None and rollout.pool is not None:
-        places = gpus[rollout.pool]
-        engine_ranks = tuple(
-            EnginePlace(engine=index // rollout.tensor, tensor=index % rollout.tensor, place=gpu)
-            for index, gpu in enumerate(places[: len(places) // rollout.tensor * rollout.tensor])
-        )
     return Placement(
         models={
-            role: _place_model(split, gpus[roles.used_pools[role]]) for role, split in roles.megatron_roles.items()
+            role: _place_model(
+                MegatronParallel.of(split, data=len(gpus[used[role]]) // split.model_parallel), gpus[used[role]]
+            )
+            for role, split in roles.megatron_roles.items()
         },
-        engine_ranks=engine_ranks,
+        engine_ranks=()
+        if rollout is None or rollout.pool is None
+        else _place_engines(rollout.tensor, gpus[rollout.pool]),
     )
 
 
-def _place_model(split: ModelParallelConfig, places: list[GpuPlace]) -> ModelPlacement:
-    parallel = MegatronParallel.of(split, data=len(places) // split.model_parallel)
+# These are cached: a search for proposals places the same ranks often.
+
+
+@cache
+def _place_engines(tensor: int, places: tuple[GpuPlace, ...]) -> tuple[EnginePlace, ...]:
+    return tuple(
+        EnginePlace(engine=index // tensor, tensor=index % tensor, place=gpu)
+        for index, gpu in enumerate(places[: len(places) // tensor * tensor])
+    )
+
+
+@cache
+def _place_model(parallel: MegatronParallel, places: tuple[GpuPlace, ...]) -> ModelPlacement:
     ranks = tuple(_place_rank(parallel, rank, places[rank]) for rank in range(parallel.world_size))
     return ModelPlacement(parallel=parallel, ranks=ranks)
 
@@ -436,13 +461,14 @@ def _place_rank(parallel: MegatronParallel, rank: int, gpu: GpuPlace) -> RankPla
     return RankPlace(rank=rank, tensor=tensor, context=context, data=data, pipeline=pipeline, place=gpu)
 
 
-def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, list[GpuPlace]]:
+@cache
+def _gpus(pools: tuple[tuple[str, PoolConfig], ...], *, is_cluster: bool) -> Mapping[str, tuple[GpuPlace, ...]]:
     """Return the GPUs of each pool; on one machine the pools lie side by side."""
-    is_one_machine = not is_cluster and all(pool.nodes == 1 for pool in pools.values())
-    places: dict[str, list[GpuPlace]] = {}
+    is_one_machine = not is_cluster and all(pool.nodes == 1 for _, pool in pools)
+    places: dict[str, tuple[GpuPlace, ...]] = {}
     first_gpu = 0
-    for name, pool in pools.items():
-        places[name] = [
+    for name, pool in pools:
+        places[name] = tuple(
             GpuPlace(
                 pool=name,
                 node="this machine" if is_one_machine else f"{name}-{node}",
@@ -450,7 +476,7 @@ def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, lis
             )
             for node in range(pool.nodes)
             for gpu in range(pool.gpus_per_node)
-        ]
+        )
         if is_one_machine:
             first_gpu += pool.gpus
     return places

@@ -21,8 +21,8 @@ from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConf
 from megarl.config.section import GIB
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import Recomputation
-from megarl.planner.complete import complete, with_micro_batch
-from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, find_shapes
+from megarl.planner.complete import complete
+from megarl.planner.deployment import Deployment, Placement, RoleShapes, StepWorkload, find_shapes, has_cache
 from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.ledger import (
     HostLedger,
@@ -135,7 +135,7 @@ def size(
 
 def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> list[Proposal]:
     """Return at most three proposals, each sufficient by itself; pairs of changes if no single change is."""
-    tokens = with_micro_batch(recipe, shapes, gpu).train.micro_batch_tokens
+    tokens = complete(recipe, shapes, gpu)[0].train.micro_batch_tokens
     singles: list[_Change] = [
         *_micro_batch_changes(tokens, smallest=recipe.max_context_tokens),
         *(change for role, split in recipe.roles.megatron_roles.items() for change in _model_changes(role, split)),
@@ -197,6 +197,8 @@ def _fitting(
         changed = _changed(document, assignments)
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
+        if not has_cache(changed, shapes, gpu):
+            continue  # whatever else was changed
         changed, deployment = complete(changed, shapes, gpu)
         of_gpus = ledgers(deployment, changed.algorithm)
         worst = min(of_gpus, key=lambda ledger: ledger.margin_bytes or 0)

@@ -162,11 +162,13 @@ def held_tensors(
             sum(kinds[layer] == kind for layer in parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
             for chunk in range(parallel.virtual_pipeline)
         ]
-        layout, ranks_of = _one_layer_per_chunk(family.alone(shape, kind), parallel, dtype=dtype)
+        by_stage = _one_layer_per_chunk(family.alone(shape, kind), _thin(parallel), dtype=dtype)
+        # The last stage is the last one here as well; the second stands for those between.
+        layout = by_stage[-1] if stage == parallel.pipeline - 1 else by_stage[min(stage, 1)]
         if lora is not None:
             layout = adapter_layout(layout, LoraShape.of(lora))
-        for rank, held in zip(ranks_of[stage], ranks, strict=True):
-            for name, spec in layout.by_rank[rank].tensors.items():
+        for holding, held in zip(layout.holdings, ranks, strict=True):
+            for name, spec in holding.tensors.items():
                 # What is outside of the layers is in the layout of every kind.
                 count = numbers[_chunk_of(name)] if ".layers." in name else int(place == 0)
                 if count:
@@ -178,20 +180,33 @@ def _chunk_of(name: str) -> int:
     return int(name.partition(".")[0].removeprefix("chunk"))
 
 
-@cache
-def _one_layer_per_chunk(
-    shape: ModelShape, parallel: MegatronParallel, *, dtype: str
-) -> tuple[Layout, list[list[int]]]:
-    """Return a layout with the same shares of a layer and the fewest replicas, and the ranks of a replica per stage."""
+def _thin(parallel: MegatronParallel) -> MegatronParallel:
+    """Return a split whose ranks have the same shares of a layer: with the fewest replicas, and one stage for all
+    between the first and the last."""
     expert_ranks = parallel.expert * parallel.ranks_per_expert
-    data = expert_ranks // math.gcd(expert_ranks, parallel.tensor)
-    thin = replace(parallel, context=1, data=data, first_stage_layers=None, last_stage_layers=None)
-    one_layer_each = replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline)
-    ranks_of = [
-        [thin.rank(tensor=tensor, data=0, pipeline=stage) for tensor in range(parallel.tensor)]
-        for stage in range(parallel.pipeline)
-    ]
-    return megatron_layout(one_layer_each, thin, dtype=dtype), ranks_of
+    return replace(
+        parallel,
+        context=1,
+        data=expert_ranks // math.gcd(expert_ranks, parallel.tensor),
+        pipeline=min(parallel.pipeline, 3),
+        first_stage_layers=None,
+        last_stage_layers=None,
+    )
+
+
+@cache
+def _one_layer_per_chunk(shape: ModelShape, thin: MegatronParallel, *, dtype: str) -> tuple[Layout, ...]:
+    """Return per stage the layout of the ranks of one replica, with one layer in each chunk."""
+    one_layer_each = replace(shape, num_layers=thin.pipeline * thin.virtual_pipeline)
+    return tuple(
+        megatron_layout(
+            one_layer_each,
+            thin,
+            dtype=dtype,
+            ranks=[thin.rank(tensor=tensor, data=0, pipeline=stage) for tensor in range(thin.tensor)],
+        )
+        for stage in range(thin.pipeline)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

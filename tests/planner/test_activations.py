@@ -18,7 +18,6 @@ from megarl.planner.activations import (
     forward_bytes,
     fp8_weight_bytes,
     head_bytes,
-    layer_bytes,
     recomputed_share,
     scoring_bytes,
 )
@@ -59,20 +58,20 @@ def test_activations_grow_with_tokens_and_shrink_with_the_sequence_split() -> No
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers_and_makes_one_layer_again() -> None:
-    each = layer_bytes(work_of())
+    each = work_of().layer_bytes
     saved = 8 * each.total - (8 * 2 * SHAPE.hidden + each.total)
     assert per_token() - per_token("granularity=full", "method=uniform", "num_layers=1") == saved
 
 
 def test_larger_units_keep_fewer_inputs_and_make_more_layers_again() -> None:
-    each = layer_bytes(work_of())
+    each = work_of().layer_bytes
     ones = per_token("granularity=full", "method=uniform", "num_layers=1")
     fours = per_token("granularity=full", "method=uniform", "num_layers=4")
     assert fours - ones == 3 * each.total - 6 * 2 * SHAPE.hidden
 
 
 def test_a_block_recomputes_its_layers_and_the_others_keep_all() -> None:
-    each = layer_bytes(work_of())
+    each = work_of().layer_bytes
     found = per_token("granularity=full", "method=block", "num_layers=3")
     assert per_token() - found == 3 * (each.total - 2 * SHAPE.hidden) - each.total
 
@@ -103,7 +102,7 @@ def test_recomputation_costs_a_forward_pass_or_less() -> None:
 
 def test_a_pass_without_gradients_keeps_nothing() -> None:
     work = work_of()
-    assert forward_bytes(work) == work.tokens * layer_bytes(work).total < activation_bytes(work, 0)
+    assert forward_bytes(work) == work.tokens * work.layer_bytes.total < activation_bytes(work, 0)
 
 
 def test_a_critic_makes_no_logits() -> None:
@@ -134,7 +133,7 @@ def test_the_estimate_is_near_the_peaks_seen_on_a_gpu(
 def test_inputs_of_fp8_products_are_kept_in_one_byte_and_weights_twice() -> None:
     plain, quantized = work_of(), work_of("roles.actor.precision=fp8")
     saved = 2 * SHAPE.hidden + SHAPE.ffn_hidden // 4
-    assert layer_bytes(plain).total - layer_bytes(quantized).total == saved
+    assert plain.layer_bytes.total - quantized.layer_bytes.total == saved
     assert fp8_weight_bytes(plain, 0) == 0
     layer = 28 * 128 * 3584 * 2 + 4 * 128 * 3584 * 2 + 3 * 3584 * 18944
     assert fp8_weight_bytes(quantized, 0) == 2 * 6 * layer // 4
@@ -147,7 +146,7 @@ def test_inputs_of_fp8_products_are_kept_in_one_byte_and_weights_twice() -> None
 def test_float32_has_twice_the_bytes_of_bfloat16() -> None:
     plain, precise = work_of(), work_of("roles.actor.precision=fp32")
     assert (plain.item_bytes, precise.item_bytes) == (2, 4)
-    assert layer_bytes(precise).total > 1.8 * layer_bytes(plain).total
+    assert precise.layer_bytes.total > 1.8 * plain.layer_bytes.total
 
 
 def test_each_rank_has_copies_of_its_own_experts() -> None:
@@ -168,7 +167,7 @@ def test_a_shared_expert_is_divided_like_a_dense_block() -> None:
     assert fp8_weight_bytes(work, 0) - fp8_weight_bytes(without, 0) == 2 * 22 * 3 * 5632 * 2048 // 4
     # Gate and up in bfloat16, their product in FP8, and the output in front of the gate.
     kept = (2 * 2 + 1) * 5632 // 4 + 2 * 2048 // 4
-    assert layer_bytes(work).total - layer_bytes(without).total == kept
+    assert work.layer_bytes.total - without.layer_bytes.total == kept
     again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     recomputed = replace(work, split=split.model_copy(update={"megatron": again}))
     feed_forward = 3 * (4 * 1408 + 5632)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.families import PUBLIC_MODELS
-from megarl.planner.complete import complete, with_micro_batch
+from megarl.planner.complete import complete
 from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import ledgers
@@ -23,7 +23,8 @@ ONE_GPU = (
 
 def tokens_of(model: str, gpu: str, *assignments: str) -> int:
     recipe = make_recipe(*ONE_GPU, *assignments)
-    return with_micro_batch(recipe, shapes_of(PUBLIC_MODELS[model]), GPUS[gpu]).train.micro_batch_tokens
+    completed, _ = complete(recipe, shapes_of(PUBLIC_MODELS[model]), GPUS[gpu])
+    return completed.train.micro_batch_tokens
 
 
 def test_small_layers_get_more_tokens_and_large_ones_no_fewer_than_fill_the_gpu() -> None:
@@ -36,7 +37,7 @@ def test_small_layers_get_more_tokens_and_large_ones_no_fewer_than_fill_the_gpu(
 def test_the_memory_that_engines_leave_is_not_exceeded(share: float) -> None:
     recipe = make_recipe(*ONE_GPU, f"roles.rollout.memory_fraction={share}", "roles.rollout.release=nothing")
     shapes = shapes_of(PUBLIC_MODELS["smollm2-135m"])
-    completed = with_micro_batch(recipe, shapes, GPUS["h100"])
+    completed, _ = complete(recipe, shapes, GPUS["h100"])
     found = ledgers(deploy(completed, shapes, GPUS["h100"]), completed.algorithm)
     assert completed.train.micro_batch_tokens >= 512
     assert min(ledger.margin_bytes or 0 for ledger in found) >= 0.05 * GPUS["h100"].memory_bytes

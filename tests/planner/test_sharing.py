@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.families import PUBLIC_MODELS
-from megarl.planner.activations import activation_bytes, layer_bytes
+from megarl.planner.activations import activation_bytes
 from megarl.planner.deployment import deploy
 from megarl.planner.fit import PlanQuestion, answer_for
 from megarl.planner.hardware import GPUS
@@ -80,6 +80,6 @@ def test_keys_of_whole_rows_take_memory() -> None:
     ]
     assert [round(work.keys_per_token, 2) for work in works] == [1.83, 1]
     # Of 192 elements for each of 16 heads, over four ranks, a key and a value for 0.83 tokens more.
-    layers = [layer_bytes(work) for work in works]
+    layers = [work.layer_bytes for work in works]
     assert layers[0].attention - layers[1].attention == pytest.approx(2 * 2 * 192 * 16 / 4 * 5 / 6, rel=1e-3)
     assert activation_bytes(works[0], 0) > activation_bytes(works[1], 0)

@@ -24,7 +24,7 @@ from megarl.config.lora import (
     read_adapter_config,
 )
 from megarl.config.roles import ActorConfig
-from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, layer_bytes
+from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes
 from megarl.results import UpdateResult
 from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
@@ -366,7 +366,7 @@ def test_the_planner_counts_what_torch_keeps_of_inputs_that_are_left_out(family:
             outputs.append((module._thin(inputs, has_columns=False), module))
     work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=num_tokens, device="cpu", lora=lora)
     plain = replace(work, lora=lora.model_copy(update={"dropout": 0.0}))
-    assert sum(kept.values()) == num_tokens * (layer_bytes(work).total - layer_bytes(plain).total)
+    assert sum(kept.values()) == num_tokens * (work.layer_bytes.total - plain.layer_bytes.total)
     assert activation_bytes(work, 0) > activation_bytes(plain, 0)
     assert forward_bytes(work) == forward_bytes(plain)
 

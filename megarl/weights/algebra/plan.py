@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -216,17 +216,13 @@ class Plan:
 class Traffic:
     """The bytes of a plan by link and rank: sent by sources, forwarded by targets, received by targets."""
 
-    def __init__(self, bundles: Iterable[RoutedBundle], locations: Locations) -> None:
+    def __init__(self, bundles: Sequence[RoutedBundle], locations: Locations) -> None:
         self.sent = _by_link()
         self.forwarded = _by_link()
         self.received = _by_link()
-        self.between: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.between = _bytes_between(bundles, locations)
         """Bytes by giver, coded as in `RoutedBundle.givers`, and target."""
         self._num_sources = len(locations.sources)
-        for routed in bundles:
-            box_bytes, targets = routed.bundle.box_bytes, routed.bundle.targets
-            for column, giver, count in _counts(routed.givers):
-                self.between[giver, targets[column]] += count * box_bytes
         for (giver, target), num_bytes in self.between.items():
             link = giver_location(giver, locations).link(locations.targets[target])
             self.received[link][target] += num_bytes
@@ -289,12 +285,28 @@ def _between_processes(by_link: Mapping[Link, Mapping[int, int]]) -> dict[int, i
     return dict(totals)
 
 
-def _counts(givers: Numbers) -> Iterator[tuple[int, int, int]]:
-    """Yield column, value and number of its occurrences there, for an array of [names, targets]."""
-    first = int(givers.min())
-    num_values = int(givers.max()) - first + 1
-    codes = givers - first + num_values * np.arange(givers.shape[1])
-    counts = np.bincount(codes.ravel())
-    for code in np.flatnonzero(counts).tolist():
-        column, value = divmod(code, num_values)
-        yield column, value + first, int(counts[code])
+def _bytes_between(bundles: Sequence[RoutedBundle], locations: Locations) -> dict[tuple[int, int], int]:
+    """Return the bytes of each giver and target, in the order in which bundles first have them."""
+    if not bundles:
+        return {}
+    num_targets = 1 + max(locations.targets)
+    counted = [_counts(routed, num_targets) for routed in bundles]
+    codes, firsts, places = np.unique(
+        np.concatenate([codes for codes, _ in counted]), return_index=True, return_inverse=True
+    )
+    totals = np.zeros(len(codes), dtype=np.int64)
+    np.add.at(totals, places, np.concatenate([sizes for _, sizes in counted]))
+    order = firsts.argsort()
+    givers, targets = np.divmod(codes[order], num_targets)
+    return dict(zip(zip(givers.tolist(), targets.tolist(), strict=True), totals[order].tolist(), strict=True))
+
+
+def _counts(routed: RoutedBundle, num_targets: int) -> tuple[Numbers, Numbers]:
+    """Return which giver sends to which target, as giver * num_targets + target, and how many bytes."""
+    lowest = int(routed.givers.min())
+    num_values = int(routed.givers.max()) - lowest + 1
+    counts = np.bincount((routed.givers - lowest + num_values * np.arange(routed.givers.shape[1])).ravel())
+    found = np.flatnonzero(counts)
+    columns, values = np.divmod(found, num_values)
+    codes = (values + lowest) * num_targets + np.asarray(routed.bundle.targets)[columns]
+    return codes, counts[found] * routed.bundle.box_bytes

@@ -113,7 +113,8 @@ def _entries(replicas: Sequence[_Replicas]) -> dict[str, list[_Entry]]:
 
 
 def _refuse_different(name: str, source: Layout, target: Layout) -> None:
-    here, there = (layout.canonical[name].shape if name in layout.canonical else None for layout in (source, target))
+    specs = source.canonical.get(name), target.canonical.get(name)
+    here, there = (None if spec is None else spec.shape for spec in specs)
     if here != there:
         raise WeightSyncError(f"{name} is {here} at the source and {there} at the target")
 
@@ -255,17 +256,15 @@ class BundleRouter:
             self._route_far(routed, proximity.far)
         return routed
 
-    def _route_far(self, routed: RoutedBundle, far: tuple[Numbers, ...]) -> None:
+    def _route_far(self, routed: RoutedBundle, far: Sequence[tuple[Numbers, tuple[int, ...]]]) -> None:
         """Fill in the columns of nodes without a source."""
         bundle = routed.bundle
         num_names, num_nodes = len(bundle.names), len(far)
         codes = -1 - np.asarray(bundle.targets, dtype=np.int64)
         numbers = np.arange(num_names)
         entries = np.empty((num_names, num_nodes), dtype=np.int64)  # columns of the targets that boxes enter nodes at
-        for node, columns in enumerate(far):
-            ranks = tuple(bundle.targets[column] for column in columns)
-            chosen = _share(ranks, num_names, 1, self._fetched, bundle.box_bytes)[:, 0]
-            entries[:, node] = columns[np.searchsorted(ranks, chosen)]
+        for node, (columns, ranks) in enumerate(far):
+            entries[:, node] = columns.repeat(_parts(ranks, num_names, self._fetched, bundle.box_bytes))
         if self._relays:
             starts = (self._num_started + numbers) % num_nodes
             self._num_started += num_names
@@ -277,7 +276,8 @@ class BundleRouter:
             sources = _share(bundle.sources, num_names, num_nodes, self._sent, bundle.box_bytes)
             positions = np.zeros((num_names, num_nodes), dtype=np.int64)
             entry_givers = sources
-        columns, node_of = np.concatenate(far), np.repeat(np.arange(num_nodes), [len(each) for each in far])
+        columns = np.concatenate([columns for columns, _ in far])
+        node_of = np.arange(num_nodes).repeat([len(ranks) for _, ranks in far])
         routed.givers[:, columns] = codes[entries][:, node_of]
         routed.hops[:, columns] = positions[:, node_of] + 1
         routed.origins[:, columns] = sources[:, node_of]
@@ -299,8 +299,8 @@ class _Proximity:
     """(column, source) in one process or on one device."""
     near: tuple[tuple[Numbers, tuple[int, ...]], ...]
     """Per node: other targets, and the sources there."""
-    far: tuple[Numbers, ...]
-    """Per node without a source: its targets."""
+    far: tuple[tuple[Numbers, tuple[int, ...]], ...]
+    """Per node without a source: its targets, by column and by rank."""
 
 
 def _proximity(sources: tuple[int, ...], targets: tuple[int, ...], locations: Locations) -> _Proximity:
@@ -323,7 +323,7 @@ def _proximity(sources: tuple[int, ...], targets: tuple[int, ...], locations: Lo
     return _Proximity(
         own=tuple(own),
         near=tuple((np.asarray(columns), tuple(on_node[node])) for node, columns in near.items()),
-        far=tuple(np.asarray(columns) for columns in far.values()),
+        far=tuple((np.asarray(columns), tuple(targets[column] for column in columns)) for columns in far.values()),
     )
 
 
@@ -334,15 +334,21 @@ def _share(
 
     A rank's part is a few whole columns, or neighbours in one, so that few pairs of ranks exchange much.
     """
-    each, more = divmod(num_names * num_columns, len(ranks))
-    sizes = np.full(len(ranks), each)
-    if more:
-        idlest = sorted(range(len(ranks)), key=lambda index: (done[ranks[index]], index))[:more]
-        sizes[idlest] += 1
-    for rank, size in zip(ranks, sizes.tolist(), strict=True):
-        done[rank] += size * num_bytes
-    shared: Numbers = np.repeat(np.asarray(ranks, dtype=np.int64), sizes).reshape(num_columns, num_names).T
+    sizes = _parts(ranks, num_names * num_columns, done, num_bytes)
+    shared: Numbers = np.asarray(ranks, dtype=np.int64).repeat(sizes).reshape(num_columns, num_names).T
     return shared
+
+
+def _parts(ranks: Sequence[int], number: int, done: defaultdict[int, int], num_bytes: int) -> list[int]:
+    """Return how many of a number of boxes each rank has."""
+    each, more = divmod(number, len(ranks))
+    sizes = [each] * len(ranks)
+    if more:
+        for index in sorted(range(len(ranks)), key=lambda index: (done[ranks[index]], index))[:more]:
+            sizes[index] += 1
+    for rank, size in zip(ranks, sizes, strict=True):
+        done[rank] += size * num_bytes
+    return sizes
 
 
 def nearest_order(source: Layout, engine: Layout, trainer_gpus: Sequence[Gpu], engine_gpus: Sequence[Gpu]) -> list[int]:

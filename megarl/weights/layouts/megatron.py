@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
@@ -143,27 +143,33 @@ _Templates: TypeAlias = Mapping[str, tuple[LocalTensor, ...]]
 """The parameters of a layer of each kind, named within it."""
 
 
-def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:
-    """Return what every global rank holds, as parameters of `dtype`. An impossible split is a ConfigError."""
+def megatron_layout(
+    shape: ModelShape, parallel: MegatronParallel, *, dtype: str, ranks: Container[int] | None = None
+) -> Layout:
+    """Return what global ranks hold, or only some of them, as parameters of `dtype`. An impossible split is a
+    ConfigError."""
     _refuse_impossible(shape, parallel)
     canonical, layers, blocks = canonical_tensors(shape), layer_tensors(shape), family_of(shape).blocks(shape)
     replicas: defaultdict[tuple[int, int, ExpertPlace], list[int]] = defaultdict(list)
     for stage in range(parallel.pipeline):
         for data, context in product(range(parallel.data), range(parallel.context)):
             for tensor in range(parallel.tensor):
+                rank = parallel.rank(tensor=tensor, data=data, context=context, pipeline=stage)
+                if ranks is not None and rank not in ranks:
+                    continue
                 place = parallel.expert_place(tensor=tensor, data=data, context=context)
                 # Ranks of a dense model that differ in their experts only are replicas.
                 key = (stage, tensor, place if shape.experts else ExpertPlace(expert=0, part=tensor))
-                replicas[key].append(parallel.rank(tensor=tensor, data=data, context=context, pipeline=stage))
+                replicas[key].append(rank)
     holdings: list[Holding] = []
     templates: dict[tuple[int, ExpertPlace], _Templates] = {}  # of all stages: deriving them takes most of the time
-    for (stage, tensor, place), ranks in replicas.items():
+    for (stage, tensor, place), equal in replicas.items():
         shares = _shares(shape, parallel, tensor, place)
         if (tensor, place) not in templates:
             each = {kind: tuple(shares.layer(block.megatron, layers[kind])) for kind, block in blocks.items()}
             templates[tensor, place] = each
         stage_tensors = _stage_tensors(shape, shares, parallel, stage, templates[tensor, place])
-        holdings += replicate(ranks, stage_tensors, dtype=dtype)
+        holdings += replicate(equal, stage_tensors, dtype=dtype)
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
 
 

@@ -88,15 +88,15 @@ def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Ite
     """
     for tensor in template:
         name = local + tensor.name
-        pieces = tuple(
+        pieces = [
             Piece(
                 slice=Slice(name=source + piece.slice.name, offsets=piece.slice.offsets, shape=piece.slice.shape),
                 local_name=name,
                 local_offsets=piece.local_offsets,
             )
             for piece in tensor.pieces
-        )
-        yield LocalTensor(name=name, shape=tensor.shape, pieces=pieces, dtype=tensor.dtype)
+        ]
+        yield LocalTensor(name=name, shape=tensor.shape, pieces=tuple(pieces), dtype=tensor.dtype)
 
 
 def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:

@@ -455,8 +455,9 @@ def family_options(shape: ModelShape, device: Device) -> tuple[str, ...]:
 
 
 def serves_text_alone(shape: ModelShape) -> bool:
-    """Whether the folders of a model have what sees images, and engines that get text alone leave it out."""
-    return family_of(shape).engine.is_text_alone or shape.vision is not None
+    """Whether engines leave out what sees images. Not where only the requests have none: without its tower the class of
+    Qwen2.5-VL gets no positions."""
+    return family_of(shape).engine.is_text_alone
 
 
 def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:

@@ -9,7 +9,7 @@ from megarl.cluster.cluster import Place, Pool, accelerators, gpu_numbers
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineKeys
-from megarl.engine.process import EngineAdapters, EngineSpec, family_options
+from megarl.engine.process import EngineAdapters, EngineSpec, family_options, serves_text_alone
 from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.planner.hardware import gpu_of
@@ -55,7 +55,7 @@ def rollout_engine(
         cached_tokens=cached_tokens,
         bind=recipe.network.bind,
         options=family_options(shape, recipe.run.device),
-        is_text_alone=family_of(shape).engine.is_text_alone,
+        is_text_alone=serves_text_alone(shape),
         images=None if shape.vision is None else recipe.images_folder,
         is_dequantized=family_of(shape).engine.is_dequantized,
     )

@@ -32,6 +32,7 @@ from megarl.engine.process import (
     command_line,
     deadlines_of,
     graph_sizes,
+    serves_text_alone,
 )
 from megarl.env import engine_environment
 from megarl.errors import MachineError
@@ -119,6 +120,12 @@ def test_an_engine_with_fp8_weights_gets_the_config_of_an_fp8_checkpoint(tmp_pat
     assert options["--json-model-override-args"] == '{"quantization_config": {}}'
     plain = words_of(replace(spec, quantization=None))
     assert not {"--quantization", "--json-model-override-args"} & set(plain)
+
+
+def test_a_model_that_sees_images_keeps_its_tower_where_requests_are_text() -> None:
+    """SGLang's class of Qwen2.5-VL gets no positions without it; Qwen3.5 is a model of text, whose files have one."""
+    found = {name: serves_text_alone(PUBLIC_MODELS[name]) for name in ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen3.5-27b")}
+    assert found == {"qwen2.5-vl-7b": False, "qwen3-vl-8b": False, "qwen3.5-27b": True}
 
 
 def test_adapters_of_a_shared_expert_and_another_field_of_the_model_are_one_option(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.checkpoint.save import copy_companions
 from megarl.config.model import read_model_shape
 from megarl.config.roles import ActorConfig, RolloutRoleConfig
 from megarl.engine.client import EngineClient, EngineKeys
@@ -58,6 +59,8 @@ def probe(folder: Path, *, work: Path) -> Iterator[ProbeFinding]:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(family_of(tiny).config_json(tiny), indent=2) + "\n")
     save_file(as_files(numbers), model / "model.safetensors", metadata={"format": "pt"})
+    if tiny.vision is not None:
+        copy_companions(folder, model, without=("config.json",))  # SGLang makes the processor of images
     yield _names("transformers", _saved(model, work / "saved", tiny), tiny)
     # SGLang does not load experts with biases by sets; only a publish fills them.
     has_sets = tiny.experts is not None and not tiny.has_biases

@@ -194,7 +194,10 @@ def _families() -> Iterator[str]:
     yield from ("| architecture | | adapters | FP8 rollouts | public models |", "|---|---|---|---|---|")
     for family in FAMILIES:
         shapes = family.models
-        block = "" if any(shape.experts for shape in shapes.values()) else ", feed-forward"
+        mixtures = [shape.experts for shape in shapes.values() if shape.experts is not None]
+        block = "" if mixtures else ", feed-forward"
+        if any(experts.is_alone for experts in mixtures):
+            block = ", routed experts"
         adapted = f"attention{', shared expert' if family.engine.adapts_shared_expert else block}"
         cells = (
             f"`{family.architecture}`",

@@ -304,6 +304,7 @@ def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> tor
             raise CheckpointError(f"{folder}: loaded with transformers it has {kind}: {sorted(report[kind])[:3]}")
     if adapter is not None:
         _attach(adapter, model)
+        _attach_to_experts(adapter, model, folder)
     token_ids = torch.arange(NUM_TOKENS) * _TOKEN_STEP % model.config.get_text_config().vocab_size
     with torch.no_grad():
         outputs = model.eval()(input_ids=token_ids[None], use_cache=False).logits.float()
@@ -322,6 +323,28 @@ def _attach(adapter: Adapter, model: torch.nn.Module) -> None:
         change = adapter.change_of(f"{name}.weight")
         if change is not None:
             module.register_forward_hook(partial(add, change))
+
+
+def _attach_to_experts(adapter: Adapter, model: torch.nn.Module, folder: Path) -> None:
+    """Add an adapter to the experts of a base, whose matrices are stacks: those of a layer are one parameter."""
+    import torch
+
+    from megarl.config.model import read_model_shape
+    from megarl.families import family_of
+    from megarl.weights.layouts.canonical import EXPERT
+
+    shape = read_model_shape(folder)
+    weights = [weight.name for block in family_of(shape).blocks(shape).values() for weight in block.weights]
+    matrices = [name for name in weights if EXPERT in name]  # gate, up, down
+    parts = {"gate_up_proj": matrices[:2], "down_proj": matrices[2:]}
+    for path, parameter in model.named_parameters():
+        block, is_expert, kind = path.rpartition(".experts.")
+        layer = block.rpartition(".")[0]
+        for number, matrix in enumerate(parameter.data) if is_expert and kind in parts else ():
+            names = [f"{layer}.{name.replace(EXPERT, str(number))}" for name in parts[kind]]
+            changes = [change for change in map(adapter.change_of, names) if change is not None]
+            if changes:
+                matrix += torch.cat(changes)
 
 
 def _refuse_too_large(folder: Path) -> None:

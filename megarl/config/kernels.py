@@ -49,15 +49,24 @@ def adds_gradients_in_products() -> bool:
     return find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def uses_te(split: ModelParallelConfig, *, has_experts: bool, device: Device) -> bool:
-    """Whether a model has the linear layers of Transformer Engine, on a machine like this one."""
+def uses_te(split: ModelParallelConfig, *, has_experts: bool, device: Device, adapts_experts: bool = False) -> bool:
+    """Whether a model has the linear layers of Transformer Engine, on a machine like this one.
+
+    Its experts are one layer, in which none has an adapter of its own.
+    """
     if split.kernels != "auto":
         return split.kernels == "te"
-    return device != "cpu" and (split.precision == "fp8" or (has_experts and is_te_installed()))
+    has_grouped = has_experts and not adapts_experts and is_te_installed()
+    return device != "cpu" and (split.precision == "fp8" or has_grouped)
 
 
 def check_kernels(
-    roles: RolesConfig, *, is_adapted: bool, device: Device, gpu: GpuName | None = None
+    roles: RolesConfig,
+    *,
+    is_adapted: bool,
+    device: Device,
+    gpu: GpuName | None = None,
+    adapts_experts: bool = False,
 ) -> Iterator[Problem]:
     """Yield kernels and precisions that contradict one another, the device or `model.lora`."""
     for role, split in roles.megatron_roles.items():
@@ -85,8 +94,18 @@ def check_kernels(
         if split.dispatcher == "deepep" and device == "cpu":
             message = "deepep runs on GPUs only, and run.device is cpu; use alltoall"
             yield Problem(key=f"{prefix}dispatcher", message=message)
+        if adapts_experts and role in ("actor", "critic"):
+            yield from _one_layer(split, prefix)
         yield from _exchange(split, prefix, device)
         yield from _options(split, prefix)
+
+
+def _one_layer(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
+    """Yield what would compute the experts of a rank as one layer, in which none has an adapter."""
+    for name, is_wanted in (("kernels", split.kernels == "te"), ("precision", split.precision == "fp8")):
+        if is_wanted:
+            message = f"{getattr(split, name)} computes experts as one layer, in which none has an adapter; remove it"
+            yield Problem(key=f"{prefix}{name}", message=message)
 
 
 def _exchange(split: ModelParallelConfig, prefix: str, device: Device) -> Iterator[Problem]:

@@ -17,12 +17,15 @@ from megarl.errors import Problem
 from megarl.families import family_of
 from megarl.families.shape import ModelShape
 
-LoraModule: TypeAlias = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraModule: TypeAlias = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ATTENTION_MODULES: tuple[LoraModule, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES: tuple[LoraModule, ...] = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+"""The linear layers that each layer of a model has once."""
+EXPERTS: LoraModule = "experts"
+"""All three matrices of every routed expert."""
 _NEEDED: Mapping[LoraModule, frozenset[LoraModule]] = {
     "q_proj": frozenset({"v_proj"}),
     "k_proj": frozenset({"q_proj", "v_proj"}),
@@ -34,6 +37,8 @@ SERVED_AS: Mapping[str, str] = {"gate_proj": "q_b_proj", "up_proj": "kv_b_proj",
 """Names of a shared expert's modules in engines with adapters. By their own names SGLang would reserve adapters for
 every expert; of the names that it takes, these are of one layer each: divided by columns, by columns and by rows."""
 SHARED_EXPERT = "shared_expert"
+_EXPERT, _OF_EXPERT = "{e}", ".experts."
+"""The number of an expert in the names of families, and what comes before it in those of tensors."""
 _SCORE = "score"
 """The module of a critic's value head, which is trained as a whole."""
 _UNSUPPORTED = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
@@ -50,7 +55,7 @@ class LoraConfig(Section):
     """The product of the two matrices is multiplied by `alpha / rank`."""
     modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = ALL_MODULES
     """The linear layers of each block that have an adapter; in a mixture of experts those of the attention and of the
-    shared expert."""
+    shared expert. `experts` are the three matrices of every routed expert: engines then get base and adapter as one."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random values of the first matrix; the second is zero, so that the policy starts as the base."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -62,10 +67,20 @@ class LoraConfig(Section):
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether engines get base and adapter as one matrix: SGLang computes adapters of experts on GPUs alone."""
+        return EXPERTS in self.modules
+
     def peft_modules(self, shape: ModelShape) -> tuple[str, ...]:
-        """Return the names by which PEFT finds the modules: in a mixture those of the shared expert alone."""
-        prefix = "" if shape.experts is None else f"{SHARED_EXPERT}."
-        return tuple(module if module in ATTENTION_MODULES else f"{prefix}{module}" for module in self.modules)
+        """Return the names by which PEFT finds the modules: in a mixture those of the shared expert, or of each."""
+        prefix, names = "" if shape.experts is None else f"{SHARED_EXPERT}.", list[str]()
+        for module in self.modules:
+            if module == EXPERTS:
+                names += dict.fromkeys(name.rpartition(".")[2] for name, _ in _matrices(module, shape))
+            else:
+                names.append(module if module in ATTENTION_MODULES else f"{prefix}{module}")
+        return tuple(names)
 
     def served_modules(self, shape: ModelShape) -> tuple[str, ...]:
         """Return the names that the modules have in engines."""
@@ -105,15 +120,24 @@ def read_adapter_config(folder: Path) -> tuple[LoraConfig, Path]:
     for name in ("rank_pattern", "alpha_pattern"):
         if fields.get(name):
             raise ValueError(f"{path}: {name} is not supported; all modules have one rank and one alpha")
-    modules = fields.get("target_modules")
-    if isinstance(modules, list):
-        modules = [str(module).removeprefix(f"{SHARED_EXPERT}.") for module in modules]
-    unknown = sorted(set(modules) - set(ALL_MODULES)) if isinstance(modules, list) else [modules]
-    if unknown:
+    modules = _module_names(folder, fields.get("target_modules"))
+    if unknown := sorted(modules - {*ALL_MODULES, EXPERTS}):
         raise ValueError(f"{path}: target_modules has {unknown[0]}; supported are {', '.join(ALL_MODULES)}")
-    ordered = tuple(module for module in ALL_MODULES if module in modules)
+    ordered = tuple(module for module in (*ALL_MODULES, EXPERTS) if module in modules)
     lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], modules=ordered)
     return lora, Path(str(fields.get("base_model_name_or_path")))
+
+
+def _module_names(folder: Path, modules: object) -> set[str]:
+    """Return the recipe's names of the modules that a folder of PEFT names; what is no list is one name."""
+    if not isinstance(modules, list):
+        return {str(modules)}
+    names = {str(module) for module in modules}
+    others = names.difference(ATTENTION_MODULES)
+    if others and any(_OF_EXPERT in name for name in _header_shapes(folder / ADAPTER_FILE)):
+        # By their matrices, of which all are adapted.
+        names = {EXPERTS, *(name for name in names if name not in others or "." in name)}
+    return {name.removeprefix(f"{SHARED_EXPERT}.") for name in names}
 
 
 def served_name(name: str) -> str:
@@ -128,23 +152,34 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
     twice = [module for index, module in enumerate(lora.modules) if module in lora.modules[:index]]
     if twice:
         yield Problem(key="model.lora.modules", message=f"{twice[0]} is given twice; name it once")
-    dense = [module for module in lora.modules if module not in ATTENTION_MODULES]
     family = family_of(shape)
     if (reason := family.refuses.get("lora")) is not None:
         yield Problem(key="model.lora", message=reason)
-    adapts_block = shape.experts is None or (shape.experts.shared > 0 and family.engine.adapts_shared_expert)
-    if not adapts_block and dense:
-        yield Problem(
-            key="model.lora.modules",
-            message=f"{dense[0]} is part of each expert, and experts have no adapters; "
-            f"choose among {', '.join(ATTENTION_MODULES)}",
-        )
+    yield from _check_blocks(lora, shape)
     largest = min(shape.hidden, shape.num_kv_heads * shape.head_dim)
+    if lora.is_merged:
+        largest = min(largest, shape.ffn_hidden)
     if lora.rank > largest:
         yield Problem(
             key="model.lora.rank",
             message=f"{lora.rank} is more than the {largest} rows of the smallest matrix; choose at most {largest}",
         )
+
+
+def _check_blocks(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield modules behind the attention that a model of this shape lacks, or that cannot be adapted in it."""
+    key, experts = "model.lora.modules", shape.experts
+    dense = [module for module in lora.modules if module in ALL_MODULES and module not in ATTENTION_MODULES]
+    has_experts_alone = experts is not None and experts.is_alone
+    if experts is not None and dense and not (experts.shared and family_of(shape).engine.adapts_shared_expert):
+        rest = ", ".join((*ATTENTION_MODULES, *((EXPERTS,) if has_experts_alone else ())))
+        yield Problem(key=key, message=f"{dense[0]} is part of each expert; choose among {rest}")
+    if lora.is_merged and not has_experts_alone:
+        reason = "the model has none" if experts is None else "PEFT has no name for them beside shared or dense ones"
+        yield Problem(key=key, message=f"experts: {reason}; remove it")
+    if lora.is_merged and lora.dropout:
+        message = "inputs of routed experts are never left out; set it to 0, or remove experts from modules"
+        yield Problem(key="model.lora.dropout", message=message)
 
 
 def check_served_modules(lora: LoraConfig) -> Iterator[Problem]:
@@ -181,30 +216,29 @@ def adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | 
     ):
         if own != its:
             return f"{folder} has {key} {its}, the recipe {own}; set model.lora.{key} to that of the adapter"
+    matrices = [matrix for module in lora.modules for matrix in _matrices(module, shape)]
     for layer in range(shape.num_layers):
-        for module in lora.modules:
-            rows, columns = _matrix_shape(module, shape)
+        for matrix, (rows, columns) in matrices:
             for part, expected in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
-                name = f"base_model.model.model.layers.{layer}.{block_of(module, shape)}.{module}.lora_{part}.weight"
+                name = f"base_model.model.model.layers.{layer}.{matrix}.lora_{part}.weight"
                 if shapes.get(name) != expected:
                     seen = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
                     return f"{folder} is an adapter of another base: {name} {seen}, model.path needs {list(expected)}"
     return None
 
 
-def block_of(module: LoraModule, shape: ModelShape) -> str:
-    """Return the part of a layer that has the module."""
-    if module in ATTENTION_MODULES:
-        return "self_attn"
-    return "mlp" if shape.experts is None else f"mlp.{SHARED_EXPERT}"
-
-
-def _matrix_shape(module: LoraModule, shape: ModelShape) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a module multiplies with."""
-    name = f"{block_of(module, shape)}.{module}.weight"
-    blocks = family_of(shape).blocks(shape).values()
-    ((rows, columns),) = {weight.shape for block in blocks for weight in block.weights if weight.name == name}
-    return rows, columns
+def _matrices(module: LoraModule, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name within a layer and the shape of each matrix that a module of the recipe stands for."""
+    weights = {weight.name: weight for block in family_of(shape).blocks(shape).values() for weight in block.weights}
+    if module == EXPERTS:
+        for number in range(shape.experts.num if shape.experts else 0):
+            for name, weight in weights.items():
+                if _EXPERT in name:
+                    yield name.replace(_EXPERT, str(number)).removesuffix(".weight"), weight.shape
+        return
+    feed_forward = "mlp" if shape.experts is None else f"mlp.{SHARED_EXPERT}"
+    block = "self_attn" if module in ATTENTION_MODULES else feed_forward
+    yield f"{block}.{module}", weights[f"{block}.{module}.weight"].shape
 
 
 def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -64,6 +64,11 @@ class ModelConfig(Section):
     """Logits keep the precision in which they are summed, in trainers and engines alike. Else both round them to
     bfloat16, each its own way, which is a large part of the difference between their probabilities."""
 
+    @property
+    def served_lora(self) -> LoraConfig | None:
+        """The adapter that engines serve beside their base; None where they get whole weights."""
+        return None if self.lora is None or self.lora.is_merged else self.lora
+
 
 class JinjaTemplateConfig(Section):
     """A chat template instead of the model's own."""
@@ -463,7 +468,7 @@ class Recipe(Section):
     def in_flight(self) -> InFlight | None:
         """The treatment of running requests during a publish; None where none runs then, or where none is disturbed."""
         rollout = self.roles.rollout
-        is_paused = rollout is not None and self.train.max_staleness and self.model.lora is None
+        is_paused = rollout is not None and self.train.max_staleness and self.model.served_lora is None
         return (rollout.in_flight or "abort") if rollout is not None and is_paused else None
 
     @property

@@ -72,6 +72,11 @@ class Experts:
     num_dense_layers: int = 0
     """Layers in front with a dense block of `ModelShape.dense_hidden` in place of a mixture."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no layer has a feed-forward block beside routed experts."""
+        return not self.shared and not self.num_dense_layers
+
 
 def sigmoid_experts(
     *,

@@ -239,7 +239,7 @@ class Deployment:
     def keeps_reference(self) -> bool:
         """Whether the actor's ranks keep the reference in host memory; the base of an adapter they have anyway."""
         has_own = self.roles.reference is not None and self.roles.reference.pool is None
-        return has_own and not self.publishes_adapters
+        return has_own and self.models["actor"].work.lora is None
 
     def has_reference(self, role: str) -> bool:
         """Whether the ranks of a role keep a reference: the actor's, and those of a critic that is a language model."""
@@ -249,7 +249,8 @@ class Deployment:
 
     @property
     def publishes_adapters(self) -> bool:
-        return self.models["actor"].work.lora is not None
+        lora = self.models["actor"].work.lora
+        return lora is not None and not lora.is_merged
 
     @property
     def keeps_engine_weights(self) -> bool:
@@ -352,7 +353,7 @@ def _engines(recipe: Recipe, shapes: RoleShapes, capacity_bytes: int | None) -> 
             shapes.policy,
             rollout,
             capacity_bytes,
-            lora=recipe.model.lora,
+            lora=recipe.model.served_lora,
             num_adapters=adapter_slots(recipe.train.max_staleness),
         )
     return engines

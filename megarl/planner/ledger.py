@@ -44,7 +44,7 @@ TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 GRAPH_BYTES = 3 * GIB // 2
 """Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 
-_DERIVED = "FP8 tensors"
+_DERIVED, _MERGED = "FP8 tensors", "merged weights"
 _PIECE_ITEM_BYTES = 16
 """Master weight and moments in float32, and as much again as one of them for Adam's arithmetic."""
 SPARE_SHARE = 0.05
@@ -273,7 +273,7 @@ class _ModelMemory:
     @property
     def resting(self) -> tuple[LedgerItem, ...]:
         """Memory while engines generate."""
-        return self._without(self.trimmed, _DERIVED, *(("weights",) if self._offload == "everything" else ()))
+        return self._without(self.trimmed, _DERIVED, _MERGED, *(("weights",) if self._offload == "everything" else ()))
 
     def busy(self, phase: MemoryPhase) -> tuple[LedgerItem, ...]:
         """Memory of the fullest stage while the model computes; empty if it does not in this phase."""
@@ -301,6 +301,8 @@ class _ModelMemory:
             yield from _publish_items(self._deployment)
             if self._deployment.roles.rollout and self._deployment.roles.rollout.fp8_keep is not None:
                 yield self._item(_DERIVED, stage.weight_bytes // 2, is_exact=False)
+            elif self._deployment.engine is not None and self._work.lora is not None and self._work.lora.is_merged:
+                yield self._item(_MERGED, stage.weight_bytes, is_exact=False)
 
     def _tower(self) -> Iterator[LedgerItem]:
         if (tower := self._model.tower) is not None:

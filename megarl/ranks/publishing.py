@@ -1,4 +1,4 @@
-"""An actor rank that sends its part of the weights, or of the adapter, to the engines."""
+"""An actor rank that sends its part to the engines: of the weights, of the adapter, or of both merged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megarl.config.recipe import TrainConfig
 from megarl.engine.commands import Rendezvous
 from megarl.errors import NumericsError, WeightSyncError
 from megarl.train.actor import ActorRank
+from megarl.train.lora import MergedTensors
 from megarl.train.rank_spec import RankSpec
+from megarl.weights.executors.derived import DerivedTensors
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.fp8 import Fp8Tensors
 from megarl.weights.executors.group import TransferGroup
@@ -33,21 +35,23 @@ class PublishingActor(ActorRank):
         self._bind = bind
         self._group: TransferGroup | None = None
         self._sender: Sender | None = None
-        self._fp8: Fp8Tensors | None = None
+        self._derived: DerivedTensors | None = None
 
     def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         """Form a transfer group with the engine ranks, which join at the same time."""
         earlier = self._group
         self._group = None
         self._sender = None
-        self._fp8 = None
+        self._derived = None
         if earlier is not None:
             earlier.close()
         plan = transfer.plan()
-        tensors = self.trained_tensors()
+        lora = self._spec.lora
         if transfer.fp8_keep is not None:
-            self._fp8 = Fp8Tensors(plan, self._spec.rank, self._holding, tensors)
-            tensors = self._fp8.tensors
+            self._derived = Fp8Tensors(plan, self._spec.rank, self._holding, self.tensors())
+        elif lora is not None and lora.is_merged:
+            self._derived = MergedTensors(self._models, self.tensors())
+        tensors = self.trained_tensors() if self._derived is None else self._derived.tensors
         self._group = TransferGroup.join(
             rendezvous.address,
             name=rendezvous.name,
@@ -79,13 +83,13 @@ class PublishingActor(ActorRank):
         if self._spec.lora is not None:
             self._refuse_unfinite(version)
         assert self._sender is not None, "join comes first"
-        if self._fp8 is not None:
-            self._fp8.fill()
+        if self._derived is not None:
+            self._derived.fill()
         return self._sender.send(version)
 
     def release(self) -> None:
-        if self._fp8 is not None:
-            self._fp8.free()
+        if self._derived is not None:
+            self._derived.free()
         super().release()
 
     def _refuse_other(self, version: int) -> None:

@@ -47,10 +47,11 @@ class ServedAdapters:
 
     @classmethod
     def of(cls, model: ModelConfig, shape: ModelShape, spec: EngineSpec) -> ServedAdapters | None:
-        """Return the adapters of a model; None where its own weights are trained."""
-        if model.lora is None or spec.adapters is None:
+        """Return the adapters of a model; None where engines get whole weights."""
+        lora = model.served_lora
+        if lora is None or spec.adapters is None:
             return None
-        fields = model.lora.peft_fields(base=spec.model_folder, modules=model.lora.served_modules(shape))
+        fields = lora.peft_fields(base=spec.model_folder, modules=lora.served_modules(shape))
         return cls(fields=fields, num_loaded=spec.adapters.num_loaded)
 
 

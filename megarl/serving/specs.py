@@ -26,7 +26,7 @@ def rollout_engine(
     recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, shares_devices: bool, start_timeout_s: float
 ) -> EngineSpec:
     """Return the spec of the first engine of rollout; the others differ by their index."""
-    lora = recipe.model.lora
+    lora = recipe.model.served_lora
     num_adapters = adapter_slots(recipe.train.max_staleness)
     adapters = None
     if lora is not None:
@@ -62,8 +62,9 @@ def rollout_engine(
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
-    """Return the transfer of the policy: of its adapter, where one is trained."""
-    is_shared, lora = config.pool == recipe.roles.actor.pool, recipe.model.lora
+    """Return the transfer of the policy: of its adapter, where engines serve one."""
+    is_shared, lora = config.pool == recipe.roles.actor.pool, recipe.model.served_lora
+    is_derived = config.fp8_keep is not None or (lora is None and recipe.model.lora is not None)
     return TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
@@ -75,9 +76,9 @@ def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, 
         expert=config.expert,
         shares_devices=is_shared,
         relays=config.relays_weights,
-        # Ranks that offload everything free their memory, and the engines of a shared pool are given back that of FP8
-        # tensors.
-        keeps_open=recipe.roles.actor.offload != "everything" and (config.fp8_keep is None or not is_shared),
+        # Ranks that offload everything free their memory, and the engines of a shared pool are given back that of
+        # tensors made to be sent.
+        keeps_open=recipe.roles.actor.offload != "everything" and not (is_derived and is_shared),
         fp8_keep=config.fp8_keep if lora is None else None,
         lora=None if lora is None else LoraShape.of(lora),
     )

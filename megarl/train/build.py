@@ -49,13 +49,15 @@ def build_chunks(
     *,
     device: Device,
     is_adapted: bool = False,
+    adapts_experts: bool = False,
     has_float32_head: bool = False,
 ) -> list[Model]:
     """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
 
-    With `is_adapted` adapters can be attached to the linear layers outside of experts.
+    With `is_adapted` adapters can be attached to the linear layers outside of routed experts, with `adapts_experts` to
+    those of experts as well.
     """
-    is_te = uses_te(split, has_experts=shape.experts is not None, device=device)
+    is_te = uses_te(split, has_experts=shape.experts is not None, device=device, adapts_experts=adapts_experts)
     try:
         config = transformer_config(shape, split, device=device, is_te=is_te)
     except (ValueError, AssertionError) as error:
@@ -71,6 +73,9 @@ def build_chunks(
         each: layer_spec(family.alone(shape, each), is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
         for each in set(kinds)
     }
+    if adapts_experts:
+        for spec in by_kind.values():
+            adapt_experts(spec)
     for chunk in range(split.virtual_pipeline):
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
         specs = [by_kind[kinds[layer]] for layer in layers]
@@ -147,7 +152,7 @@ def transformer_config(
 
 
 def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bool = True) -> ModuleSpec:
-    """Return the spec of every layer. With `is_adapted` linear layers can have adapters; routed experts have none."""
+    """Return the spec of every layer. With `is_adapted` linear layers can have adapters, but not routed experts."""
     num_experts = shape.experts.num if shape.experts else None
     if is_te:
         if not is_te_installed():
@@ -189,6 +194,12 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         feed_forward.linear_fc1 = with_adapter(columns)
         feed_forward.linear_fc2 = with_adapter(feed_forward.linear_fc2)
     return spec
+
+
+def adapt_experts(spec: ModuleSpec) -> None:
+    """Let the routed experts of a layer have adapters, each its own."""
+    experts = spec.submodules.mlp.submodules.experts.submodules
+    experts.linear_fc1, experts.linear_fc2 = with_adapter(experts.linear_fc1), with_adapter(experts.linear_fc2)
 
 
 def _set_attention(spec: ModuleSpec, shape: ModelShape, *, is_te: bool, is_fused: bool) -> None:

@@ -5,6 +5,9 @@
 
 Ranks exchange the thin activation between A and B, never one of full width. Which rows of a fused B go with which A of
 the stack follows from the weights' layout.
+
+Where several ranks share a routed expert, Megatron's dispatcher hands each rank all tokens, and adds up what they
+return: outputs forward, gradients of inputs backward. So each returns its part of both.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from megarl.config.lora import LoraConfig
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
-from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.executors.derived import DerivedMemory
+from megarl.weights.executors.tensors import box_of, device_of, specs_of, torch_dtype
 from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B, LoraShape, stacked_rows
 
 _MAX_INT = (1 << 31) - 1
@@ -40,11 +45,14 @@ _COLUMN_STEP = 0x9E3779B1 - (1 << 32)
 class _Adapted(torch.nn.Module):
     """A linear layer that may have an adapter."""
 
+    weight: torch.nn.Parameter
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
     lora_mask: Tensor | None
     sequence_parallel: bool
+    is_expert = False
     tp_group: torch.distributed.ProcessGroup | None
+    """The ranks that share the layer."""
     lora_scale = 0.0
     """0 where there is no adapter, or while it is off."""
     lora_dropout = 0.0
@@ -58,7 +66,31 @@ class _Adapted(torch.nn.Module):
         for name, spec in (("lora_a", a), ("lora_b", b)):
             values = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             self.register_parameter(name, torch.nn.Parameter(values))
+            if self.is_expert:
+                getattr(self, name).allreduce = self.weight.allreduce  # type: ignore[attr-defined]  # Megatron's
         self.register_buffer("lora_mask", mask, persistent=False)
+
+    def _mark(self, cut: torch.nn.Parameter, whole: torch.nn.Parameter, axis: int) -> None:
+        """Tell Megatron which parameter each rank has a part of along an axis, and which one is whole on every rank."""
+        set_tensor_model_parallel_attributes(tensor=cut, is_parallel=True, dim=axis, stride=1)
+        if self.is_expert:
+            # Neighbours may have other experts: a rank counts both in the norm, but for what another one has as well.
+            set_tensor_model_parallel_attributes(tensor=whole, is_parallel=True, dim=1 - axis, stride=1)
+            whole.shared = torch.distributed.get_rank(self.tp_group) > 0  # type: ignore[attr-defined]
+        else:
+            # Each rank sees its part of the sequence; Megatron sums the gradients of marked parameters.
+            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def _wide(self) -> Tensor:
+        """Return B for the thin activations of the whole stack: each row meets its own A, and zeros elsewhere."""
+        if self.lora_mask is None:
+            return self.lora_b
+        return (self.lora_b[:, None] * self.lora_mask[:, :, None]).flatten(1)
+
+    def merged(self) -> Tensor:
+        """Return this rank's part of W + scale * B @ A, in float32; ranks have all of what they need."""
+        change = self._wide().float() @ self.lora_a.float()
+        return torch.add(self.weight.float(), change, alpha=self.lora_scale)
 
     def _thin(self, input_: Tensor, *, has_columns: bool) -> Tensor:
         """Return the product of the input, of which some is left out in an update, with A.
@@ -80,42 +112,64 @@ class _Adapted(torch.nn.Module):
 class _AdaptedColumns(_Adapted):
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         super().adapt(a, b, mask, device=device)
-        set_tensor_model_parallel_attributes(tensor=self.lora_b, is_parallel=True, dim=0, stride=1)
-        # Each rank sees its part of the sequence; Megatron sums the gradients of marked parameters.
-        self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        self._mark(self.lora_b, self.lora_a, 0)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
         if not self.lora_scale:
             return output, bias
+        if self.is_expert:
+            input_ = _share(input_, forward=1.0, backward=1 / _size(self.tp_group))
         thin = self._thin(input_, has_columns=False)
-        if self.sequence_parallel:
+        if self.sequence_parallel and not self.is_expert:
             thin = gather_from_sequence_parallel_region(thin, group=self.tp_group)
         else:
             thin = copy_to_tensor_model_parallel_region(thin, group=self.tp_group)
-        wide: Tensor = self.lora_b
-        if self.lora_mask is not None:
-            # One product for all matrices of the stack: each row of B meets its own A, and zeros elsewhere.
-            wide = (self.lora_b[:, None] * self.lora_mask[:, :, None]).flatten(1)
-        return torch.add(output, F.linear(thin, wide), alpha=self.lora_scale), bias
+        return torch.add(output, F.linear(thin, self._wide()), alpha=self.lora_scale), bias
 
 
 class _AdaptedRows(_Adapted):
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         super().adapt(a, b, mask, device=device)
-        set_tensor_model_parallel_attributes(tensor=self.lora_a, is_parallel=True, dim=1, stride=1)
-        self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        self._mark(self.lora_a, self.lora_b, 1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
         if not self.lora_scale:
             return output, bias
         thin = self._thin(input_, has_columns=True)
-        if self.sequence_parallel:
+        if self.sequence_parallel and not self.is_expert:
             thin = reduce_scatter_to_sequence_parallel_region(thin, group=self.tp_group)
         else:
             thin = reduce_from_tensor_model_parallel_region(thin, group=self.tp_group)
-        return torch.add(output, F.linear(thin, self.lora_b), alpha=self.lora_scale), bias
+        wide = F.linear(thin, self.lora_b)
+        if self.is_expert:
+            wide = _share(wide, forward=1 / _size(self.tp_group), backward=1.0)
+        return torch.add(output, wide, alpha=self.lora_scale), bias
+
+
+def _share(values: Tensor, *, forward: float, backward: float) -> Tensor:
+    """Multiply by one number, and gradients by another."""
+    return _Share.apply(values, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Factor, values: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_factor = backward
+        return values * forward
+
+    @staticmethod
+    def backward(ctx: _Factor, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.backward_factor, None, None
+
+
+class _Factor(FunctionCtx):
+    backward_factor: float
+
+
+def _size(group: torch.distributed.ProcessGroup | None) -> int:
+    return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 @cache
@@ -225,6 +279,35 @@ def _first_values(name: str, shape: Index, lora: LoraConfig, seed: int) -> Tenso
         return values.normal_(std=1 / lora.rank, generator=generator)
     bound = 1 / math.sqrt(shape[1])
     return values.uniform_(-bound, bound, generator=generator)
+
+
+class MergedTensors:
+    """Weights with their adapters in them: what a rank sends to engines that do not compute the adapters."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], weights: Mapping[str, Tensor]) -> None:
+        """`weights` are those of the base, by their names in the layout."""
+        self._weights = weights
+        self._adapted = {
+            f"chunk{index}.{path}.weight": module
+            for index, chunk in enumerate(chunks)
+            for path, module in chunk.named_modules()
+            if isinstance(module, _Adapted) and module.lora_scale
+        }
+        specs = specs_of((name, weights[name]) for name in self._adapted)
+        self._memory = DerivedMemory(specs, device_of(weights))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self._weights, **self._memory.tensors}
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        self._memory.take()
+        for name, module in self._adapted.items():
+            self._memory.tensors[name].copy_(module.merged())
+
+    def free(self) -> None:
+        self._memory.free()
 
 
 @contextmanager

@@ -76,6 +76,7 @@ class ModelRank:
                 spec.split,
                 device=spec.device,
                 is_adapted=spec.lora is not None,
+                adapts_experts=spec.lora is not None and spec.lora.is_merged,
                 has_float32_head=spec.has_float32_head,
             )
         if spec.images is not None and spec.shape.vision is not None:

@@ -329,3 +329,22 @@ def test_engines_of_a_mixture_record_the_experts_of_their_cache_in_host_memory()
     )
     live = make_recipe(*words, "train.routing=live")
     assert host_ledgers(deploy(live, shapes_of(mixture), H100), live.checkpoint) == ()
+
+
+def test_merged_weights_are_held_from_the_first_publish_until_a_shared_pool_is_the_engines() -> None:
+    mixture = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=4)
+    words = ("roles.actor.is_sequence_parallel=true", "roles.rollout.tensor=1")
+
+    def weights(modules: str, phase: MemoryPhase) -> dict[str, int]:
+        recipe = make_recipe(*words, f"model.lora={{rank: 8, modules: [{modules}]}}")
+        found = ledgers(deploy(recipe, shapes_of(mixture), H100), recipe.algorithm)
+        (of_trainer,) = [each for each in found if each.phase is phase and "gradients" in names(each)]
+        return {item.name: item.num_bytes for item in of_trainer.items}
+
+    beside = weights("q_proj, v_proj", MemoryPhase.TRAINING)
+    merged = weights("q_proj, v_proj, experts", MemoryPhase.TRAINING)
+    assert "merged weights" not in beside
+    assert merged["merged weights"] == merged["weights"]
+    # Two layers of a stage, of whose experts each of four ranks has a quarter; what of A and B is not cut is whole.
+    of_expert = 8 * (2 * 2048 + 2 * 768 // 4 + 768 // 4 + 2048)
+    assert merged["gradients"] - beside["gradients"] == 4 * 2 * 128 * of_expert

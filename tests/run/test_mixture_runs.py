@@ -65,22 +65,37 @@ def test_a_mixture_is_trained_with_the_experts_of_its_engine(model: str, folder:
 
 
 @pytest.mark.slow
-def test_a_shared_expert_is_trained_by_its_adapter_which_peft_loads_and_export_merges(folder: Path) -> None:
-    words = (f"model.path={folder / 'shared'}", "model.lora={rank: 8, alpha: 16}", *MIXTURE)
-    done = run(folder, "shared_lora", *words)
+@pytest.mark.parametrize(
+    ("model", "modules", "adapted"),
+    [
+        ("shared", "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]", "shared_expert."),
+        ("mixture", "[q_proj, k_proj, v_proj, o_proj, experts]", "experts.3."),
+    ],
+)
+def test_experts_are_trained_by_their_adapters_which_peft_loads_and_export_merges(
+    model: str, modules: str, adapted: str, folder: Path
+) -> None:
+    """Engines have slots for those of a shared expert, and get routed ones merged with the base."""
+    lora = f"model.lora={{rank: 8, alpha: 16, modules: {modules}}}"
+    words = (f"model.path={folder / model}", lora, *MIXTURE)
+    done = run(folder, f"{model}_lora", *words)
     check_replayed(done, steps=2)
     trained = {name for name, tensor in load_file(done.model / ADAPTER_FILE).items() if tensor.abs().max() > 0}
-    shared = "base_model.model.model.layers.0.mlp.shared_expert."
-    assert {f"{shared}{module}_proj.lora_B.weight" for module in ("gate", "up", "down")} <= trained
-    assert command(["export", "--merge", str(done.folder), str(folder / "merged")]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
-    adapted, ids = load_adapted(folder / "shared", done.model), torch.arange(1, 20)[None]
+    block = f"base_model.model.model.layers.0.mlp.{adapted}"
+    assert {f"{block}{module}_proj.lora_B.weight" for module in ("gate", "up", "down")} <= trained
+    out = folder / f"merged_{model}"
+    assert command(["export", "--merge", str(done.folder), str(out)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with_adapter, ids = load_adapted(folder / model, done.model), torch.arange(1, 20)[None]
     with torch.no_grad():
         found, expected, base = (
-            model(ids).logits for model in (merged, adapted, AutoModelForCausalLM.from_pretrained(folder / "shared"))
+            each(ids).logits for each in (merged, with_adapter, AutoModelForCausalLM.from_pretrained(folder / model))
         )
     assert (found - expected).abs().max() < 1e-5
     assert (expected - base).abs().max() > 1e-4
+    other = (*words, "roles.actor={pool: train, tensor: 2, is_sequence_parallel: true}", "run.steps=3")
+    resumed = run(folder, f"{model}_lora", *other)
+    check_replayed(resumed, steps=3)
 
 
 @pytest.mark.slow

@@ -30,9 +30,10 @@ from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.frozen import ReferenceRank, TeacherRank
 from megarl.train.logprob import token_scores, vocab_shard
+from megarl.train.lora import MergedTensors
 from megarl.train.rank_spec import ImageFiles, RankSpec, TrainerRecord
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import FloatArray, TrainBatch
+from megarl.types import FloatArray, PolicyVersion, TrainBatch
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -157,6 +158,17 @@ def train(trainer: ActorRank, _: Setup, scored: Sequence[TrainBatch], trained: T
     logprobs = [trainer.logprobs(batch) for batch in scored]
     result = trainer.update(trained)
     return Outcome(logprobs=logprobs, result=result, tensors=copied(trainer.trained_tensors()))
+
+
+@on_actor
+def merge(trainer: ActorRank, _: Setup) -> Outcome:
+    """Return this rank's weights with its adapter in them, twice derived."""
+    merged = MergedTensors(trainer._models, trainer.tensors())
+    merged.fill()
+    merged.free()
+    merged.fill()
+    result = UpdateResult(version=PolicyVersion(0), stats=None)
+    return Outcome(logprobs=[], result=result, tensors=copied(merged.tensors))
 
 
 @on_actor

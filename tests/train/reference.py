@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GptOssForCausalLM, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GptOssForCausalLM,
+    MixtralForCausalLM,
+    PretrainedConfig,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
@@ -82,6 +89,7 @@ class Reference:
         self._temperature = temperature
         if adapter is not None:
             self._model = load_adapted(model.folder, adapter, is_trainable=True)
+            _keep_apart(self._model)
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         stacks = [each for name, each in self._model.named_parameters() if name.endswith("proj_bias")]
         self._adam = adamw(parameters, optimizer, stacks)
@@ -153,11 +161,44 @@ class Reference:
         """Return the tensors of the adapter by their names in its file."""
         from peft import get_peft_model_state_dict
 
-        return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
+        tensors = {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors |= _of_each_expert(name, tensors.pop(name), self._model.config)
+        if self._model.config.model_type == "mixtral":
+            return {_in_mixtral(name): tensor for name, tensor in tensors.items()}
+        return tensors
 
     def weights(self) -> dict[str, Tensor]:
         weights = {name: each for name, each in checkpoint_weights(self._model).items() if is_read(name)}
         return {re.sub(r"^model\.(language_model\.)?", self._root, name): weight for name, weight in weights.items()}
+
+
+def _keep_apart(adapted: torch.nn.Module) -> None:
+    """Give the blocks of zeros no gradient with which peft makes one matrix of the B of gate and of up."""
+    for name, parameter in adapted.named_parameters():
+        if ".experts.base_layer.lora_B." in name:
+            parameter.register_hook(partial(torch.mul, parameter.detach() != 0))  # type: ignore[no-untyped-call]
+
+
+def _of_each_expert(name: str, tensor: Tensor, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Return the matrices of every expert of one of peft's: all of them below each other, gate and up together."""
+    num = getattr(config, "num_experts", None) or config.num_local_experts
+    block, _, end = name.partition(".experts.")
+    names = ("gate_proj", "up_proj") if end.startswith("base_layer.") else ("down_proj",)
+    which = end.removeprefix("base_layer.")
+    if which.startswith("lora_A"):
+        experts = tensor.reshape(num, -1, tensor.shape[-1])
+        parts = experts.chunk(len(names), dim=1)
+    else:
+        experts = tensor.reshape(len(tensor), -1, num).permute(2, 0, 1)
+        rows = experts.chunk(len(names), dim=1)
+        parts = tuple(each.chunk(len(names), dim=2)[place] for place, each in enumerate(rows))
+        assert len(names) == 1 or not rows[0].chunk(2, dim=2)[1].any(), "peft has trained what is zero"
+    return {
+        f"{block}.experts.{index}.{part}.{which}": matrices[index].contiguous()
+        for part, matrices in zip(names, parts, strict=True)
+        for index in range(num)
+    }
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config.lora import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
     ALL_MODULES,
     ATTENTION_MODULES,
+    EXPERTS,
     LoraConfig,
     LoraModule,
     adapter_problem,
@@ -28,7 +32,8 @@ from megarl.planner.activations import ModelWork, activation_bytes, forward_byte
 from megarl.results import UpdateResult
 from megarl.train.lora import _Adapted, dropout_keys
 from megarl.types import PolicyVersion
-from megarl.weights.layouts.lora import LoraShape, adapter_layout
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, adapter_layout, adapter_tensors, canonical_a, canonical_b
 from megarl.weights.layouts.megatron import megatron_layout
 from tests.schedule import slow
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
@@ -51,6 +56,7 @@ from tests.train.splits import (
     packed,
     parallel_of,
     setup_of,
+    whole_weights,
 )
 from tests.train.test_critic import critic_samples, of_split
 from tests.train.test_critic import setup_of as critic_setup
@@ -60,9 +66,25 @@ RANK, ALPHA = 4, 6
 
 
 def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *, seed: int = 0) -> LoraConfig:
-    """Write an adapter with peft, of which no matrix is zero, and return the recipe's section that starts from it."""
-    write_random_adapter(folder, model.folder, modules, rank=RANK, alpha=ALPHA, seed=seed)
-    return LoraConfig(rank=RANK, alpha=ALPHA, modules=tuple(modules), path=folder)
+    """Write an adapter of which no matrix is zero, and return the recipe's section that starts from it."""
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, modules=tuple(modules), path=folder)
+    if EXPERTS in modules:
+        write_expert_adapter(lora, model, seed=seed)
+    else:
+        write_random_adapter(folder, model.folder, modules, rank=RANK, alpha=ALPHA, seed=seed)
+    return lora
+
+
+def write_expert_adapter(lora: LoraConfig, model: Model, *, seed: int) -> None:
+    """Write what peft wrote when transformers had a module for each expert: it reads that, and writes another form."""
+    assert lora.path is not None
+    lora.path.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    specs = adapter_tensors(canonical_tensors(model.shape), LoraShape.of(lora))
+    tensors = {name: 0.1 * torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
+    save_file(tensors, lora.path / ADAPTER_FILE)
+    fields = lora.peft_fields(base=model.folder, modules=lora.peft_modules(model.shape))
+    (lora.path / ADAPTER_CONFIG_FILE).write_text(json.dumps(fields))
 
 
 def whole_adapter(
@@ -226,6 +248,45 @@ def test_the_shared_expert_of_a_mixture_can_be_adapted(
     write_random_adapter(tmp_path, model.folder, lora.peft_modules(model.shape), rank=RANK, alpha=ALPHA)
     assert adapter_problem(lora, tmp_path, model.shape) is None
     check_equals_peft(model, MIXTURE_SPLITS[split], lora, cluster)
+
+
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        ("qwen3_moe", "TP2-EP2-ETP1"),
+        ("qwen3_moe", "TP2-EP2"),
+        ("mixtral", "PP2-VPP2"),
+        *slow(
+            *(("qwen3_moe", split) for split in MIXTURE_SPLITS if split not in ("TP2-EP2-ETP1", "TP2-EP2")),
+            ("mixtral", "TP2-SP"),
+        ),
+    ],
+)
+def test_every_expert_of_a_mixture_can_be_adapted(
+    family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get(family, tied=False)
+    lora = random_adapter(tmp_path, model, (*ATTENTION_MODULES, EXPERTS))
+    assert adapter_problem(lora, tmp_path, model.shape) is None
+    check_equals_peft(model, MIXTURE_SPLITS[split], lora, cluster)
+
+
+@pytest.mark.parametrize("split", ["TP2-EP2", *slow("TP1", "PP2-VPP2")])
+def test_what_is_sent_to_engines_is_base_and_adapter_merged(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen3_moe", tied=False)
+    lora = random_adapter(tmp_path, model, (*ATTENTION_MODULES, EXPERTS))
+    world, actor = MIXTURE_SPLITS[split]
+    outcomes = cluster.run(world, jobs.merge, replace(setup_of(model, actor), lora=lora))
+    expected = load_folder(model.folder)
+    adapter = load_file(tmp_path / ADAPTER_FILE)
+    changed = [name for name in expected if canonical_a(name) in adapter]
+    assert model.shape.experts is not None
+    assert len(changed) == model.shape.num_layers * (4 + 3 * model.shape.experts.num)
+    for name in changed:
+        expected[name] = expected[name] + ALPHA / RANK * adapter[canonical_b(name)] @ adapter[canonical_a(name)]
+    assert_close(whole_weights(outcomes, model, actor), expected, tolerance=1e-6)
 
 
 def test_the_reference_is_the_base_without_the_adapter(cluster: Cluster, models: Models, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
         message = f"has no effect in {algorithm.kind}, which trains on tokens of no engine; remove it"
         yield Problem(key="train.routing", message=message)
     if staleness == 0:
-        if rollout is not None and rollout.in_flight is not None and recipe.model.lora is None:
+        if rollout is not None and rollout.in_flight is not None and recipe.model.served_lora is None:
             yield Problem(
                 key="roles.rollout.in_flight",
                 message="has no effect with train.max_staleness 0, where no request runs during a publish; remove it",

@@ -174,16 +174,17 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
     device = recipe.run.device
-    is_adapted = recipe.model.lora is not None
+    lora = recipe.model.lora
+    is_adapted, adapts_experts = lora is not None, lora is not None and lora.is_merged
     gpu = recipe.cluster.gpu
-    yield from check_kernels(recipe.roles, is_adapted=is_adapted, device=device, gpu=gpu)
+    yield from check_kernels(recipe.roles, is_adapted=is_adapted, adapts_experts=adapts_experts, device=device, gpu=gpu)
     if recipe.roles.rollout is not None:
         yield from check_engine_precision(recipe.roles.rollout, is_adapted=is_adapted, device=device, gpu=gpu)
-    if recipe.model.lora is not None:
-        yield from check_lora_roles(recipe.roles)
-        yield from check_dropout(recipe.model.lora, recipe.algorithm, recipe.roles)
-        if recipe.roles.rollout is not None:
-            yield from check_served_modules(recipe.model.lora)
+    if lora is not None:
+        yield from check_lora_roles(recipe.roles, is_served=recipe.model.served_lora is not None)
+        yield from check_dropout(lora, recipe.algorithm, recipe.roles)
+        if recipe.roles.rollout is not None and recipe.model.served_lora is not None:
+            yield from check_served_modules(lora)
     yield from _keep_best(recipe.checkpoint, recipe.evaluation)
 
 

@@ -175,17 +175,17 @@ def _offload(roles: RolesConfig, engine_pool: str | None) -> Iterator[Problem]:
             yield Problem(key="roles.actor.offload", message=message)
 
 
-def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
-    """Yield keys of roles that contradict `model.lora`, or have no effect beside it."""
+def check_lora_roles(roles: RolesConfig, *, is_served: bool) -> Iterator[Problem]:
+    """Yield keys of roles that contradict `model.lora`, or have no effect beside an adapter that engines serve."""
     rollout, reference = roles.rollout, roles.reference
     if rollout is not None and rollout.endpoints:
         message = "engines that run already get whole models, and model.lora trains an adapter; name a pool instead"
         yield Problem(key="roles.rollout.endpoints", message=message)
-    if rollout is not None and rollout.release == "everything":
+    if is_served and rollout is not None and rollout.release == "everything":
         message = "everything would give up the base, and a publish brings adapters only; use kv_cache with model.lora"
         yield Problem(key="roles.rollout.release", message=message)
     for name in ("in_flight", "relays_weights"):
-        if rollout is not None and name in rollout.model_fields_set:
+        if is_served and rollout is not None and name in rollout.model_fields_set:
             message = "has no effect with model.lora: running requests keep their adapter; remove it"
             yield Problem(key=f"roles.rollout.{name}", message=message)
     if reference is not None and reference.pool is None and reference.path is not None:

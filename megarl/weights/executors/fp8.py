@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from megarl.config.kernels import FP8_BLOCK
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Piece, Slice
-from megarl.weights.executors.tensors import box_of, device_of, torch_dtype
+from megarl.weights.executors.derived import DerivedMemory
+from megarl.weights.executors.tensors import box_of, device_of
 from megarl.weights.layouts.fp8 import SCALES
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_ALIGNMENT = 256
 _PROBE_ROWS = 16
 _PROBE_TOLERANCE = 0.1
 """Relative error of a product: inputs in FP8 make about 0.03 of it."""
@@ -89,33 +88,21 @@ class Fp8Tensors:
             self._parts[piece.slice.name].append(piece)
         self._parameters = parameters
         specs = {name: derived[name] for box in self._boxes for name in (box.name, box.name + SCALES)}
-        starts = [0, *accumulate(-(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs.values())]
-        self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=device_of(parameters))
-        self._num_bytes = starts[-1]
-        places = zip(specs.items(), starts, strict=False)
-        self._derived = {
-            name: self._memory[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
-            for (name, spec), start in places
-        }
+        self._memory = DerivedMemory(specs, device_of(parameters))
+        self._derived = self._memory.tensors
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the plan's sender reads, filled or not."""
         return {**self._parameters, **self._derived}
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Derive the tensors from the weights as they are now."""
-        storage = self._memory.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self._num_bytes)
+        self._memory.take()
         for box in self._boxes:
             quantise(self._matrix(box), self._derived[box.name], self._derived[box.name + SCALES])
 
     def free(self) -> None:
-        """Give the GPU's memory up; every view of it is valid again after the next `fill`."""
-        if self._memory.is_cuda:
-            self._memory.untyped_storage().resize_(0)
+        self._memory.free()
 
     def _matrix(self, box: Slice) -> Tensor:
         """Return what this rank holds of a matrix; a copy where it lies in several places."""

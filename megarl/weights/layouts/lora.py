@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megarl.config.lora import SHARED_EXPERT, LoraConfig, served_name
+from megarl.config.lora import EXPERTS, SHARED_EXPERT, LoraConfig, served_name
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.canonical import VALUE_HEAD
 
@@ -42,9 +42,9 @@ class LoraShape:
         return cls(rank=lora.rank, modules=frozenset(lora.modules))
 
     def adapts(self, name: str) -> bool:
-        """Whether a canonical tensor is a matrix with an adapter; of experts only a shared one has them."""
-        is_matrix = name.startswith(_LAYERS) and name.endswith(_WEIGHT) and _EXPERTS not in name
-        return is_matrix and _module(name) in self.modules
+        """Whether a canonical tensor is a matrix with an adapter; of routed experts all three are, or none."""
+        is_matrix = name.startswith(_LAYERS) and name.endswith(_WEIGHT)
+        return is_matrix and (EXPERTS if _EXPERTS in name else _module(name)) in self.modules
 
 
 def _module(name: str) -> str:
@@ -157,9 +157,9 @@ def _siblings(layout: Layout, is_stacked: Callable[[str], bool]) -> _Siblings:
         seen.add(id(holding.pieces))
         for piece in holding.pieces:
             if is_stacked(name := piece.slice.name):
-                # Stages give their layers the same names.
-                layer = name.removeprefix(_LAYERS).partition(".")[0]
-                stacks[layer, piece.local_name][name] = None
+                # Stages give their layers the same names, and ranks their experts.
+                block = name.removesuffix(_WEIGHT).rpartition(".")[0]
+                stacks[block, piece.local_name][name] = None
     return {name: tuple(names) for names in stacks.values() for name in names}
 
 

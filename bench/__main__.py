@@ -223,6 +223,30 @@ def bench_async(
         raise typer.Exit(1)
 
 
+@bench_app.command("tail")
+def bench_tail(
+    recipe: Annotated[Path, typer.Argument(help="Engines, prompts of a step, and limits come from it.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Such as train.prompts_per_step=256.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Take the lengths of this run, which has a second epoch.")
+    ] = None,
+    mean: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Mean length of answers, as a share of the limit.")
+    ] = 0.25,
+    alike: Annotated[float, typer.Option(min=0, max=1, help="Share of the variance that is between prompts.")] = 0.5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Simulate how long a step generates in each order of its prompts, and what its last answers cost."""
+    from bench.tail import LAST, measure_tail
+
+    figures = measure_tail(recipe, overrides or (), run_folder=run, mean_share=mean, alike=alike)
+    print(f"{'prompts are asked':45} {'seconds':>9} {'ratio':>7}   last {LAST:.0%} of the answers")
+    for each in figures:
+        print(f"{each.order:45} {each.seconds:9.1f} {each.ratio:7.3f}   {each.tail:.0%} of the time")
+    if is_json:
+        print(json.dumps([asdict(each) for each in figures]))
+
+
 @bench_app.command("reshard")
 def bench_reshard(
     gigabytes: Annotated[float, typer.Option(min=0.05, help="Size of the model in fp32.")] = 1.0,

@@ -329,7 +329,7 @@ class RolloutTime:
         self._engine = engine
         self._workload = workload
         self._tensor = rollout.tensor
-        self._num_engines = placement.num_engines
+        self.num_engines = placement.num_engines
         nodes = {rank.place.node for rank in placement.engine_ranks if rank.engine == 0}
         self._all_reduce_s = NODE_ALL_REDUCE_S if len(nodes) == 1 else NETWORK_ALL_REDUCE_S
         self._link_bytes_per_s = (
@@ -338,7 +338,7 @@ class RolloutTime:
         self._slowdown = (
             DETERMINISTIC_SLOWDOWN if rollout.is_deterministic_on(deployment.device) else 1.0
         ) / gpu.reached
-        self._num_requests = max(1, -(-num_sequences // self._num_engines))
+        self._num_requests = max(1, -(-num_sequences // self.num_engines))
         self.num_running = max(
             1, min(self._num_requests, rollout.running_requests, engine.cached_tokens // workload.mean_context_tokens)
         )
@@ -347,7 +347,7 @@ class RolloutTime:
     def seconds(self, *, num_prompts: int) -> float:
         """Return the time of one prefill per prompt and of all decoding steps."""
         prompts = num_prompts * self._workload.mean_prompt_tokens
-        rate = self._num_engines * self._tensor * self._gpu.flops * PREFILL_EFFICIENCY
+        rate = self.num_engines * self._tensor * self._gpu.flops * PREFILL_EFFICIENCY
         prefill_s = 2 * num_multiplied(self._shape) * prompts / rate
         return prefill_s + self.images_s(num_prompts=num_prompts) + self._decoding_s()
 
@@ -357,7 +357,7 @@ class RolloutTime:
             return 0.0
         tokens = min(self._tower.mean_tokens, self._workload.mean_prompt_tokens)
         operations = self._tower.work(tokens).total / (self._tensor * self._gpu.flops * PREFILL_EFFICIENCY)
-        return num_prompts / self._num_engines * max(operations, self._tower.start_s)
+        return num_prompts / self.num_engines * max(operations, self._tower.start_s)
 
     def _decoding_s(self) -> float:
         """Simulate one engine from one end of a request to the next."""
@@ -380,15 +380,15 @@ class RolloutTime:
             end, began = heapq.heappop(running)
             num_steps, num_running = end - step, len(running) + 1
             context = num_running * (prompt + step + num_steps / 2) - total_began
-            spent = num_steps * self._step_s(num_running, context)
+            spent = num_steps * self.step_s(num_running, context)
             seconds += spent
             if num_running == self.num_running:
                 full_s, num_full = full_s + spent, num_full + 1
             step, total_began = end, total_began - began
         left = self._num_requests - count
-        return self._slowdown * (seconds + (left * full_s / num_full if left else 0.0))
+        return seconds + (left * full_s / num_full if left else 0.0)
 
-    def _step_s(self, running: int, context_tokens: float) -> float:
+    def step_s(self, running: int, context_tokens: float) -> float:
         """Return the time of one token for each running request: the weights and all contexts are read, and states are
         read and written."""
         gpu, shape, tensor = self._gpu, self._shape, self._tensor
@@ -400,7 +400,7 @@ class RolloutTime:
         if tensor > 1:
             reduced = 2 * running * shape.hidden * 2
             overhead_s += 2 * shape.num_layers * (self._all_reduce_s + reduced / self._link_bytes_per_s)
-        return max(read_s, compute_s) + overhead_s
+        return self._slowdown * (max(read_s, compute_s) + overhead_s)
 
 
 def _read_bytes(shape: ModelShape, engine: EngineMemory, running: int) -> float:

@@ -48,6 +48,8 @@ class SampledGroups:
     """Has groups of earlier loops."""
     fleet: Fleet | None = None
     """Serves the version that retained groups must be of."""
+    order: LongestFirst | None = None
+    """The order of the prompts of a step that are asked at once; None: they are asked as they come."""
     demonstrations: Demonstrations | None = None
     """Adds that of the prompt to each group, as its last and right answer."""
     _quarantined: set[str] = field(default_factory=set, init=False)
@@ -88,13 +90,14 @@ class SampledGroups:
         return replaced
 
     async def _sample(self, prompt: Prompt) -> ScoredGroup:
+        if self.order is not None:
+            await self.order.turn(prompt.uid)
         answered = await self.rollouts.answer(prompt, self.task)
         scored, rollouts = answered.scored, answered.scored.group.rollouts
-        self.observer.group_generated(
-            seconds=answered.seconds,
-            num_rollouts=len(rollouts),
-            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
-        )
+        num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+        if self.order is not None:
+            self.order.learn(prompt.uid, num_tokens / len(rollouts))
+        self.observer.group_generated(seconds=answered.seconds, num_rollouts=len(rollouts), num_tokens=num_tokens)
         if self.demonstrations is None:
             return scored
         (demonstration,) = (await self.demonstrations.generate(prompt)).rollouts
@@ -116,6 +119,39 @@ class SampledGroups:
         num_quarantined = len(self._quarantined)
         if self._num_skipped > _MAX_QUARANTINED_IN_A_ROW + _MAX_SKIPPED * num_quarantined:
             raise FleetError(f"all prompts that are left are in quarantine ({num_quarantined}); see the warnings")
+
+
+class LongestFirst:
+    """The order of the prompts that are asked at one moment: by the answers that each had in the epoch before.
+
+    Requests that engines have no room for begin as others end: a long answer that begins last is alone at the end of
+    the step. Prompts without an answer yet count as average ones.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[str, float] = {}
+        """Mean of the newest answers to a prompt."""
+        self._arrived: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def turn(self, uid: str) -> None:
+        """Wait until all prompts that are asked at this moment have come, and those with longer answers have gone."""
+        loop = asyncio.get_running_loop()
+        if not self._arrived:
+            loop.call_soon(self._go)
+        turn: asyncio.Future[None] = loop.create_future()
+        self._arrived.append((uid, turn))
+        await turn
+
+    def learn(self, uid: str, num_tokens: float) -> None:
+        self._num_tokens[uid] = num_tokens
+
+    def _go(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        known = [self._num_tokens[uid] for uid, _ in arrived if uid in self._num_tokens]
+        average = sum(known) / len(known) if known else 0.0
+        for _, turn in sorted(arrived, key=lambda one: -self._num_tokens.get(one[0], average)):
+            if not turn.done():
+                turn.set_result(None)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
-from megarl.rollout.groups import GivenGroups, SampledGroups
+from megarl.rollout.groups import GivenGroups, LongestFirst, SampledGroups
 from megarl.rollout.worker import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.checkpoint_writer import saved_models
@@ -136,6 +136,7 @@ class LoopBuilder:
             self.observer,
             retained=self.journal.retained if is_synchronous else None,
             fleet=self.roles.serving.fleet,
+            order=LongestFirst() if is_synchronous else None,
             demonstrations=None if needs.self_play_steps is None else Demonstrations(self.inputs.tokenizer),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from megarl.errors import FleetError, QuarantineError
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling
-from megarl.rollout.groups import SampledGroups
+from megarl.rollout.groups import LongestFirst, SampledGroups
 from megarl.rollout.worker import AnsweredPrompt, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
@@ -153,3 +154,45 @@ async def test_groups_whose_tokens_are_lost_are_answered_again() -> None:
     taken = await buffer.take_step()
     assert [id(scored) for scored in taken] == [id(groups[0]), id(again), id(groups[2])]
     assert asked == [groups[1].group.prompt]
+
+
+async def test_prompts_of_one_moment_are_asked_by_the_length_of_their_answers_before() -> None:
+    lengths = {"short": 2, "long": 9, "middle": 5}
+    asked: list[str] = []
+
+    class Engines:
+        async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+            asked.append(prompt.uid)
+            num_tokens = lengths.get(prompt.uid, 3)
+            return AnsweredPrompt(scored=scored_group([0.0, 1.0], lengths=[num_tokens] * 2), seconds=0.0)
+
+        async def announce(self) -> None: ...
+
+        async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+            return []
+
+    task = RolloutTask(sampling=Sampling.greedy(max_response_tokens=16), seed=1)
+    groups = SampledGroups(Engines(), task, Observer(()), order=LongestFirst())
+    prompt = scored_group([0.0, 1.0], lengths=[1, 1]).group.prompt
+
+    async def ask(*names: str) -> list[str]:
+        """Return the order in which these prompts were asked."""
+        asked.clear()
+        await asyncio.gather(*(groups.scored_group(replace(prompt, uid=name)) for name in names))
+        return list(asked)
+
+    # Nothing is known in the first epoch, and what is new counts as the average of those that are known: 5.33.
+    assert await ask("short", "long", "middle") == ["short", "long", "middle"]
+    assert await ask("short", "new", "middle", "long") == ["long", "new", "middle", "short"]
+    lengths["short"] = 20
+    await ask("short")
+    assert await ask("long", "middle", "short") == ["short", "long", "middle"]
+
+
+async def test_a_prompt_that_is_given_up_does_not_hold_the_others() -> None:
+    order = LongestFirst()
+    turns = [asyncio.create_task(order.turn(uid)) for uid in ("one", "other")]
+    await asyncio.sleep(0)
+    turns[0].cancel()
+    async with asyncio.timeout(5):
+        await turns[1]

@@ -52,8 +52,8 @@ from megarl.episodes.protocol import (
 from megarl.episodes.session import Session
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
-from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.worker import RolloutTask, RolloutWorker
+from megarl.rollout.task import RolloutTask, Sampling, Vocabulary
+from megarl.rollout.worker import RolloutWorker
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.calculator import SHAPE, call_text
 from megarl.tools.quickstart.tiny_model import write_config

@@ -26,7 +26,8 @@ from rich.table import Table
 
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
-from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import StepFinished
 from megarl.observe.summary import StepSummary
 from megarl.system.proc import descendants
 from megarl.tools.quickstart.arithmetic import make_arithmetic

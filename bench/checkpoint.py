@@ -36,7 +36,8 @@ from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Index, TensorSpec
-from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -29,7 +29,8 @@ from megarl.engine.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.engine.fleet import Fleet
 from megarl.engine.reply import Expectation, read_response
 from megarl.env import NO_COLOR
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.run.buffer import Buffer
 from megarl.system.network import LOOPBACK
 from megarl.tokens import Content

@@ -32,8 +32,8 @@ from megarl.engine.fleet import Fleet
 from megarl.episodes.play import EpisodeSetup, tools_of
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
-from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
+from megarl.rollout.task import RolloutTask, Sampling, Vocabulary
+from megarl.rollout.worker import RolloutWorker, cache_sizes
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.calculator import SHAPE, call_text
 from megarl.tools.quickstart.tiny_model import TOOL, write_config

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from megarl.env import NO_COLOR
 from megarl.observe.catalogue import MAX_SERIES, METRICS
+from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import EngineChanged, Published
-from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint
+from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.results import PublishResult, UpdateResult

@@ -30,7 +30,8 @@ from megarl.families import PUBLIC_MODELS
 from megarl.planner.complete import complete
 from megarl.planner.deployment import find_shapes
 from megarl.planner.hardware import gpu_of
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
+from megarl.rollout.generator import FleetGenerator, sampling_seed
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.types import Prompt
 
 _NUM_RUNS = 2

@@ -26,13 +26,15 @@ from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineAdapters, EngineProcess, EngineSpec
 from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import ModelShape
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.slices import TensorSpec, header_dtype
 from megarl.weights.executors.digest import check_digests, fastest_digest
-from megarl.weights.executors.group import Backend, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import Backend
 from megarl.weights.executors.tensors import bytes_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.canonical import canonical_tensors

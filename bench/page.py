@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.browser import Page, open_browser
 from megarl.data.rollout_files import ROLLOUTS_FOLDER, list_rollouts, read_list, rollouts_file
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE
+from megarl.observe.event_file import EVENTS_FILE
 from megarl.tools.page.web_page import PageServer
 
 _NUM_JUMPS = 40

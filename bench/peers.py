@@ -21,7 +21,8 @@ from torch import distributed as dist
 from bench.figures import Failure, Figure
 from megarl.env import NCCL_MEMORY, NCCL_SWITCH, update_environment
 from megarl.planner.memory import COMMUNICATOR_BYTES, NCCL_BYTES, PUBLISH_COMMUNICATOR_BYTES
-from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 
 _NUM_CUMEM = 32
 """Processes with NCCL_CUMEM_ENABLE=1: half of the largest mixed group."""

@@ -25,7 +25,8 @@ from megarl.errors import WeightSyncError
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.digest import fastest_digest
-from megarl.weights.executors.group import Message, StoreAddress, TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
+from megarl.weights.executors.meeting import StoreAddress
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec

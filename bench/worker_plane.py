@@ -28,7 +28,7 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.rollout.task import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Estimates

@@ -88,10 +88,8 @@ def join_routes(parts: Iterable[tuple[int, RouteArray]], num_tokens: int) -> Rou
     return routes
 
 
-def prompt_digest(routes: RouteArray | None, num_tokens: int) -> str:
+def prompt_digest(routes: RouteArray, num_tokens: int) -> str:
     """Return a digest of the routes of a prompt, behind which are those of `num_tokens` tokens but the last."""
-    if routes is None:
-        return ""
     of_prompt = np.ascontiguousarray(routes[: len(routes) - num_tokens + 1])
     return hashlib.blake2b(of_prompt.data, digest_size=_DIGEST_BYTES).hexdigest()
 

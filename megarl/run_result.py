@@ -18,7 +18,8 @@ from megarl.config.recipe import Recipe
 from megarl.data.evaluation_files import Generation, list_generations, read_generations
 from megarl.data.rollout_files import list_rollouts
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE, Record, RunFinished, RunStarted, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import Record, RunFinished, RunStarted
 from megarl.observe.history import History, fold_history
 from megarl.results import EvalResult
 

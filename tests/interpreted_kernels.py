@@ -19,9 +19,10 @@ from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_places,
 from megarl.train.logprob import RowGradients, _grad_logits, _summed
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors import kernels
-from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, bits_of_matrix
+from megarl.weights.executors.digest import DigestSums, Summand
 from megarl.weights.executors.fp8 import LARGEST, quantise
 from megarl.weights.executors.kernels import quantise_blocks
+from megarl.weights.executors.tensor_digest import MODULUS, bits_of_matrix
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

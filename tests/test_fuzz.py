@@ -29,8 +29,10 @@ from megarl.config.load import validated
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import advise_template, read_rows
 from megarl.errors import MegarlError
-from megarl.observe.events import EventLog, EventTail, Progress, advance
+from megarl.observe.event_file import EventTail
+from megarl.observe.event_log import EventLog
 from megarl.observe.history import fold_history
+from megarl.observe.progress import Progress, advance
 from tests.checkpoint.samples import write_checkpoint
 from tests.data.parquet_rows import make_row
 from tests.observe.samples import one_of_each, records

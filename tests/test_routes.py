@@ -70,4 +70,3 @@ def test_a_digest_is_of_the_prompt_alone() -> None:
     # A prompt of two tokens and a response of two, the last of which was not computed.
     assert prompt_digest(routes, 2) == prompt_digest(others, 2) == prompt_digest(routes[:2], 1)
     assert prompt_digest(routes, 1) != prompt_digest(others, 1)
-    assert prompt_digest(None, 2) == ""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megarl.errors import RewardError
+from megarl.algo.early_rewards import rewards_by_token, without_earlier
 from megarl.tokens import is_repeated, num_true, repeated
 from megarl.types import BoolArray, FloatArray, Rollout, Score, ScoredGroup
 
@@ -81,7 +81,8 @@ def grpo_credit(outcomes: Outcomes, *, normalize_std: bool) -> Credit:
     if outcomes.earlier_rewards is None:
         return credit
     scales = grpo_scales(outcomes.totals, outcomes.groups, normalize_std=normalize_std)
-    return without_earlier(credit, scales, outcomes)
+    advantages = without_earlier(credit.advantages, scales, outcomes.earlier_rewards, outcomes.loss_masks)
+    return Credit(advantages=advantages)
 
 
 def grpo(rewards: Float64Array, groups: Groups, *, normalize_std: bool) -> Float64Array:
@@ -128,30 +129,6 @@ def over_tokens(per_rollout: Float64Array, loss_masks: tuple[BoolArray, ...]) ->
     )
 
 
-def without_earlier(credit: Credit, scales: Float64Array, outcomes: Outcomes) -> Credit:
-    """Take from each token's advantage the rewards of earlier turns and tokens, which it did not cause.
-
-    With the scale s of an estimator that is s * (R - baseline of the group), a token has s * (R to go - baseline): the
-    baseline does not depend on the place, so the gradient stays unbiased.
-    """
-    assert outcomes.earlier_rewards is not None, "no rewards of turns or tokens"
-    advantages = []
-    each = zip(credit.advantages, scales, outcomes.earlier_rewards, outcomes.loss_masks, strict=True)
-    for whole, scale, by_token, mask in each:
-        earlier = np.zeros(len(mask) + 1)
-        places, rewards = places_of(by_token)
-        earlier[places + 1] = rewards
-        received = earlier[:-1].cumsum()
-        advantages.append((whole - scale * received * mask).astype(np.float32) if received.any() else whole)
-    return Credit(advantages=tuple(advantages))
-
-
-def places_of(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Float64Array]:
-    """Return the tokens that have rewards of their own, and these rewards."""
-    size = len(by_token)
-    return np.fromiter(by_token, np.int64, size), np.fromiter(by_token.values(), np.float64, size)
-
-
 def sum_of_parts(rollout: Rollout, score: Score) -> float:
     """Return the sum of the rewards of turns and tokens, which come beside the score's value."""
     if not has_parts(rollout, score):
@@ -167,26 +144,8 @@ def has_parts(rollout: Rollout, score: Score) -> bool:
 def earlier_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
     """Return the rewards of turns, by the last token of each, and of tokens; None where no rollout has any."""
     rewards = tuple(
-        _rewards_by_token(rollout, score, scored.group.prompt.uid) if has_parts(rollout, score) else {}
+        rewards_by_token(rollout, score, scored.group.prompt.uid) if has_parts(rollout, score) else {}
         for scored in groups
         for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
     )
     return rewards if any(rewards) else None
-
-
-def _rewards_by_token(rollout: Rollout, score: Score, uid: str) -> dict[int, float]:
-    by_token = {turn.end - 1: turn.reward for turn in rollout.episode.turns if turn.reward}
-    if score.tokens is None:
-        return by_token
-    chosen, rewards = np.flatnonzero(rollout.loss_mask), np.array(score.tokens)
-    if len(rewards) == rollout.num_tokens and not rewards[~rollout.loss_mask].any():
-        rewards = rewards[chosen]  # of all tokens of an episode
-    if len(rewards) != len(chosen):
-        raise RewardError(
-            f"prompt {uid}: the score has {len(rewards)} rewards in `tokens`, and the policy chose {len(chosen)} "
-            "tokens: return one for each"
-        )
-    for place in np.flatnonzero(rewards).tolist():
-        token = int(chosen[place])
-        by_token[token] = by_token.get(token, 0.0) + float(rewards[place])
-    return by_token

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from megarl.algo.advantage import Credit, Float64Array, Outcomes, earlier_rewards, sum_of_parts
 from megarl.algo.estimators import choose_estimator
 from megarl.algo.grade import is_right
+from megarl.algo.imitation import Sft
 from megarl.algo.pairs import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.shaping import (
     KlPenalty,
@@ -37,46 +39,13 @@ from megarl.tokens import RolloutSums, repeated
 from megarl.types import Estimates, Rollout, Score, ScoredGroup, TrainSample
 
 
-def build_algorithm(
-    config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None
-) -> Sft | PolicyGradient:
+def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> AnyAlgorithm:
     """`kl_coef` is the adaptive coefficient to resume from."""
     match config:
         case SftConfig():
             return Sft()
         case _:
             return PolicyGradient(config, max_response_tokens=max_response_tokens, kl_coef=kl_coef)
-
-
-class Sft:
-    """Imitation: every token of a demonstration has advantage 1."""
-
-    def keeps(self, group: ScoredGroup) -> bool:
-        return True
-
-    def take_dropped(self) -> dict[str, int]:
-        return {}
-
-    kl_coef: float | None = None
-    pairs: PreferenceStats | None = None
-
-    def credit_task(self, groups: Sequence[ScoredGroup]) -> None:
-        return None
-
-    def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> None:
-        return None
-
-    def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
-        return [
-            TrainSample(
-                prompt_ids=scored.group.prompt.token_ids,
-                images=scored.group.prompt.images,
-                rollout=rollout,
-                advantages=rollout.loss_mask.astype(np.float32),
-            )
-            for scored in groups
-            for rollout in scored.group.rollouts
-        ]
 
 
 class PolicyGradient:
@@ -243,3 +212,6 @@ def _is_lost(scored: ScoredGroup) -> bool:
 def _are_scored(groups: Sequence[ScoredGroup]) -> list[bool]:
     """Return for every rollout of a step, in the order of the groups, whether it has a score."""
     return [not score.is_masked for scored in groups for score in scored.scores]
+
+
+AnyAlgorithm: TypeAlias = Sft | PolicyGradient

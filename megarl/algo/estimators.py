@@ -24,8 +24,8 @@ from megarl.algo.advantage import (
     grpo_credit,
     has_others,
     over_tokens,
-    without_earlier,
 )
+from megarl.algo.early_rewards import without_earlier
 from megarl.algo.pairs import members_of, pair_credit
 from megarl.algo.token_credit import WHITEN_EPS, TokenCreditConfig, credit_per_token, rloo
 from megarl.config.algorithm import (
@@ -71,7 +71,10 @@ def _group_credit(config: GroupConfig, outcomes: Outcomes) -> Credit:
     credit = over_tokens(per_rollout, outcomes.loss_masks)
     if outcomes.earlier_rewards is None:
         return credit
-    return without_earlier(credit, scale * has_others(outcomes.groups), outcomes)
+    advantages = without_earlier(
+        credit.advantages, scale * has_others(outcomes.groups), outcomes.earlier_rewards, outcomes.loss_masks
+    )
+    return Credit(advantages=advantages)
 
 
 def _compare(

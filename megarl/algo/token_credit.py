@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algo.advantage import Credit, Float64Array, Groups, Outcomes, from_mean, has_others, over_tokens, places_of
+from megarl.algo.advantage import Credit, Float64Array, Groups, Outcomes, from_mean, has_others, over_tokens
+from megarl.algo.early_rewards import places_of
 from megarl.algo.loss import kl
 from megarl.algo.pairs import has_reference, log_ratios
 from megarl.config.algorithm import (

@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.lines import PlainDisplay, describe, numbers_text, phase_text, progress_lines, step_text
-from megarl.observe.events import Progress, Record, RunStarted, Sink, advance
+from megarl.observe.events import Record, RunStarted, Sink
+from megarl.observe.progress import Progress, advance
 
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30

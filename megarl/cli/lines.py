@@ -11,7 +11,6 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from megarl.env import NO_COLOR
-from megarl.observe.cost import describe_cost
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -19,7 +18,6 @@ from megarl.observe.events import (
     Evaluated,
     Event,
     Noted,
-    Progress,
     PublishFailed,
     Record,
     Restarted,
@@ -28,8 +26,8 @@ from megarl.observe.events import (
     StepFinished,
     Straggled,
     Warned,
-    advance,
 )
+from megarl.observe.progress import Progress, advance, describe_cost
 from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
 from megarl.system.secret import as_entry, masked, printable

@@ -18,7 +18,7 @@ from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
 from megarl.errors import ConfigError
-from megarl.observe.cost import HOUR_S, describe_cost
+from megarl.observe.progress import HOUR_S, describe_cost
 from megarl.planner.deployment import Placement, PublishWay, RankPlace, engine_requests
 from megarl.planner.fit import PlanAnswer, PlanQuestion, Proposal, RunPlan, answer, replay_run
 from megarl.planner.hardware import parse_gpu

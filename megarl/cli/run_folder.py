@@ -33,9 +33,11 @@ from megarl.data.evaluation_files import Generation, SpokenTurn, list_generation
 from megarl.data.rollout_files import list_rollouts, read_episodes
 from megarl.errors import ConfigError, DataError, Problem, writing
 from megarl.observe.catalogue import METRICS, Metric
-from megarl.observe.events import EVENTS_FILE, EventTail, Progress, RunFinished, advance, read_events
+from megarl.observe.event_file import EVENTS_FILE, EventTail, read_events
+from megarl.observe.events import RunFinished
 from megarl.observe.history import fold_history
 from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
+from megarl.observe.progress import Progress, advance
 from megarl.run_result import Result
 from megarl.tools.dashboards import write_monitoring
 from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, last_start, start_events, to_trace

@@ -137,6 +137,11 @@ class Share:
         prefixes = (prefix for update in self.updates for micro_batch in update.prefixes for prefix in micro_batch)
         return [prefix.num_tokens for prefix in prefixes if prefix.num_tokens]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the responses are in the share itself."""
+        return all(isinstance(source, Content) for source in self.sources)
+
     def load(self) -> dict[int, ShareSample]:
         """Load the responses; return the rows by their indices."""
         return {

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.group import Backend, StoreAddress
+from megarl.weights.executors.meeting import Backend, StoreAddress
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _TENSOR_NAME = "megarl.command"

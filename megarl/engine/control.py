@@ -33,7 +33,7 @@ from megarl.errors import EngineError, WeightSyncError
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.executors.tensors import check_holding
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

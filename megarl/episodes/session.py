@@ -300,7 +300,7 @@ class Session:
             loss_mask=_mask(parts),
             finish_reason=FinishReason.LENGTH if ending is Ending.LENGTH else FinishReason.STOP,
             episode=episode,
-            prompt_routes=prompt_digest(joined, num_tokens),
+            prompt_routes="" if joined is None else prompt_digest(joined, num_tokens),
             score=score,
         )
 

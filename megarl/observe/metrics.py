@@ -1,5 +1,5 @@
-"""The metrics of a run: their current values (`Meter`), the sink that reads them out of events (`Metrics`), the HTTP
-endpoint, and the file that lists what Prometheus scrapes.
+"""The metrics of a run: current values (`Meter`), the sink that reads them out of events (`Metrics`), and the file that
+lists what Prometheus scrapes.
 
 A gauge is exported from its first `set` on: an unknown value is absent, not 0. Counters are exported as 0 from the
 start.
@@ -19,10 +19,8 @@ from datetime import datetime
 from numbers import Real
 from pathlib import Path
 from statistics import median
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError, writing
@@ -34,7 +32,6 @@ from megarl.observe.events import (
     EngineChanged,
     Evaluated,
     Event,
-    Progress,
     Published,
     PublishFailed,
     Record,
@@ -43,11 +40,10 @@ from megarl.observe.events import (
     StepFinished,
     Straggled,
     Warned,
-    advance,
 )
+from megarl.observe.progress import Progress, advance
 from megarl.observe.summary import Flow
 from megarl.results import EvalResult, TrainingWork
-from megarl.system.network import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -336,37 +332,6 @@ def _numbers(value: object, path: Sequence[str]) -> Iterator[tuple[tuple[str, ..
                 yield (key, *keys), number
     else:
         yield from _numbers(getattr(value, path[0]), path[1:])
-
-
-class MetricsEndpoint:
-    """Serves one registry at `http://<host>:<port>/metrics`, from construction to `close`."""
-
-    def __init__(self, registry: CollectorRegistry, *, port: int, host: str = LOOPBACK) -> None:
-        self._host = host
-        self._server, self._thread = _listen(registry, host, port)
-
-    @property
-    def address(self) -> str:
-        return f"{self._host}:{self._server.server_port}"
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}/metrics"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
-
-
-def _listen(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
-    try:
-        return start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise MachineError(
-            f"observe.metrics_port: cannot listen on {host}:{port}: {error.strerror}; "
-            "choose another port, 0 for any free one, or null for none"
-        ) from error
 
 
 class Target(BaseModel):

@@ -18,20 +18,12 @@ from megarl import __version__
 from megarl.config.recipe import Recipe
 from megarl.env import FAULTS
 from megarl.observe import catalogue as names
-from megarl.observe.events import (
-    EVENTS_FILE,
-    Evaluated,
-    EventLog,
-    EventTail,
-    PhaseEnded,
-    PhaseStarted,
-    Record,
-    RunStarted,
-    Sink,
-    StepFinished,
-)
+from megarl.observe.endpoint import MetricsEndpoint
+from megarl.observe.event_file import EVENTS_FILE, EventTail
+from megarl.observe.event_log import EventLog
+from megarl.observe.events import Evaluated, PhaseEnded, PhaseStarted, Record, RunStarted, Sink, StepFinished
 from megarl.observe.loggers import LoggerSink, open_loggers
-from megarl.observe.metrics import Meter, Metrics, MetricsEndpoint, Targets
+from megarl.observe.metrics import Meter, Metrics, Targets
 from megarl.observe.observer import Observer
 from megarl.observe.summary import Phase
 from megarl.system.environment import append_environment

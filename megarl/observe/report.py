@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megarl.observe.events import EVENTS_FILE, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
 from megarl.observe.history import History, Series, fold_history
 
 CURVES_FILE = "curves.png"

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from megarl.config.algorithm import AlgorithmConfig, KlRewardConfig
 from megarl.config.recipe import Recipe
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE, RunStarted, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import RunStarted, StepFinished
 from megarl.planner.deployment import StepWorkload
 from megarl.planner.hardware import GpuModel, gpu_named
 from megarl.planner.timing import PhaseName, Timing

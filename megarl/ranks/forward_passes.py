@@ -13,16 +13,17 @@ from typing import TypeAlias
 import numpy as np
 
 from megarl.algo.advantage import Float64Array
-from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.algorithm import AnyAlgorithm
 from megarl.algo.token_credit import CreditTask
 from megarl.config.algorithm import KlRewardConfig
 from megarl.config.recipe import Recipe
 from megarl.config.roles import teacher_of
 from megarl.data.shares import UNUSED_FOR_LOSS_TOKENS
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls
+from megarl.ranks.column_host import ColumnHost
 from megarl.ranks.packings import ModelPackings
 from megarl.ranks.ranks import RankGroup
-from megarl.ranks.remote_columns import ColumnHost, RemoteColumn, RemotePart
+from megarl.ranks.remote_columns import RemoteColumn, RemotePart
 from megarl.ranks.start import Trainers
 from megarl.tokens import ColumnName, RolloutSums
 from megarl.types import Estimates, ScoredGroup, TrainSample
@@ -36,7 +37,7 @@ class ForwardPasses:
 
     trainers: Trainers
     packings: ModelPackings
-    algorithm: Sft | PolicyGradient
+    algorithm: AnyAlgorithm
     has_logprobs: bool = False
     """Compute the log-probabilities of the policy before the step."""
     has_reference: bool = False
@@ -123,7 +124,7 @@ class ForwardPasses:
 
 
 def passes_of(
-    recipe: Recipe, trainers: Trainers, packings: ModelPackings, algorithm: Sft | PolicyGradient
+    recipe: Recipe, trainers: Trainers, packings: ModelPackings, algorithm: AnyAlgorithm
 ) -> ForwardPasses | None:
     """Return the forward passes of a recipe; None if it needs none."""
     config, needs = recipe.algorithm, recipe.algorithm.needs

@@ -31,15 +31,16 @@ _COLLECTIVES_S = 15.0
 _MAX_STALLS = 3
 """Collectives in the first line of a report: one rank that is missing holds up many groups."""
 _COLLECTIVES = "torch.distributed.distributed_c10d"
+_TRANSFERS = ("megarl.weights.executors.group", "megarl.weights.executors.meeting")
 _WAITS = (
     "megatron.core.pipeline_parallel.p2p_communication",
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.tensor_parallel.layers",
-    "megarl.weights.executors.group",
+    *_TRANSFERS,
 )
 """Modules that wait for a transfer under way: a running function of theirs is such a wait."""
 _CALLERS = ("megatron.", "megarl.")
-_PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
+_PASSED_THROUGH = ("megarl.train.cpu", *_TRANSFERS)
 _OWN_CALLS = ("watch", "stacks", "collectives", "process")
 _DISPATCHERS = ("run", "run_share")
 """The functions of the host that run the method of a rank named by their argument `method`."""
@@ -120,7 +121,7 @@ def _wait(frames: list[FrameType]) -> Wait | None:
     for depth, frame in enumerate(frames):
         module = _module(frame)
         is_collective = module == _COLLECTIVES and not frame.f_code.co_name.startswith("_")
-        if is_collective or (depth == 0 and module in _WAITS) or module == _WAITS[-1]:
+        if is_collective or (depth == 0 and module in _WAITS) or module in _TRANSFERS:
             outer = frames[depth + 1 :]
             caller = next((each for each in outer if _is_caller(_module(each))), frame)
             return Wait(operation=_operation(frame), caller=_place(caller), ranks=_ranks(frame))
@@ -135,7 +136,7 @@ def _operation(frame: FrameType) -> str:
     """Return the description that a transfer between peers carries, or the name of the collective's function."""
     variables = frame.f_locals
     what = variables.get("what") or getattr(variables.get("self"), "_what", None)
-    return str(what) if _module(frame) == _WAITS[-1] and what else frame.f_code.co_name
+    return str(what) if _module(frame) in _TRANSFERS and what else frame.f_code.co_name
 
 
 def _ranks(frame: FrameType) -> tuple[int, ...]:

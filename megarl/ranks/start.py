@@ -28,7 +28,8 @@ from megarl.env import trainer_environment
 from megarl.errors import WorkerError
 from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls, CriticCalls, ModelCalls, PolicyCalls, TrainedCalls
-from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+from megarl.ranks.rank_process import ALWAYS
+from megarl.ranks.ranks import BESIDE_TRAINING, RankGroup, RankHost
 from megarl.train.rank_spec import ImageFiles, RankSpec
 
 logger = logging.getLogger(__name__)

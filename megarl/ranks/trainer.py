@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.algorithm import AnyAlgorithm
 from megarl.config.recipe import Recipe
 from megarl.data.packing import SequenceCost
 from megarl.data.rollout_files import write_samples
@@ -37,7 +37,7 @@ class ModelsTrainer:
     packings: ModelPackings
     passes: ForwardPasses | None
     """None if the algorithm needs no column of tokens before an update."""
-    algorithm: Sft | PolicyGradient
+    algorithm: AnyAlgorithm
     epochs: int
     num_steps: int
     """Steps that the models have taken."""
@@ -62,7 +62,7 @@ class ModelsTrainer:
         *,
         num_steps: int,
         version: PolicyVersion,
-        algorithm: Sft | PolicyGradient,
+        algorithm: AnyAlgorithm,
     ) -> ModelsTrainer:
         """Return the trainer of a recipe; `shape` is the policy's."""
         packings, critic = packings_of(recipe, shape), recipe.roles.critic

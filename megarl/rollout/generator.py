@@ -12,16 +12,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from uuid import uuid4
 
 import numpy as np
 
-from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
-from megarl.data.tokenizer import Tokenizer
 from megarl.engine.client import GenerateRequest
 from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
@@ -29,8 +27,8 @@ from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersi
 from megarl.episodes.play import Player
 from megarl.episodes.protocol import Heard
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
-from megarl.families.shape import ModelShape
-from megarl.routes import RouteRequest, RouteShape, prompt_digest
+from megarl.rollout.task import Sampling, Vocabulary
+from megarl.routes import RouteRequest, prompt_digest
 from megarl.system.faults import reach
 from megarl.tokens import Content, SampledTokens, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
@@ -42,66 +40,6 @@ _LEAST_PROGRESS = 1 / 32
 """Share of the longest response that a late request must have added; with less it counts as a failed attempt."""
 _MAX_LOSSES = 2
 """Engines that may die during one request: the request itself may be the cause, and would end the whole fleet."""
-_NEARLY_ZERO = 1e-4
-"""A temperature at which a token 0.01 nats behind is never chosen, and which SGLang does not treat as zero."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How responses are sampled, and how many per prompt."""
-
-    num_rollouts: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    max_response_tokens: int
-
-    @classmethod
-    def of(cls, config: SamplingConfig | SampledEvaluationConfig, *, max_response_tokens: int) -> Sampling:
-        return cls(
-            num_rollouts=config.rollouts_per_prompt,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_response_tokens=max_response_tokens,
-        )
-
-    @classmethod
-    def greedy(cls, *, max_response_tokens: int) -> Sampling:
-        """One rollout of the likeliest tokens. Must not run beside sampled rollouts: see `nearly_greedy`."""
-        return cls(num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=max_response_tokens)
-
-    @classmethod
-    def nearly_greedy(cls, *, max_response_tokens: int) -> Sampling:
-        """One rollout of the likeliest tokens, except for ties, through SGLang's sampling.
-
-        A single greedy request switches SGLang's whole batch to another path, in which seeds give other tokens: what
-        the other requests sample would depend on the batch they are in.
-        """
-        return replace(cls.greedy(max_response_tokens=max_response_tokens), temperature=_NEARLY_ZERO)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """The part of the tokenizer and the model that the generator needs."""
-
-    size: int
-    """Rows of the embedding; every token id is smaller."""
-    eos_ids: tuple[int, ...]
-    max_context_tokens: int
-    decode: Callable[[TokenArray], str]
-    routes: RouteShape | None = None
-    """None in a dense model."""
-
-    @classmethod
-    def of(cls, shape: ModelShape, tokenizer: Tokenizer) -> Vocabulary:
-        return cls(
-            size=shape.vocab,
-            eos_ids=tokenizer.eos_ids,
-            max_context_tokens=shape.max_context_tokens,
-            decode=tokenizer.decode_response,
-            routes=shape.routes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +272,7 @@ class FleetGenerator:
             versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
-            prompt_routes=prompt_digest(response.routes, len(response.token_ids)),
+            prompt_routes="" if response.routes is None else prompt_digest(response.routes, len(response.token_ids)),
         )
 
 

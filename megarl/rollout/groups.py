@@ -21,7 +21,7 @@ from megarl.data.prompts import Demonstrations
 from megarl.engine.fleet import Fleet
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.rollout.task import RolloutSource, RolloutTask
 from megarl.stages import Generator, Scorer
 from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, Score, ScoredGroup
 

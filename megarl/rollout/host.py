@@ -39,8 +39,8 @@ from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
 from megarl.rollout.following import EngineView, FollowingFleet, WorkerReport
 from megarl.rollout.frozen import FollowedModels, FrozenAccess
-from megarl.rollout.generator import Vocabulary
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask, RolloutWorker, cache_sizes
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Vocabulary
+from megarl.rollout.worker import RolloutWorker, cache_sizes
 from megarl.tokens import OF_ROLLOUT, is_repeated, repeated, repeated_share
 from megarl.types import Prompt, Rollout, RolloutGroup, Score
 

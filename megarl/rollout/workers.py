@@ -33,7 +33,7 @@ from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineView, WorkerReport, apply_report
 from megarl.rollout.host import REPORT_EVERY_S, Delivery, FailedAnswer, PromptChanges, RolloutHost, WorkerSetup
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask
 from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)

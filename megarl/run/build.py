@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
+from megarl.algo.algorithm import AnyAlgorithm, build_algorithm
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
@@ -14,7 +14,7 @@ from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.groups import GivenGroups, LongestFirst, SampledGroups
-from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.rollout.task import RolloutSource, RolloutTask
 from megarl.run.buffer import Buffer
 from megarl.run.checkpoint_writer import saved_models
 from megarl.run.evaluate import build_evaluation
@@ -165,7 +165,7 @@ class LoopBuilder:
         )
         return buffer
 
-    def _models(self, algorithm: PolicyGradient | Sft) -> ModelsTrainer:
+    def _models(self, algorithm: AnyAlgorithm) -> ModelsTrainer:
         return ModelsTrainer.of(
             self.recipe,
             self.inputs.shape,

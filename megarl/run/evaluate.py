@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.algorithm import AnyAlgorithm
 from megarl.algo.grade import grade, is_right
 from megarl.cluster.tasks import task_group
 from megarl.config.recipe import EvaluationConfig, Recipe
@@ -26,9 +26,9 @@ from megarl.observe.events import Evaluated
 from megarl.observe.observer import Observer
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.results import EvalResult, PreferenceStats
-from megarl.rollout.generator import Sampling, evaluation_seed
+from megarl.rollout.generator import evaluation_seed
 from megarl.rollout.groups import GivenGroups
-from megarl.rollout.worker import RolloutSource, RolloutTask
+from megarl.rollout.task import RolloutSource, RolloutTask, Sampling
 from megarl.rollout.workers import RolloutWorkers
 from megarl.run.inputs import Inputs
 from megarl.run.saver import Saver
@@ -274,7 +274,7 @@ def build_evaluation(
     inputs: Inputs,
     workers: RolloutSource | None,
     models: ModelsTrainer,
-    algorithm: Sft | PolicyGradient,
+    algorithm: AnyAlgorithm,
     *,
     phases: Phases,
     observer: Observer,

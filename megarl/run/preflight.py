@@ -25,7 +25,7 @@ from megarl.data.rows import check_files, check_pairs, checked_rows, refuse_bad_
 from megarl.engine.admin import check_running
 from megarl.episodes.build import rehearse
 from megarl.errors import ConfigError, DataError, MachineError, MegarlError, Problem
-from megarl.observe.metrics import MetricsEndpoint
+from megarl.observe.endpoint import MetricsEndpoint
 from megarl.planner.deployment import find_shapes
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import GPUS, gpu_of

@@ -20,7 +20,7 @@ from megarl.observe.observer import Observer
 from megarl.ranks.start import running_trainers
 from megarl.rollout.frozen import FrozenRole
 from megarl.rollout.journal import GroupJournal
-from megarl.rollout.worker import RolloutSource
+from megarl.rollout.task import RolloutSource
 from megarl.run.build import LoopBuilder
 from megarl.run.inputs import Inputs
 from megarl.run.preemption import Preemption

@@ -14,7 +14,7 @@ from megarl.config.recipe import RolloutSamplesConfig
 from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file, write_rollouts
 from megarl.errors import MegarlError
 from megarl.results import UpdateResult
-from megarl.rollout.worker import RolloutSource
+from megarl.rollout.task import RolloutSource
 from megarl.rollout.workers import RolloutWorkers
 from megarl.run.inputs import Inputs
 from megarl.stages import Trainer

@@ -17,9 +17,9 @@ from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
 from megarl.rollout.frozen import FrozenAccess, FrozenEngines, FrozenRole, models_of, open_access
-from megarl.rollout.generator import Vocabulary
 from megarl.rollout.host import WorkerSetup
-from megarl.rollout.worker import RolloutSource, RolloutWorker, cache_sizes
+from megarl.rollout.task import RolloutSource, Vocabulary
+from megarl.rollout.worker import RolloutWorker, cache_sizes
 from megarl.rollout.workers import RolloutWorkers, divide_engines
 from megarl.run.inputs import Inputs
 from megarl.serving.frozen import ScoredAfterGeneration, SleepingModels

@@ -20,7 +20,7 @@ from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
 from megarl.ranks.trainer import ModelsTrainer
-from megarl.rollout.worker import RolloutSource
+from megarl.rollout.task import RolloutSource
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.canary import Canary, CanaryProbe
 from megarl.serving.file_publisher import FilePublisher

@@ -33,7 +33,7 @@ from megarl.engine.process import (
 from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.rollout.frozen import FrozenRole, FrozenSetup
-from megarl.rollout.worker import AnsweredPrompt, RolloutSource, RolloutTask, WithGreedyScore
+from megarl.rollout.task import AnsweredPrompt, RolloutSource, RolloutTask, WithGreedyScore
 from megarl.serving.connect import Roles
 from megarl.serving.nodes import following_nodes
 from megarl.serving.phases import SharedPhases, SleepingFleet

@@ -36,7 +36,7 @@ from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Link
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import Backend, StoreServer, abandon_group
+from megarl.weights.executors.meeting import Backend, StoreServer, abandon_group
 from megarl.weights.executors.shared_memory import UNREADABLE
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

@@ -28,13 +28,12 @@ from megarl.config.recipe import NetworkConfig
 from megarl.config.roles import PoolConfig, RolesConfig
 from megarl.env import RAY_ADDRESS, current_environment
 from megarl.errors import MachineError
+from megarl.observe.event_file import EVENTS_FILE, EventTail
 from megarl.observe.events import (
     ALL_TRAINERS,
-    EVENTS_FILE,
     CheckpointSaved,
     EngineChanged,
     Event,
-    EventTail,
     Published,
     Restarted,
     RunFinished,

@@ -24,7 +24,8 @@ from megarl.config.roles import FrozenRoleConfig
 from megarl.data.rollout_files import list_rollouts
 from megarl.data.rows import DataRow, read_rows
 from megarl.errors import DataError, first_line
-from megarl.observe.events import EVENTS_FILE, RunStarted, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import RunStarted
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.judge import FrozenModel

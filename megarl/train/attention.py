@@ -7,11 +7,8 @@ sequences go to torch's flash kernel (`flash_attention`); `long_attention` has w
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +22,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megarl.data.context_parts import computed_parts
-from megarl.families.shape import ModelShape, RopeScaling, YarnScaling
 from megarl.train.delta_rule import Blocks, Chunks, blocks_of, chunks_of
 from megarl.train.flash_attention import Spans, attend_by_flash
+from megarl.train.length_groups import LengthGroups, attend_by_length, group_by_length
 from megarl.train.long_attention import (
     ContextPart,
     Rectangles,
@@ -38,7 +35,7 @@ from megarl.train.long_attention import (
 )
 from megarl.train.routing import RankRoutes
 from megarl.train.seen_keys import SeenKeys, attend_to_seen
-from megarl.train.softmax import Softmax, attend_on_host
+from megarl.train.softmax import Softmax
 from megarl.train.topology import Topology
 from megarl.train.tower import Seen
 from megarl.types import SharedPositions
@@ -68,7 +65,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def by_length(self) -> LengthGroups:
-        return _group_by_length(self.lengths)
+        return group_by_length(self.lengths)
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -114,16 +111,6 @@ def _sharing_sequences(starts: npt.NDArray[np.int32], topology: Topology, shared
         places = np.argsort(of_ranks.ravel())[places]
     seen = SeenKeys.of(starts, own, places, num_keys=len(shared.computed), device=topology.device, group=group)
     return PackedSequences(starts=seen.spans.query_starts, lengths=seen.spans.query_lengths, seen=seen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthGroups:
-    """Positions ordered by the length of their sequence: sequences of one length form one rectangle."""
-
-    order: Tensor  # [N]
-    inverse: Tensor  # [N]
-    rectangles: list[tuple[int, int]]
-    """(number of sequences, their length), shortest first."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -200,7 +187,7 @@ class PackedAttention(torch.nn.Module):
         if seen is not None:
             return attend_to_seen(query, key, value, seen, softmax)
         if query.device.type == "cpu":
-            return _attend_by_length(query, key, value, packed_seq_params.by_length, softmax)
+            return attend_by_length(query, key, value, packed_seq_params.by_length, softmax)
         rectangles = packed_seq_params.rectangles
         is_usual = softmax.is_plain and key.shape == value.shape
         if (
@@ -224,32 +211,6 @@ def _sinks(config: TransformerConfig, groups: ProcessGroupCollection | None) -> 
     return sinks
 
 
-def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, softmax: Softmax) -> Tensor:
-    def rectangles(tensor: Tensor) -> list[Tensor]:
-        """Return rectangles of [sequences, heads, length, head_dim]."""
-        sizes = [num * length for num, length in groups.rectangles]
-        parts = torch.split(tensor.index_select(0, groups.order), sizes)
-        shapes = [(num, length, *tensor.shape[1:]) for num, length in groups.rectangles]
-        return [part.view(shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
-
-    outputs = [
-        attend_on_host(q, k, v, softmax)
-        for q, k, v in zip(rectangles(query), rectangles(key), rectangles(value), strict=True)
-    ]
-    return torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs]).index_select(0, groups.inverse)
-
-
-def _group_by_length(lengths: list[int]) -> LengthGroups:
-    # Stable: sequences of one length keep their order, and each its tokens together.
-    order = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).argsort(stable=True)
-    counts = Counter(lengths)
-    return LengthGroups(
-        order=order,
-        inverse=order.argsort(),
-        rectangles=[(counts[length], length) for length in sorted(counts)],
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
     """Rotary angles per position of a pack."""
@@ -263,53 +224,6 @@ class Rotation:
     def by(cls, angles: Tensor, magnitude: float = 1.0, *, is_fused: bool = True) -> Rotation:
         """Return the rotation by these angles, which also multiplies by `magnitude`."""
         return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude, is_fused=is_fused)
-
-
-def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Return the angle per position of each pair of channels that turn, float32."""
-    width = shape.rotary_dim or shape.head_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    match shape.rope_scaling:
-        case None:
-            return frequencies
-        case RopeScaling() as scaling:
-            return _stretched(frequencies, scaling)
-        case YarnScaling() as scaling:
-            return _interpolated(frequencies, scaling, shape.rope_theta)
-        case _:
-            assert_never(shape.rope_scaling)
-
-
-def rotary_magnitude(shape: ModelShape) -> float:
-    """Return the factor of rotated queries and keys."""
-    return shape.rope_scaling.magnitude if isinstance(shape.rope_scaling, YarnScaling) else 1.0
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale as Llama 3.1 does: slow channels by 1 / `factor`, fast ones not at all, interpolated between."""
-    wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    unchanged = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    unchanged = unchanged.clamp(0, 1)
-    return unchanged * frequencies + (1 - unchanged) * frequencies / scaling.factor
-
-
-def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
-    """Scale as YaRN does: slow channels by 1 / `factor`, fast ones not at all, linearly by their number between."""
-    num_channels = 2 * len(frequencies)
-
-    def channel(turns: float) -> float:
-        """Return which channel turns so often in the original context."""
-        wavelength = scaling.original_max_position / turns
-        return num_channels * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, num_channels - 1)
-    unchanged = 1 - ((torch.arange(len(frequencies)) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return unchanged * frequencies + (1 - unchanged) * frequencies / scaling.factor
 
 
 def rotated(values: Tensor, rotation: Rotation) -> Tensor:

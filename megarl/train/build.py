@@ -31,13 +31,15 @@ from megarl.families import family_of
 from megarl.families.shape import ModelShape
 from megarl.train.attention import PackedAttention
 from megarl.train.delta_net import DeltaSubmodules, GatedDeltaNet
+from megarl.train.family_layers import BiasedExpertOutput, with_post_norm
 from megarl.train.gated_attention import GatedAttention
 from megarl.train.latent_attention import LatentAttention, LatentSubmodules
-from megarl.train.layers import BiasedExpertOutput, GatedActivation, RMSNorm, with_post_norm
+from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import with_adapter
-from megarl.train.model import Model, PolicyModel, ValueModel
+from megarl.train.model import Model, PolicyModel
 from megarl.train.routing import EngineRouter, MixtureLayer
 from megarl.train.topology import Topology
+from megarl.train.value_model import ValueModel
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel
 

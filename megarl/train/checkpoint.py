@@ -36,8 +36,9 @@ from megarl.train.optimizer_states import MOMENTS, Shard
 from megarl.train.rank_spec import RankSpec
 from megarl.train.topology import Topology
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
-from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.pieces import FlatRange, restrict, restrict_all
 

@@ -9,7 +9,6 @@ from typing import assert_never
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -38,36 +37,6 @@ class RMSNorm(torch.nn.Module):
         # The factor is 1 + weight, in float32: bfloat16 would round the weight away.
         normed = F.rms_norm(hidden.float(), (hidden.shape[-1],), self.weight.float() + 1, self.eps)
         return normed.type_as(hidden)
-
-
-def with_post_norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return a linear layer with a norm behind it, before the residual is added."""
-
-    class Normed(base):  # type: ignore[misc, valid-type]
-        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
-            super().__init__(input_size, output_size, config=config, **options)
-            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(values)
-            return self.post_layernorm(output), bias
-
-    return Normed
-
-
-class BiasedExpertOutput(RowParallelLinear):
-    """The second matrix of an expert with biases. Megatron adds the bias in place, which torch refuses for a view."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
-        super().__init__(input_size, output_size, config=config, **options)
-        # Ranks of a tensor-parallel group have different experts: Megatron would sum their gradients, and count those
-        # of the first alone in the norm.
-        self.bias.sequence_parallel = False
-        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
-
-    def forward(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(values)
-        return output.clone(), bias
 
 
 class GatedActivation(torch.nn.Module):

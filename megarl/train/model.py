@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -27,9 +26,10 @@ from megarl.data.context_parts import computed_parts, scored_parts
 from megarl.data.packing import runs
 from megarl.families.shape import ModelShape
 from megarl.tokens import PackedColumns
-from megarl.train.attention import PackedSequences, Rotation, packed_sequences, rotary_frequencies, rotary_magnitude
+from megarl.train.attention import PackedSequences, Rotation, packed_sequences
 from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import Places, TokenScores, token_scores, vocab_shard
+from megarl.train.rotary_frequencies import rotary_frequencies, rotary_magnitude
 from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
 from megarl.train.tower import ImageTokens, Seen, Tower, image_tokens
@@ -306,30 +306,6 @@ class PolicyModel(Model):
         if candidates is None:
             return scores
         return scores._replace(candidates=at_places(candidate_logprobs, hidden[:, 0], candidates, places, head))
-
-
-class ValueModel(Model):
-    """The last chunk returns a value per position."""
-
-    def _set_head(self) -> None:
-        del self.output_layer
-        self.value_head = torch.nn.Linear(self._shape.hidden, 1, bias=False, dtype=self.config.params_dtype)
-        self.value_head.to(self._topology.device)
-
-    def forward(self, micro_batch: DeviceMicroBatch) -> Tensor:
-        hidden = self.decode(micro_batch)
-        if not self.post_process:
-            return hidden
-        values, places = self._values(hidden), micro_batch.computed_places
-        return values if places is None else values[places]
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        # Every tensor-parallel rank computes every value: the head's gradients are equal and need no sum.
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self._topology.tensor_group
-            )
-        return F.linear(hidden[:, 0].float(), self.value_head.weight.float())[:, 0]
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:

@@ -26,7 +26,8 @@ from megarl.families import family_of
 from megarl.families.interface import Block
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
-from megarl.weights.executors.digest import MODULUS, digest_tensor, to_ints
+from megarl.weights.executors.digest import to_ints
+from megarl.weights.executors.tensor_digest import MODULUS, digest_tensor
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.canonical import EMBEDDING, FINAL_NORM, canonical_tensors, head_name, layer_prefix, rooted
 

@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
+from megarl.algo.algorithm import PolicyGradient, build_algorithm
 from megarl.algo.grade import grade
+from megarl.algo.imitation import Sft
 from megarl.algo.shaping import adapted_kl_coef, length_penalty
 from megarl.config.algorithm import (
     AdaptiveKlConfig,

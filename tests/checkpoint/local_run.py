@@ -31,8 +31,9 @@ from megarl.run.preemption import Preemption
 from megarl.run.saver import RunSaver
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Index
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.meeting import StoreServer
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.observe.samples import ListSink, scored_group

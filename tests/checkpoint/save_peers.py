@@ -9,8 +9,9 @@ import torch
 
 from megarl.checkpoint.save import save_hf
 from megarl.config.model import read_model_shape
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.meeting import StoreServer
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 

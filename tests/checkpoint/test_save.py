@@ -23,8 +23,9 @@ from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
 from megarl.families.shape import ModelShape
 from megarl.weights.algebra.slices import Index, Layout, Slice
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.meeting import StoreServer
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.pieces import FlatRange, restrict_all

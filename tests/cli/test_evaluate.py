@@ -23,7 +23,8 @@ from megarl.config.checks.algorithm import check_algorithm
 from megarl.config.document import read_document
 from megarl.config.load import validated
 from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
-from megarl.observe.events import EVENTS_FILE, EventLog
+from megarl.observe.event_file import EVENTS_FILE
+from megarl.observe.event_log import EventLog
 from megarl.results import EvalResult, Grade, Grades
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import JsonValue, PolicyVersion

@@ -23,7 +23,8 @@ from megarl.engine.process import EngineProcess, EngineSpec
 from megarl.engine.tool_commands import ToolControl
 from megarl.families import family_of
 from megarl.families.shape import ModelShape
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.types import PolicyVersion, Prompt, TokenArray
 from tests.tiny_models import write_tiny_model
 

@@ -22,7 +22,7 @@ from megarl.engine.commands import (
     to_payload,
 )
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.group import StoreAddress
+from megarl.weights.executors.meeting import StoreAddress
 from tests.weights.reference import placed_transfer, transfer_spec
 
 ADDRESS = StoreAddress(host="127.0.0.1", port=1234)

@@ -25,7 +25,7 @@ from megarl.engine.commands import (
 )
 from megarl.engine.loader import load
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.layouts.lora import LoraShape
 from tests.weights.reference import transfer_spec
 

@@ -20,7 +20,7 @@ from megarl.engine.tool_commands import ToolControl
 from megarl.errors import WeightSyncError
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import abandon_group
+from megarl.weights.executors.meeting import abandon_group
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.engine.engines import ServedModel, control_of, fingerprints_from_disk
 from tests.engine.faulty_ranks import Accident, Digests, rank_calls

@@ -17,7 +17,8 @@ from megarl.engine import admin
 from megarl.engine.fleet import Fleet
 from megarl.engine.process import EngineProcess
 from megarl.episodes.session import Session
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.tokens import SampledTokens
 from megarl.types import Ending, Prompt, Rollout, TokenArray
 from tests.engine.engines import CONTEXT, ServedModel, engine_spec, prompt_of, spell

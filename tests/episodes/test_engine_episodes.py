@@ -21,8 +21,8 @@ from megarl.episodes.play import EpisodeSetup
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import ExactScorer
 from megarl.rollout.following import RequestCounts
-from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
+from megarl.rollout.task import RolloutTask, Sampling, Vocabulary
+from megarl.rollout.worker import RolloutWorker, cache_sizes
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, RolloutGroup, TurnKind
 from tests.engine.engines import CONTEXT, EOS, ServedModel, prompt_of
 from tests.episodes.templates import family_tokenizer

@@ -30,8 +30,9 @@ from megarl.observe.observer import Observer
 from megarl.results import PublishResult
 from megarl.reward.scorer import ExactScorer
 from megarl.rollout.following import RequestCounts
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.worker import RolloutTask, RolloutWorker, cache_sizes
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import RolloutTask, Sampling, Vocabulary
+from megarl.rollout.worker import RolloutWorker, cache_sizes
 from megarl.types import Ending, PolicyVersion, Prompt, Rollout, Score, ScoredGroup, TurnKind
 from tests.engine.engines import REQUEST_TIMEOUT_S, engine_spec
 from tests.episodes.chain_model import (

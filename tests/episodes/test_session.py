@@ -20,7 +20,8 @@ from megarl.episodes.admission import Admission
 from megarl.episodes.play import Player, Tools
 from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import Session
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.tokens import SampledTokens
 from megarl.types import Ending, PolicyVersion, Rollout, Score, TokenArray, TurnKind
 from tests.engine.engines import CONTEXT, ServedModel, prompt_of, spell

@@ -29,7 +29,8 @@ from typing import TypeAlias
 import psutil
 
 from megarl.checkpoint.manifest import verify
-from megarl.observe.events import EVENTS_FILE, EventTail, Noted, RunStarted, StepFinished
+from megarl.observe.event_file import EVENTS_FILE, EventTail
+from megarl.observe.events import Noted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.run.runs import Driver, driver_of, started

@@ -14,17 +14,8 @@ import psutil
 import pytest
 
 from megarl.checkpoint.resume import read_state
-from megarl.observe.events import (
-    ALL_TRAINERS,
-    EVENTS_FILE,
-    Noted,
-    PhaseStarted,
-    Restarted,
-    RunStarted,
-    StepFinished,
-    Warned,
-    read_events,
-)
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import ALL_TRAINERS, Noted, PhaseStarted, Restarted, RunStarted, StepFinished, Warned
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.processes import command_of

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from megarl.families import PUBLIC_MODELS, family_of
 from megarl.families.shape import LatentWidths, ModelShape, YarnScaling
-from megarl.observe.events import EVENTS_FILE, StepFinished, Warned, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import StepFinished, Warned
 from megarl.results import UpdateStats
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.weights.executors.codecs import as_files

@@ -20,7 +20,8 @@ from megarl.weights.algebra.buckets import buckets_to
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Gpu, Link, on_gpus
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

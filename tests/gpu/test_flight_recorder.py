@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.env import FLIGHT_RECORDER, update_environment
 from megarl.ranks.flight import GroupCalls, capture_collectives, find_stalls
 from megarl.ranks.hang import RankStacks, capture, explain_hang, write_report
-from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

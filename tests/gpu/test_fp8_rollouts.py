@@ -27,7 +27,7 @@ from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import Experts, ModelShape
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import DigestSums, Summand, check_digests, digest
+from megarl.weights.executors.digest import DigestSums, Summand, check_digests
 from megarl.weights.executors.fp8 import Fp8Tensors, quantise
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
@@ -36,6 +36,7 @@ from megarl.weights.layouts.fp8 import SCALES, quantization_config
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import engine_spec
+from tests.weights.digests import digest
 from tests.weights.transfer_peers import cut
 
 logger = logging.getLogger(__name__)

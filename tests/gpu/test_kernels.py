@@ -14,8 +14,9 @@ from megarl.train import long_attention
 from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import DigestSums, Summand, digest
+from megarl.weights.executors.digest import DigestSums, Summand
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
+from tests.weights.digests import digest
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ import pytest
 
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import ONE_CARD, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH
-from megarl.observe.events import EVENTS_FILE, EngineChanged, Evaluated, Restarted, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import EngineChanged, Evaluated, Restarted, StepFinished
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -24,7 +24,8 @@ from megarl.train.topology import free_cache
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Link, on_gpus
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import StoreAddress, StoreServer
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import Experts
-from megarl.observe.events import EVENTS_FILE, Evaluated, StepFinished, Warned, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import Evaluated, StepFinished, Warned
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape
 from tests.gpu.test_fp8_rollouts import random_model, write_config

@@ -23,7 +23,8 @@ from megarl.engine import admin
 from megarl.engine.client import EngineClient, GenerateRequest
 from megarl.engine.process import EngineProcess
 from megarl.families import PUBLIC_MODELS
-from megarl.observe.events import EVENTS_FILE, EngineChanged, StepFinished, Warned, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import EngineChanged, StepFinished, Warned
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion

@@ -10,14 +10,14 @@ import numpy as np
 
 from megarl.config.recipe import Recipe
 from megarl.data.evaluation_files import Generation
+from megarl.observe.event_file import EVENTS_FILE
+from megarl.observe.event_log import EventLog
 from megarl.observe.events import (
-    EVENTS_FILE,
     CheckpointFailed,
     CheckpointSaved,
     EngineChanged,
     Evaluated,
     Event,
-    EventLog,
     PhaseEnded,
     PhaseStarted,
     Published,

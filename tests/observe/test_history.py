@@ -3,8 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Progress, StepFinished, advance
+from megarl.observe.events import Event, PhaseEnded, PhaseStarted, StepFinished
 from megarl.observe.history import fold_history
+from megarl.observe.progress import Progress, advance
 from megarl.observe.summary import Phase
 from tests.observe.samples import BEGAN, evaluated, records, run_started, step_finished
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.ranks.hang import RankStacks, Silence, ThreadStack, Wait, capture, explain_hang, write_report
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import StoreServer
 
 REDUCE = Wait(operation="all_reduce", caller="_reduce, tensor_parallel/mappings.py:31", ranks=(0, 1))
 GATHER = Wait(operation="all_gather", caller="_gather, tensor_parallel/mappings.py:99", ranks=(2, 3))

@@ -54,7 +54,8 @@ with private_ray():
 
     from megarl.cluster.cluster import open_cluster
     from megarl.ranks.forward_passes import assign_credit
-    from megarl.ranks.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+    from megarl.ranks.rank_process import ALWAYS
+    from megarl.ranks.ranks import BESIDE_TRAINING, RankGroup, RankHost
     from megarl.ranks.remote_columns import RemoteColumn, RemotePart
     from megarl.ranks.start import rank_log_name
     from megarl.train.rank import ModelRank
@@ -328,8 +329,8 @@ class CountingRank:
 
 @pytest.mark.fault("an update of a driver that another has followed arrives late", "refused; the weights stay")
 def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.ranks.ranks.this_process", lambda: None)
-    monkeypatch.setattr("megarl.ranks.ranks.own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr("megarl.ranks.rank_process.this_process", lambda: None)
+    monkeypatch.setattr("megarl.ranks.rank_process.own_address", lambda _: "127.0.0.1")
     host, rank = RankHost("127.0.0.0/8"), CountingRank()
     host.start(lambda _spec: rank, spec(1))  # type: ignore[arg-type,return-value]
     assert host.run(1, "update") == 1
@@ -384,7 +385,7 @@ async def test_a_driver_that_lost_its_run_ends_no_ranks(
 def test_no_other_process_can_take_the_port_of_the_rendezvous_before_rank_0_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megarl.ranks.ranks.own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr("megarl.ranks.rank_process.own_address", lambda _: "127.0.0.1")
     built: list[RankSpec] = []
     host = RankHost("127.0.0.0/8")
     address, port = host.find_address()

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.algorithm import PolicyGradient
+from megarl.algo.imitation import Sft
 from megarl.algo.token_credit import CreditTask
 from megarl.config.algorithm import GaeConfig
 from megarl.data.packing import Packing

@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from megarl.observe.observer import Observer
-from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import RetainedGroups, SampledGroups
 from megarl.rollout.journal import GroupJournal
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.engine.engines import scripted_fleet
 from tests.values import versioned_group

@@ -19,8 +19,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.engine.fleet import Fleet
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
-from megarl.rollout.generator import Sampling, Vocabulary
-from megarl.rollout.worker import RolloutSource, RolloutTask, RolloutWorker
+from megarl.rollout.task import RolloutSource, RolloutTask, Sampling, Vocabulary
+from megarl.rollout.worker import RolloutWorker
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.cluster.worker_setup import quick_ray
 from tests.run.seeded_engine import SeededEngines

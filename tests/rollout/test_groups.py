@@ -11,9 +11,8 @@ import pytest
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.metrics import Meter
 from megarl.observe.observer import Observer
-from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import LongestFirst, SampledGroups
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
 from megarl.run.buffer import Buffer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.observe.samples import scored_group, step_summary

@@ -16,7 +16,7 @@ from megarl.engine.lifecycle import Doubted, EngineState, EngineStatus
 from megarl.errors import EngineLostError, FleetError
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, RequestCounts, apply_report
-from megarl.rollout.worker import WithGreedyRollout, WithGreedyScore
+from megarl.rollout.task import WithGreedyRollout, WithGreedyScore
 from megarl.rollout.workers import divide_engines, lent_engines
 from megarl.types import PolicyVersion, Prompt, RolloutGroup, Score, ScoredGroup
 from tests.algo.groups import scored_group

@@ -18,8 +18,7 @@ from megarl.data.group_encoding import ContentArrays
 from megarl.engine.fleet import Fleet
 from megarl.errors import QuarantineError
 from megarl.rollout.following import FollowingFleet, WorkerReport
-from megarl.rollout.generator import Sampling
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
 from tests.rollout.endpoints import ENDPOINTS, connect

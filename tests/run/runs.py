@@ -20,7 +20,8 @@ import psutil
 
 from megarl.cli.main import main
 from megarl.env import FAULTS
-from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import Evaluated, Event, StepFinished
 from megarl.results import EvalResult
 from megarl.system.run_lock import LOCKS_FOLDER
 from tests.cluster.worker_setup import RAYS, quick_ray

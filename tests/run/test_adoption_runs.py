@@ -15,7 +15,8 @@ import pytest
 
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.env import RAY_ADDRESS
-from megarl.observe.events import EVENTS_FILE, CheckpointSaved, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import CheckpointSaved, StepFinished
 from megarl.system.lease import find_leased
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.run.runs import Driver, Run, driver_of, finished, run, started, write_recipe

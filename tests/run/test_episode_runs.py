@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from megarl.data.rollout_files import list_rollouts, read_rollout
-from megarl.observe.events import EVENTS_FILE, RunStarted, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import RunStarted, StepFinished
 from tests.episodes.chain_model import CALL_ADD, write_chain
 from tests.episodes.servers import free_port, running
 

@@ -14,9 +14,8 @@ from megarl.errors import FleetError, QuarantineError
 from megarl.observe.events import Sink, StepFinished, Warned
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult
-from megarl.rollout.generator import Sampling
 from megarl.rollout.groups import SampledGroups
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
 from megarl.run.buffer import Buffer
 from megarl.run.evaluate import Evaluation, Evaluator
 from megarl.run.loop import Loop, Start

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.events import EVENTS_FILE, Evaluated, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import Evaluated, StepFinished
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"

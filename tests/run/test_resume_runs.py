@@ -16,15 +16,8 @@ import pytest
 
 from megarl.checkpoint.resume import read_state
 from megarl.observe.catalogue import QUEUE
-from megarl.observe.events import (
-    EVENTS_FILE,
-    CheckpointSaved,
-    Noted,
-    PhaseStarted,
-    RunStarted,
-    StepFinished,
-    read_events,
-)
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import CheckpointSaved, Noted, PhaseStarted, RunStarted, StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.run.runs import Run, await_event, descendants, finished, kill, run, started, survivors
 

@@ -28,8 +28,7 @@ from megarl.observe.events import Noted
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.rollout.frozen import models_of
-from megarl.rollout.generator import Sampling
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
 from megarl.serving.frozen import ScoredAfterGeneration, SleepingModels, model_version, start_frozen
 from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.tokens import Content

@@ -22,7 +22,8 @@ from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.http import HttpReply
 from megarl.engine.lifecycle import RestartPolicy
 from megarl.errors import MachineError, MegarlError, QuarantineError
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
+from megarl.rollout.generator import FleetGenerator, sampling_seed
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.serving.processes import Engines
 from megarl.serving.supervisor import Supervisor
 from megarl.types import PolicyVersion, RolloutGroup

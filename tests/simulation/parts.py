@@ -26,7 +26,7 @@ from megarl.ranks import start as rank_starts
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult, UpdateResult
-from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.rollout.task import AnsweredPrompt, RolloutTask
 from megarl.run import build, launch, preemption, rank_sets
 from megarl.run import run as run_module
 from megarl.run.build import LoopBuilder

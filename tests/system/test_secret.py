@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.engine.client import EngineKeys
-from megarl.observe.events import EVENTS_FILE, EventLog
+from megarl.observe.event_file import EVENTS_FILE
+from megarl.observe.event_log import EventLog
 from megarl.observe.observer import Observer
 from megarl.observe.observing import logging_to
 from megarl.reward.judge import read_key

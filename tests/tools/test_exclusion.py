@@ -19,9 +19,9 @@ from megarl.cli.trials import write_files
 from megarl.cluster.local_ray import LocalRay, local_ray, private_ray
 from megarl.config.load import read_recipe
 from megarl.config.recipe import ClusterConfig, NetworkConfig, Recipe
+from megarl.observe.event_file import EVENTS_FILE
 from megarl.observe.events import (
     ALL_TRAINERS,
-    EVENTS_FILE,
     CheckpointSaved,
     EngineChanged,
     Event,

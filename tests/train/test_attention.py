@@ -8,14 +8,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megarl.config.model import read_model_shape
-from megarl.train.attention import (
-    PackedAttention,
-    PackedSequences,
-    Rotation,
-    rotary_frequencies,
-    rotary_magnitude,
-    rotated,
-)
+from megarl.train.attention import PackedAttention, PackedSequences, Rotation, rotated
+from megarl.train.rotary_frequencies import rotary_frequencies, rotary_magnitude
 
 HEAD_DIM = 4
 LENGTHS = [3, 1, 5, 3, 1]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.train import flash_attention
-from megarl.train.attention import PackedSequences, _attend_by_length
+from megarl.train.attention import PackedSequences
 from megarl.train.flash_attention import Spans, attend_by_flash
+from megarl.train.length_groups import attend_by_length
 from megarl.train.softmax import Softmax, attend_on_host
 
 LENGTHS = [7, 1, 12, 7]
@@ -66,7 +67,7 @@ def test_a_pack_on_a_cpu_equals_the_loop(kind: str, value_width: int) -> None:
     over = Softmax(scale=0.4, window=window, sinks=inputs[3] if has_sinks else None)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     groups = PackedSequences(starts=starts, lengths=LENGTHS).by_length
-    found = _attend_by_length(inputs[0], inputs[1], inputs[2], groups, over)
+    found = attend_by_length(inputs[0], inputs[1], inputs[2], groups, over)
     assert_same(found, naive(inputs, window=window, scale=0.4), inputs)
 
 

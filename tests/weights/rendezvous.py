@@ -12,7 +12,8 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.group import WATCH_S, Message, StoreServer, TransferGroup
+from megarl.weights.executors.group import WATCH_S, Message, TransferGroup
+from megarl.weights.executors.meeting import StoreServer
 from tests.weights.reference import Arrays
 
 TIMEOUT_S = 60.0

@@ -14,7 +14,8 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Holding, Link, on_gpus
-from megarl.weights.executors.group import Message, StoreAddress, TransferGroup
+from megarl.weights.executors.group import Message, TransferGroup
+from megarl.weights.executors.meeting import StoreAddress
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -19,7 +19,8 @@ from megarl.engine.tool_commands import ToolControl
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.families.shape import ModelShape
 from megarl.ranks.calls import ActorCalls
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator
+from megarl.rollout.task import Sampling, Vocabulary
 from megarl.run.inputs import read_inputs
 from megarl.serving.connect import started_roles
 from megarl.serving.serving import ManagedServing

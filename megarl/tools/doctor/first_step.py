@@ -28,7 +28,8 @@ from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import RolesConfig
 from megarl.env import RAY_ADDRESS, current_environment
 from megarl.errors import ConfigError, Problem
-from megarl.observe.events import EVENTS_FILE, Event, EventTail, Published, RunFinished, StepFinished
+from megarl.observe.event_file import EVENTS_FILE, EventTail
+from megarl.observe.events import Event, Published, RunFinished, StepFinished
 from megarl.system.guard import start_guarded, stop_guarded
 from megarl.tools.doctor import Check, CheckStatus
 from megarl.tools.doctor.rates import AREA

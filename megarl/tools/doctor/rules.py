@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.config.algorithm import KlRewardConfig, PpoLossConfig
 from megarl.errors import DataError
-from megarl.observe.events import EVENTS_FILE, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
 from megarl.tools.doctor import symptoms
 from megarl.tools.doctor.symptoms import RunHistory, read_run_history
 

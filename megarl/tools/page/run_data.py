@@ -14,9 +14,10 @@ from megarl.config.section import IMAGES_FOLDER
 from megarl.data.images import ImageStore
 from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
 from megarl.errors import DataError
-from megarl.observe.cost import describe_cost
-from megarl.observe.events import EVENTS_FILE, EventTail, Progress, Record, RunFinished, RunStarted, Warned, advance
+from megarl.observe.event_file import EVENTS_FILE, EventTail
+from megarl.observe.events import Record, RunFinished, RunStarted, Warned
 from megarl.observe.history import ROLES, History, Series, fold_history
+from megarl.observe.progress import Progress, advance, describe_cost
 from megarl.results import CriticStats, PreferenceStats, UpdateStats
 from megarl.tools.page.timeline import fold_spans
 from megarl.types import JsonValue

@@ -10,8 +10,6 @@ another peer has given up, is aborted; the process goes on, and the channel is o
 
 from __future__ import annotations
 
-import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,43 +18,29 @@ from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Literal, Protocol, TypeAlias, assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from megarl.errors import WeightSyncError, first_line
+from megarl.errors import WeightSyncError
 from megarl.system.network import LOOPBACK
+from megarl.weights.executors.meeting import (
+    ABANDONED,
+    Backend,
+    StoreAddress,
+    await_keys,
+    first_sentence,
+    forget_meeting,
+    meet,
+    refuse_abandoned,
+)
 
-Backend: TypeAlias = Literal["gloo", "nccl"]
-
-_POLL_S = 0.0005
-"""First pause of a wait; each further one is twice as long, up to a limit."""
-_ABANDONED = "abandoned"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    host: str
-    port: int
-
-
-class StoreServer:
-    """A key-value store that this process serves while this object lives."""
-
-    def __init__(self, host: str = LOOPBACK) -> None:
-        # The store would listen on every interface; it takes over a listener that is bound to one.
-        listener = socket.create_server((host, 0), backlog=1024)
-        self.address = StoreAddress(host=host, port=listener.getsockname()[1])
-        self._store = TCPStore(
-            host,
-            self.address.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+WATCH_S = 0.2
+"""Interval at which a waiting peer checks whether another has given up."""
+_NUM_TAGS = 1 << 30
 
 
 class TransferGroup:
@@ -100,7 +84,7 @@ class TransferGroup:
             deadline = time.monotonic() + join_s
             client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
             store = PrefixStore(name, client)
-            _meet(store, "peer", peer, num_peers, join_s, what)
+            meet(store, "peer", peer, num_peers, join_s, what)
             channel = _connect(backend, store, peer=peer, num_peers=num_peers, deadline=deadline, host=host, what=what)
         return cls(store, channel, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s)
 
@@ -118,7 +102,7 @@ class TransferGroup:
             raise WeightSyncError(f"{what}: the group has ended, join a new group: {self._end}")
         with _failing_as(what):
             self._channel.exchange(
-                outgoing, incoming, tag=tag, deadline=deadline, check=lambda: _refuse_abandoned(self._store, what)
+                outgoing, incoming, tag=tag, deadline=deadline, check=lambda: refuse_abandoned(self._store, what)
             )
 
     @contextmanager
@@ -139,7 +123,7 @@ class TransferGroup:
         """Wait for the messages under `keys` and return them; the error names missing ones."""
         what = f"{self.name}: peer {self.peer} collecting reports"
         with _failing_as(what):
-            _await_keys(self._store, keys, timeout_s, what)
+            await_keys(self._store, keys, timeout_s, what)
             return {key: self._store.get(key) for key in keys}
 
     def forget(self, keys: Sequence[str]) -> None:
@@ -158,30 +142,23 @@ class TransferGroup:
         number = self.next_round()
         what = f"{self.name}: peer {self.peer} in barrier {number}"
         with _failing_as(what):
-            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what, is_moving)
+            meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what, is_moving)
             # Who is here has left the barrier before; its keys are of no use to anyone.
             if self._barrier is not None:
-                _forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)
+                forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)
         self._barrier = number
 
     def abandon(self, reason: str) -> None:
         """Close the group, and end the waits of the other peers with this reason."""
         self.close(reason)
         with suppress(RuntimeError):
-            self._store.set(_ABANDONED, f"peer {self.peer} gave up: {reason}")
+            self._store.set(ABANDONED, f"peer {self.peer} gave up: {reason}")
 
     def close(self, reason: str = "the group is closed") -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
         self._end = reason
-
-
-def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:
-    """End a group from outside when one of its peers is dead: all waits in it end."""
-    with _failing_as(f"ending {name}"):
-        client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        PrefixStore(name, client).set(_ABANDONED, reason)
 
 
 def _connect(
@@ -196,64 +173,10 @@ def _connect(
         case "nccl":
             from megarl.weights.executors.nccl import NcclChannel  # noqa: PLC0415 - NCCL is only on GPU machines
 
-            check = partial(_refuse_abandoned, store, what)
+            check = partial(refuse_abandoned, store, what)
             return NcclChannel(store, peer=peer, num_peers=num_peers, deadline=deadline, check=check)
         case _:
             assert_never(backend)
-
-
-def _meet(
-    store: Store,
-    prefix: str,
-    peer: int,
-    num_peers: int,
-    timeout_s: float,
-    what: str,
-    is_moving: Callable[[], bool] | None = None,
-) -> None:
-    """Return once all peers have called this. The last one notifies the others, which poll one key each."""
-    store.set(f"{prefix} {peer}", "")
-    if store.add(f"{prefix}s", 1) == num_peers:
-        store.set(f"all {prefix}s", "")
-    try:
-        _await_keys(store, [f"all {prefix}s"], timeout_s, what, is_moving)
-    except _MissingError:
-        missing = [f"{prefix} {i}" for i in range(num_peers) if not store.check([f"{prefix} {i}"])]
-        raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}") from None
-
-
-def _forget_meeting(store: Store, prefix: str, peer: int) -> None:
-    """Delete this peer's part of the keys of `_meet`."""
-    for key in (f"{prefix} {peer}", *((f"{prefix}s", f"all {prefix}s") if peer == 0 else ())):
-        store.delete_key(key)
-
-
-class _MissingError(WeightSyncError):
-    """Keys did not appear in time."""
-
-
-def _await_keys(
-    store: Store, keys: Sequence[str], timeout_s: float, what: str, is_moving: Callable[[], bool] | None = None
-) -> None:
-    # Polling, not store.wait: a blocked client would block the other threads of its process.
-    deadline = time.monotonic() + timeout_s
-    pause_s = _POLL_S
-    while not store.check(list(keys)):
-        _refuse_abandoned(store, what)
-        if time.monotonic() > deadline:
-            if is_moving is not None and is_moving():
-                deadline = time.monotonic() + timeout_s
-                continue
-            missing = [key for key in keys if not store.check([key])]
-            raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
-
-
-def _refuse_abandoned(store: Store, what: str) -> None:
-    with _failing_as(what):
-        if store.check([_ABANDONED]):
-            raise WeightSyncError(f"{what}: {store.get(_ABANDONED).decode()}")
 
 
 @contextmanager
@@ -263,17 +186,7 @@ def _failing_as(what: str) -> Iterator[None]:
     except WeightSyncError as error:
         raise error if str(error).startswith(what) else WeightSyncError(f"{what}: {error}") from error
     except RuntimeError as error:
-        raise WeightSyncError(f"{what} failed: {_reason(error)}") from error
-
-
-def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of an error, without the place in torch's source before it."""
-    return re.sub(r"^\[[^\]]*\] ", "", first_line(error)).split(". ")[0]
-
-
-WATCH_S = 0.2
-"""Interval at which a waiting peer checks whether another has given up."""
-_NUM_TAGS = 1 << 30
+        raise WeightSyncError(f"{what} failed: {first_sentence(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,16 +28,10 @@ from megarl.weights.algebra.buckets import (
 )
 from megarl.weights.algebra.plan import Move, Plan
 from megarl.weights.algebra.slices import Link
-from megarl.weights.executors.digest import (
-    MODULUS,
-    BoxDigest,
-    DigestSums,
-    SourceDigests,
-    Summand,
-    digest_tensor,
-)
+from megarl.weights.executors.digest import DigestSums, SourceDigests, Summand
 from megarl.weights.executors.group import Message, TransferGroup
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
+from megarl.weights.executors.tensor_digest import MODULUS, BoxDigest, digest_tensor
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
 _MAX_BUCKETS_PER_PAIR = 1 << 15

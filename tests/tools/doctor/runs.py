@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from megarl.config.recipe import Recipe
+from megarl.observe.event_file import EVENTS_FILE
+from megarl.observe.event_log import EventLog
 from megarl.observe.events import (
-    EVENTS_FILE,
     EngineChanged,
     Evaluated,
     Event,
-    EventLog,
     Record,
     RunFinished,
     RunStarted,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.events import EVENTS_FILE, Event, RunFinished, RunStarted, RunStatus, StepFinished, read_events
+from megarl.observe.event_file import EVENTS_FILE, read_events
+from megarl.observe.events import Event, RunFinished, RunStarted, RunStatus, StepFinished
 from tests.repository import ROOT
 from tests.tools.launch.containers import write_programs
 from tests.tools.launch.slurm_cluster import SlurmCluster, slurm_cluster

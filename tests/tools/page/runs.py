@@ -12,7 +12,9 @@ from PIL import Image, ImageDraw
 from megarl.config.section import IMAGES_FOLDER
 from megarl.data.images import ImageStore
 from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
-from megarl.observe.events import EVENTS_FILE, Event, EventLog, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
+from megarl.observe.event_file import EVENTS_FILE
+from megarl.observe.event_log import EventLog
+from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
 from megarl.observe.summary import Phase
 from megarl.types import Ending, Episode, ImagePlace, Turn, TurnKind
 from tests.data.test_rollout_files import decode, sampled

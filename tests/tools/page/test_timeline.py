@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli.run_folder import _write_trace
-from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record, read_events
+from megarl.observe.event_file import read_events
+from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record
 from megarl.tools.page.timeline import Span, fold_spans, to_trace
 from megarl.types import JsonValue
 from tests.observe.samples import BEGAN, run_started, step_finished

@@ -16,7 +16,8 @@ from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout, Link, on_gpus
 from megarl.weights.executors.digest import check_digests, digest_bytes
 from megarl.weights.executors.fp8 import Fp8Tensors, probe_products, quantise, restored
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import StoreServer
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.fp8 import SCALES, fp8_engine_layout, fp8_trainer_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -12,7 +12,8 @@ import torch
 from torch.distributed import HashStore, Store
 
 from megarl.errors import WeightSyncError
-from megarl.weights.executors.group import Message, StoreAddress, StoreServer, TransferGroup, abandon_group
+from megarl.weights.executors.group import Message, TransferGroup
+from megarl.weights.executors.meeting import StoreAddress, StoreServer, abandon_group
 
 
 class CountingStore(Store):

@@ -10,7 +10,8 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
 from megarl.weights.executors.digest import check_digests
-from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.meeting import StoreServer
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import MachineError
-from megarl.observe import events
-from megarl.observe.events import EventLog, Record, StepFinished, Warned, read_events
+from megarl.observe import event_log
+from megarl.observe.event_file import read_events
+from megarl.observe.event_log import EventLog
+from megarl.observe.events import Record, StepFinished, Warned
 from tests.observe.samples import BEGAN, one_of_each, records, step_finished
 from tests.small_disk import filled, small_disk
 
@@ -122,7 +124,7 @@ def test_a_full_disk_leaves_whole_lines_and_loses_no_event(tmp_path: Path) -> No
 def test_events_that_wait_too_long_are_dropped_from_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(events, "MAX_WAITING_BYTES", 2000)
+    monkeypatch.setattr(event_log, "MAX_WAITING_BYTES", 2000)
     log = EventLog(tmp_path / "events.jsonl")
     with Path("/dev/full").open("ab", buffering=0) as full, monkeypatch.context() as context:
         context.setattr(log, "_file", full)

@@ -9,19 +9,9 @@ import pytest
 
 from megarl.cli.lines import progress_lines
 from megarl.observe import catalogue as names
-from megarl.observe.cost import Usage, describe_cost
-from megarl.observe.events import (
-    Event,
-    PhaseStarted,
-    Progress,
-    Record,
-    RunFinished,
-    RunStarted,
-    RunStatus,
-    StepFinished,
-    advance,
-)
+from megarl.observe.events import Event, PhaseStarted, Record, RunFinished, RunStarted, RunStatus, StepFinished
 from megarl.observe.metrics import Meter, Metrics
+from megarl.observe.progress import Progress, Usage, advance, describe_cost
 from megarl.types import JsonValue
 from tests.observe.samples import run_started, step_finished
 

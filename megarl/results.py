@@ -126,11 +126,6 @@ class TrainingWork:
     num_shared_tokens: int = 0
     """Tokens that are computed with another row, which begins with them too."""
 
-    @property
-    def computed_ratio(self) -> float | None:
-        """Share of the tokens of all rows that are computed."""
-        return 1 - self.num_shared_tokens / self.num_tokens if self.num_tokens else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticResult:

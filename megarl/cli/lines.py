@@ -187,7 +187,7 @@ def numbers_text(progress: Progress) -> str:
 
 def _computed(summary: StepSummary) -> Iterator[str]:
     """Yield the share of the trained tokens that were computed, where rows shared some."""
-    ratio = None if summary.work is None else summary.work.computed_ratio
+    ratio = summary.computed_ratio
     if ratio is not None and ratio < 1:
         yield f"{ratio:.0%} computed"
 

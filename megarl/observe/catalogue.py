@@ -346,7 +346,7 @@ COMPUTED = _gauge(
     "trainer",
     "computed_tokens_ratio",
     "Share of the tokens of the last step's rows that the actor computed; others begin as a computed row",
-    source="step.work.computed_ratio",
+    source="step.computed_ratio",
 )
 
 VALUE_LOSS, VALUE_GRAD_NORM, VALUE_LEARNING_RATE, VALUE_CLIP, VALUE_MEAN, RETURN_MEAN, EXPLAINED_VARIANCE = _numbers(

@@ -167,6 +167,12 @@ class StepSummary:
     """Share of the tokens that requests brought which engines had in their caches, since the step before; None without
     a request, and in events of earlier versions."""
 
+    @property
+    def computed_ratio(self) -> float | None:
+        """Share of the tokens of all trained rows that are computed; None where none are counted."""
+        work = self.work
+        return None if work is None or not work.num_tokens else 1 - work.num_shared_tokens / work.num_tokens
+
 
 def summarize_step(
     *,

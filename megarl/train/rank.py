@@ -19,7 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.data.shares import unpack
-from megarl.system.faults import Spoil, StepPoint, reach
+from megarl.system.fault_points import Spoil, StepPoint
+from megarl.system.faults import reach
 from megarl.system.start_log import noted_piece
 from megarl.tokens import SampleColumn
 from megarl.train import cpu

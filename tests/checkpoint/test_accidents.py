@@ -14,7 +14,7 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.resume import decide
 from megarl.config.recipe import Recipe
-from megarl.system.faults import SavePoint
+from megarl.system.fault_points import SavePoint
 from tests.checkpoint.local_run import train, train_with_accidents
 from tests.checkpoint.samples import make_recipe
 from tests.processes import Outcome, run_processes

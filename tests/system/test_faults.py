@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from megarl.env import FAULTS
-from megarl.system import faults
-from megarl.system.faults import POINTS, planned_faults, reach, step_in
+from megarl.system import fault_points
+from megarl.system.fault_points import POINTS
+from megarl.system.faults import planned_faults, reach, step_in
 
 
 @pytest.fixture(autouse=True)
@@ -135,5 +136,5 @@ def test_points_cost_nothing_that_shows() -> None:
 
 
 def test_every_point_is_explained() -> None:
-    explained = re.findall(r"^    (\w+) +(?:driver|rank|engine|worker)\b", faults.__doc__ or "", re.MULTILINE)
+    explained = re.findall(r"^    (\w+) +(?:driver|rank|engine|worker)\b", fault_points.__doc__ or "", re.MULTILINE)
     assert tuple(explained) == POINTS

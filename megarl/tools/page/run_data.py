@@ -385,7 +385,7 @@ def _cached(history: History) -> Series:
 
 
 def _computed(history: History) -> Series:
-    points = ((s.step, None if s.work is None else s.work.computed_ratio) for s in history.summaries)
+    points = ((s.step, s.computed_ratio) for s in history.summaries)
     return Series.of((step, ratio) for step, ratio in points if ratio is not None)
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.system.faults import PublishPoint, reach
+from megarl.system.fault_points import PublishPoint
+from megarl.system.faults import reach
 from megarl.weights.algebra.buckets import (
     DEFAULT_BUCKET_BYTES,
     Bucket,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.browser import Page, open_browser
-from megarl.data.rollout_files import ROLLOUTS_FOLDER, list_rollouts, read_list, rollouts_file
+from megarl.data.rollout_files import ROLLOUTS_FOLDER, list_rollouts, rollouts_file
+from megarl.data.rollout_reading import read_list
 from megarl.errors import DataError
 from megarl.observe.event_file import EVENTS_FILE
 from megarl.tools.page.web_page import PageServer

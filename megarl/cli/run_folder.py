@@ -30,13 +30,14 @@ from megarl.config.load import read_recipe
 from megarl.config.section import IMAGES_FOLDER
 from megarl.data.episode_trace import EpisodeTrace, as_atif, as_json, find_episode
 from megarl.data.evaluation_files import Generation, SpokenTurn, list_generations, read_generations
-from megarl.data.rollout_files import list_rollouts, read_episodes
+from megarl.data.rollout_files import list_rollouts
+from megarl.data.rollout_reading import read_episodes
 from megarl.errors import ConfigError, DataError, Problem, writing
 from megarl.observe.catalogue import METRICS, Metric
+from megarl.observe.endpoint import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.observe.event_file import EVENTS_FILE, EventTail, read_events
 from megarl.observe.events import RunFinished
 from megarl.observe.history import fold_history
-from megarl.observe.metrics import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.observe.progress import Progress, advance
 from megarl.run_result import Result
 from megarl.tools.dashboards import write_monitoring

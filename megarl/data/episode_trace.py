@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megarl import __version__
-from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
+from megarl.data.rollout_files import list_rollouts
+from megarl.data.rollout_reading import read_list, read_rollout
 from megarl.errors import DataError
 from megarl.types import JsonValue, TurnKind
 

@@ -1,18 +1,12 @@
-"""The metrics of a run: current values (`Meter`), the sink that reads them out of events (`Metrics`), and the file that
-lists what Prometheus scrapes.
+"""The metrics of a run: current values (`Meter`), and sinks that read them and what Prometheus scrapes from events.
 
 A gauge is exported from its first `set` on: an unknown value is absent, not 0. Counters are exported as 0 from the
 start.
-
-`<run>/prometheus_targets.json` has the format of Prometheus's `file_sd_configs`, which reads it again when it changes.
-`.prometheus/`, next to the run folders, has a link to each of these files: Prometheus takes a `*` only in the last part
-of a path.
 """
 
 from __future__ import annotations
 
 import collections
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,11 +15,11 @@ from pathlib import Path
 from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from megarl.errors import DataError, MachineError, writing
+from megarl.errors import MachineError
 from megarl.observe import catalogue as names
 from megarl.observe.catalogue import METRICS, REFUSED_SERIES, RUN_LABEL, Kind, Metric, Section
+from megarl.observe.endpoint import TARGETS_FILE, Target, link_targets, write_targets
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -47,8 +41,6 @@ from megarl.results import EvalResult, TrainingWork
 
 logger = logging.getLogger(__name__)
 
-TARGETS_FILE = "prometheus_targets.json"
-LINKS_FOLDER = ".prometheus"
 EXPORTER_JOB = "megarl"
 ENGINE_JOB = "sglang"
 
@@ -334,13 +326,6 @@ def _numbers(value: object, path: Sequence[str]) -> Iterator[tuple[tuple[str, ..
         yield from _numbers(getattr(value, path[0]), path[1:])
 
 
-class Target(BaseModel):
-    """One entry of the targets file."""
-
-    targets: list[str]
-    labels: dict[str, str]
-
-
 class Targets:
     """The sink that keeps the targets file up to date. Closing it empties the file, so that nothing is scraped."""
 
@@ -352,7 +337,7 @@ class Targets:
         self._is_current = False
         """Whether the file has what it should have: a full disk may have prevented it."""
         self._write()
-        _link(self._path)
+        link_targets(self._path)
 
     def record(self, record: Record) -> None:
         match record.event:
@@ -381,38 +366,3 @@ class Targets:
 
     def _target(self, address: str, **labels: str) -> Target:
         return Target(targets=[address], labels={"run": self._run, **labels})
-
-
-def write_targets(path: Path, targets: list[Target]) -> None:
-    """Replace the file in one operation: Prometheus never reads half of it."""
-    text = json.dumps([target.model_dump() for target in targets], indent=2) + "\n"
-    partial = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
-
-
-def _link(path: Path) -> None:
-    """Link the file in `.prometheus/`. The link is relative: Prometheus may see the folders under another path."""
-    run_folder = path.parent
-    links = run_folder.parent / LINKS_FOLDER
-    partial = links / f".{run_folder.name}.tmp"
-    with writing(links):
-        links.mkdir(exist_ok=True)
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(Path("..") / run_folder.name / TARGETS_FILE)
-        partial.replace(links / f"{run_folder.name}.json")
-
-
-def read_targets(path: Path) -> list[Target]:
-    try:
-        return _TARGETS.validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; a run writes it when it starts") from error
-    except ValidationError as error:
-        detail = error.errors()[0]
-        raise DataError(f"{path} is not a list of Prometheus targets: {detail['msg']}") from None
-
-
-_TARGETS: TypeAdapter[list[Target]] = TypeAdapter(list[Target])

@@ -5,8 +5,8 @@ select one passage of the point; those left out match any. `once` is the path of
 file does not exist, and creates it, so that a restarted part of the run passes unharmed.
 
 Kinds: `kill` ends the process with SIGKILL, `stop` freezes it with SIGSTOP, `wait` sleeps for `seconds`, the name of an
-errno (ENOSPC, EFBIG, EROFS, EIO) raises that OSError, and at the points marked so in `fault_points` `nan` or `corrupt` let the
-caller spoil a value.
+errno (ENOSPC, EFBIG, EROFS, EIO) raises that OSError, and at the points marked so in `fault_points` `nan` or `corrupt`
+let the caller spoil a value.
 """
 
 from __future__ import annotations

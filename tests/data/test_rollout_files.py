@@ -14,12 +14,11 @@ from megarl.data.rollout_files import (
     list_rollouts,
     make_table,
     prune_rollouts,
-    read_list,
-    read_rollout,
     rollouts_file,
     write_rollouts,
     write_tables,
 )
+from megarl.data.rollout_reading import read_list, read_rollout
 from megarl.errors import DataError, MachineError
 from megarl.types import RolloutGroup, Score, ScoredGroup, TokenArray, TrainSample
 from tests.values import make_prompt, make_rollout

@@ -15,7 +15,8 @@ import pytest
 
 from megarl.engine import admin
 from megarl.engine.client import GenerateRequest
-from megarl.engine.server import MaskedReplies, add_flat_logprobs, register
+from megarl.engine.server import register
+from megarl.engine.server_replies import MaskedReplies, add_flat_logprobs
 from tests.engine.engines import ServedModel
 
 

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from megarl.errors import DataError, MachineError
 from megarl.observe import catalogue as names
 from megarl.observe.catalogue import METRICS
-from megarl.observe.endpoint import MetricsEndpoint
+from megarl.observe.endpoint import LINKS_FOLDER, TARGETS_FILE, MetricsEndpoint, read_targets
 from megarl.observe.events import Event, StepFinished
-from megarl.observe.metrics import LINKS_FOLDER, TARGETS_FILE, Meter, Metrics, Targets, read_targets
+from megarl.observe.metrics import Meter, Metrics, Targets
 from megarl.observe.summary import RewardOutlier
 from megarl.results import CriticStats, PreferenceStats, RankUsage, UpdateStats
 from tests.observe.samples import (

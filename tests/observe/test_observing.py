@@ -11,9 +11,9 @@ import pytest
 
 from megarl.config.recipe import Recipe
 from megarl.errors import EngineError, PreemptedError, StoppedError
+from megarl.observe.endpoint import TARGETS_FILE
 from megarl.observe.event_file import read_events
 from megarl.observe.events import CheckpointFailed, Record, RunFinished, RunStarted, RunStatus, Warned
-from megarl.observe.metrics import TARGETS_FILE
 from megarl.observe.observing import observing
 from tests.observe.samples import (
     ListSink,

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megarl.data.rollout_files import list_rollouts, read_rollout
+from megarl.data.rollout_files import list_rollouts
+from megarl.data.rollout_reading import read_rollout
 from megarl.observe.event_file import EVENTS_FILE, read_events
 from megarl.observe.events import RunStarted, StepFinished
 from tests.episodes.chain_model import CALL_ADD, write_chain

@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import RolloutSamplesConfig
-from megarl.data.rollout_files import (
-    SampledRollout,
-    list_rollouts,
-    read_list,
-    read_rollout,
-    rollouts_file,
-    write_rollouts,
-)
+from megarl.data.rollout_files import SampledRollout, list_rollouts, rollouts_file, write_rollouts
+from megarl.data.rollout_reading import read_list, read_rollout
 from megarl.results import UpdateResult
 from megarl.run import rollout_samples
 from megarl.run.rollout_samples import RolloutSampler, SampledTrainer

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.observe.endpoint import LINKS_FOLDER, TARGETS_FILE, read_targets
 from megarl.observe.event_file import EVENTS_FILE, read_events
 from megarl.observe.events import StepFinished
-from megarl.observe.metrics import LINKS_FOLDER, TARGETS_FILE, read_targets
 from scripts.dashboards.monitoring import DASHBOARDS
 from scripts.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.checkpoint.resume import read_state
-from megarl.data.rollout_files import list_rollouts, read_list
+from megarl.data.rollout_files import list_rollouts
+from megarl.data.rollout_reading import read_list
 from megarl.observe.events import CheckpointSaved, Event, PhaseEnded, PhaseStarted
 from tests.processes import command_of
 from tests.run.runs import Driver, Run, await_events, descendants, kill, run, started

@@ -12,7 +12,8 @@ from typing import Any
 
 from megarl.config.section import IMAGES_FOLDER
 from megarl.data.images import ImageStore
-from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
+from megarl.data.rollout_files import list_rollouts
+from megarl.data.rollout_reading import read_episodes, read_list, read_rollout
 from megarl.errors import DataError
 from megarl.observe.event_file import EVENTS_FILE, EventTail
 from megarl.observe.events import Record, RunFinished, RunStarted, Warned

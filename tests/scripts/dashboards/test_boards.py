@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.observe.catalogue import METRICS, PREFIX
-from megarl.observe.endpoint import MetricsEndpoint
-from megarl.observe.metrics import TARGETS_FILE, Targets
+from megarl.observe.endpoint import TARGETS_FILE, MetricsEndpoint
+from megarl.observe.metrics import Targets
 from scripts.dashboards.monitoring import DASHBOARDS
 from scripts.dashboards.panels import Dashboard, metrics_in, names_in, to_grafana
 from tests.observe.prometheus import prometheus

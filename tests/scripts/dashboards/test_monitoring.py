@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.observe.metrics import LINKS_FOLDER
+from megarl.observe.endpoint import LINKS_FOLDER
 from megarl.tools.dashboards import FOLDER
 from scripts.dashboards.monitoring import RULES_FILE
 from tests.packages import program

@@ -17,7 +17,7 @@ from bench.figures import Figure
 from bench.training import alone, clear_device, randomise, timed
 from megarl.config.roles import ActorConfig
 from megarl.data.packing import Packing
-from megarl.data.prefixes import row_prefixes
+from megarl.data.row_prefixes import row_prefixes
 from megarl.data.shares import make_shares
 from megarl.families import PUBLIC_MODELS
 from megarl.planner.flops import sequence_cost

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.data.prefixes import row_prefixes
+from megarl.data.row_prefixes import row_prefixes
 from megarl.episodes.protocol import Heard, SampledTurn
 from megarl.errors import RewardError
 from megarl.routes import join_routes, prompt_digest

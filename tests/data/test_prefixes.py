@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.packing import Packing, SequenceCost, plan_packs
-from megarl.data.prefixes import NOTHING, Prefix, Tree, row_prefixes
+from megarl.data.prefixes import NOTHING, Prefix, Tree
+from megarl.data.row_prefixes import row_prefixes
 from megarl.tokens import Content
 from megarl.types import Episode, MicroBatch, TrainSample
 from tests.data.test_packing import columns_of, make_sample

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, KlLossConfig, SftConfig
 from megarl.config.lora import ALL_MODULES
-from megarl.data.prefixes import row_prefixes
+from megarl.data.row_prefixes import row_prefixes
 from megarl.routes import prompt_digest
 from megarl.tokens import Content, RouteArray
 from megarl.types import Episode, FloatArray, Rollout, TokenArray, TrainBatch, TrainSample

@@ -1,4 +1,4 @@
-"""What the rows of an episode have in common with earlier ones of it."""
+"""Beginnings that the rows of an episode have in common with earlier ones of it."""
 
 from __future__ import annotations
 

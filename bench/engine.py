@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import aiohttp
 import torch
@@ -19,6 +20,7 @@ from bench.one_engine import (
     NUM_REPEATS,
     NUM_WARMUPS,
     TIMEOUT_S,
+    FullPublish,
     Server,
     full_publish,
     generator_of,
@@ -35,6 +37,7 @@ from megarl.types import Prompt
 from megarl.weights.layouts.canonical import canonical_tensors
 
 _PART_TIMEOUT_S = 120.0
+_PRECISIONS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 _FLATTENED_BYTES = (512 << 20, 2 << 30)
 _NUM_PROMPTS = 32
 _NUM_ROLLOUTS = 8
@@ -60,16 +63,43 @@ async def measure_engine(model: str, folder: Path, options: Mapping[str, object]
                 yield Failure(part=name, reason=f"{type(error).__name__}: {error}"[:500])
 
 
+async def measure_fp8_publish(
+    model: str, folder: Path, options: Mapping[str, object]
+) -> AsyncIterator[Figure | Failure]:
+    """Measure publishes in bfloat16 and in FP8, to one engine after the other."""
+    seconds, num_bytes, parts = [], [], ""
+    for precision in _PRECISIONS:
+        place = folder / precision
+        place.mkdir()
+        async with serving(model, place, options, precision=precision) as server:
+            full = await full_publish(server)
+            seconds.append(await seconds_of(full.send))
+            num_bytes.append(full.num_bytes)
+            parts = _parts_of(full)
+    wide_s, narrow_s = seconds
+    yield Figure(
+        key="publish fp8",
+        name=f"publish in FP8, quantised and with digests, {num_bytes[1] / 1e9:.1f} GB ({parts})",
+        value=1e3 * narrow_s,
+        unit="ms",
+        against=f"in bfloat16, {num_bytes[0] / 1e9:.1f} GB, {1e3 * wide_s:.1f} ms",
+        ratio=wide_s / narrow_s,
+    )
+
+
+def _parts_of(full: FullPublish) -> str:
+    return ", ".join(f"{name} in {1e3 * median(times[NUM_WARMUPS:]):.1f}" for name, times in full.spent.items())
+
+
 async def _measure_publish(server: Server) -> AsyncIterator[Figure]:
     full = await full_publish(server)
-    num_bytes, spent = full.num_bytes, full.spent
+    num_bytes = full.num_bytes
     ours_s = await seconds_of(full.send)
     floor_s = _copy_seconds(num_bytes)
-    parts = ", ".join(f"{name} in {1e3 * median(times[NUM_WARMUPS:]):.1f}" for name, times in spent.items())
     label = f"publish of {num_bytes / 1e9:.1f} GB on one GPU, digests included"
     yield Figure(
         key="publish, copy",
-        name=f"{label} ({parts})",
+        name=f"{label} ({_parts_of(full)})",
         value=1e3 * ours_s,
         unit="ms",
         against=f"one copy on the device, {1e3 * floor_s:.1f} ms",

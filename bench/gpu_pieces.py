@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -242,23 +242,19 @@ def _peers(_: PieceOptions, report: Report) -> None:
 def _engine(options: PieceOptions, report: Report) -> None:
     from bench.engine import measure_engine
 
-    async def measure(folder: Path) -> None:
-        async for outcome in measure_engine(options.engine_model, folder, options.engine_options):
-            report(outcome)
+    _report_all(report, lambda folder: measure_engine(options.engine_model, folder, options.engine_options))
 
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        asyncio.run(measure(Path(folder)))
+
+def _fp8_publish(options: PieceOptions, report: Report) -> None:
+    from bench.engine import measure_fp8_publish
+
+    _report_all(report, lambda folder: measure_fp8_publish(options.engine_model, folder, options.engine_options))
 
 
 def _generation(options: PieceOptions, report: Report, *, model: str) -> None:
     from bench.generation import measure_generation
 
-    async def measure(folder: Path) -> None:
-        async for outcome in measure_generation(model, folder, options.engine_options):
-            report(outcome)
-
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        asyncio.run(measure(Path(folder)))
+    _report_all(report, lambda folder: measure_generation(model, folder, options.engine_options))
 
 
 def _adapter(options: PieceOptions, report: Report) -> None:
@@ -269,13 +265,19 @@ def report_adapter(options: PieceOptions, report: Report, *, device: Literal["cp
     """Measure publishes of adapters."""
     from bench.adapter import measure_adapter
 
-    async def measure(folder: Path) -> None:
-        model, native = options.engine_model, options.engine_options
-        async for outcome in measure_adapter(model, folder, native, device=device, rank=rank):
+    model, native = options.engine_model, options.engine_options
+    _report_all(report, lambda folder: measure_adapter(model, folder, native, device=device, rank=rank))
+
+
+def _report_all(report: Report, measure: Callable[[Path], AsyncIterator[Outcome]]) -> None:
+    """Measure in a folder of its own."""
+
+    async def report_each(folder: Path) -> None:
+        async for outcome in measure(folder):
             report(outcome)
 
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        asyncio.run(measure(Path(folder)))
+        asyncio.run(report_each(Path(folder)))
 
 
 def _version(package: str) -> str:
@@ -303,6 +305,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "reads": GpuPiece(timeout_s=150, measure=_reads),
     "peers": GpuPiece(timeout_s=230, measure=_peers),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
+    "fp8-publish": GpuPiece(timeout_s=420, measure=_fp8_publish),
     "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),

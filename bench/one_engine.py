@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from megarl.types import PolicyVersion, Prompt
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.slices import TensorSpec, header_dtype
 from megarl.weights.executors.digest import check_digests, fastest_digest
+from megarl.weights.executors.fp8 import Fp8Tensors
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.meeting import Backend
 from megarl.weights.executors.tensors import bytes_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.canonical import canonical_tensors
-from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.fp8 import quantization_config
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Result = TypeVar("Result")
@@ -74,6 +76,7 @@ async def serving(
     options: Mapping[str, object],
     *,
     device: Device = "cuda",
+    precision: Literal["bf16", "fp8"] = "bf16",
     adapters: EngineAdapters | None = None,
     role_of: Callable[[Path], RolloutRoleConfig] | None = None,
 ) -> AsyncIterator[Server]:
@@ -86,7 +89,7 @@ async def serving(
     has_base = adapters is not None
     if has_base:
         _write_weights(folder / "model" / "model.safetensors", canonical_tensors(shape), dtype_on(device))
-    config = role_of(folder / "model") if role_of is not None else _publish_role(device, options)
+    config = role_of(folder / "model") if role_of is not None else _publish_role(device, options, precision)
     spec = EngineSpec(
         index=0,
         model_folder=folder / "model",
@@ -98,6 +101,7 @@ async def serving(
         loads_weights=has_base,
         adapters=adapters,
         shares_devices=device == "cuda",
+        quantization=quantization_config(shape, config.fp8_keep),
     )
     process = EngineProcess(spec)
     process.start()
@@ -113,9 +117,12 @@ async def serving(
         await asyncio.to_thread(process.stop)
 
 
-def _publish_role(device: Device, options: Mapping[str, object]) -> RolloutRoleConfig:
+def _publish_role(
+    device: Device, options: Mapping[str, object], precision: Literal["bf16", "fp8"]
+) -> RolloutRoleConfig:
     return RolloutRoleConfig(
         pool="pool",
+        precision=precision,
         max_running_requests=_MAX_REQUESTS,
         max_cached_tokens=_CACHED_TOKENS[device],
         memory_fraction=0.5,
@@ -159,6 +166,7 @@ def transfer_to(server: Server) -> TransferSpec:
         engine_dtype=dtype,
         is_cpu_engine=is_cpu,
         shares_devices=not is_cpu,
+        fp8_keep=server.role.fp8_keep,
     )
 
 
@@ -175,23 +183,32 @@ async def full_publish(server: Server) -> FullPublish:
         backend=backend,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
     )
-    weights = random_weights(plan.source.by_rank[0].tensors, server.device)
+    holding = megatron_layout(server.shape, transfer.parallel, dtype=transfer.trainer_dtype).by_rank[0]
+    weights = random_weights(holding.tensors, server.device)
+    derived = None if transfer.fp8_keep is None else Fp8Tensors(plan, 0, holding, weights)
 
     def join() -> Sender:
         group = TransferGroup.join(
             rendezvous.address, name=rendezvous.name, peer=0, num_peers=2, timeout_s=TIMEOUT_S, backend=backend
         )
         digest = fastest_digest(is_on_host=is_cpu)
-        return Sender(plan, 0, weights, group, digest=digest, direct=transfer.direct)
+        tensors = weights if derived is None else derived.tensors
+        return Sender(plan, 0, tensors, group, digest=digest, direct=transfer.direct)
 
     sender, _ = await asyncio.gather(
         asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous)
     )
     versions = iter(range(1, 1000))
-    spent: dict[str, list[float]] = {"sent": [], "received": [], "confirmed": []}
+    spent: dict[str, list[float]] = {"derived": [], "sent": [], "received": [], "confirmed": []}
+
+    def derive() -> None:
+        if derived is not None:
+            derived.fill()
+            torch.cuda.synchronize()
 
     async def publish() -> None:
         version = PolicyVersion(next(versions))
+        await _noted(asyncio.to_thread(derive), spent["derived"])
         sent, arrived = await asyncio.gather(
             _noted(asyncio.to_thread(sender.send, version), spent["sent"]),
             _noted(control.receive(version), spent["received"]),

@@ -21,7 +21,7 @@ from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors import kernels
 from megarl.weights.executors.digest import DigestSums, Summand
 from megarl.weights.executors.fp8 import LARGEST, quantise
-from megarl.weights.executors.kernels import quantise_blocks
+from megarl.weights.executors.kernels import BlockPart, BlockQuantiser
 from megarl.weights.executors.tensor_digest import MODULUS, bits_of_matrix
 
 
@@ -183,17 +183,35 @@ def digests_in_one_launch() -> float:
 
 def fp8_blocks() -> float:
     """Compare elements before they are rounded, which the interpreter does wrongly, and scales."""
-    worst = 0.0
-    for rows, columns in ((256, 384), (130, 140)):
-        matrix = (torch.randn(rows, columns + 8) * torch.logspace(-6, 2, rows)[:, None]).bfloat16()[:, :columns]
-        matrix[:128, :128] = 0
-        expected, found = (torch.zeros(rows, columns, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float32))
-        scales, found_scales = (torch.zeros(-(-rows // 128), -(-columns // 128)) for _ in range(2))
-        quantise(matrix, expected, scales)
-        quantise_blocks(matrix, found, found_scales, block=128, largest=LARGEST)
-        rounded = found.to(torch.float8_e4m3fn).float()
-        worst = max(worst, distance(rounded, expected.float()), distance(found_scales, scales))
-    return worst
+    wholes = [(matrix_of(rows, columns), 1) for rows, columns in ((256, 384), (130, 140))]
+    # Whose blocks of rows lie apart, as those of a key and its queries do; one begins at an odd address.
+    apart = matrix_of(512, 160)
+    expected, found, parts = [], [], []
+    for matrix, step in (*wholes, (apart[:256], 2), (apart[256:, 1:129], 2), (matrix_of(128, 128).float(), 1)):
+        height = 128 if step == 2 else len(matrix)
+        places = [slice(start, start + height) for start in range(0, len(matrix), step * height)]
+        whole = torch.cat([matrix[place] for place in places])
+        shapes = whole.shape, tuple(-(-size // 128) for size in whole.shape)
+        elements, scales = torch.zeros(shapes[0], dtype=torch.float8_e4m3fn), torch.zeros(shapes[1])
+        quantise(whole, elements, scales)
+        expected.append((elements, scales))
+        found.append((torch.zeros(shapes[0]), torch.zeros(shapes[1])))
+        for number, place in enumerate(places):
+            into, scale = found[-1][0][number * height :][:height], found[-1][1][number * height // 128 :]
+            parts.append(BlockPart(matrix[place], into, scale))
+    quantiser = BlockQuantiser(parts, block=128, largest=LARGEST)
+    quantiser.run()
+    return max(
+        max(distance(ours.to(torch.float8_e4m3fn).float(), elements.float()), distance(our_scales, scales))
+        for (ours, our_scales), (elements, scales) in zip(found, expected, strict=True)
+    )
+
+
+def matrix_of(rows: int, columns: int) -> torch.Tensor:
+    """Return numbers of many sizes, the first block without any, in a wider matrix."""
+    matrix = (torch.randn(rows, columns + 8) * torch.logspace(-6, 2, rows)[:, None]).bfloat16()[:, :columns]
+    matrix[:128, :128] = 0
+    return matrix
 
 
 CHECKS = (

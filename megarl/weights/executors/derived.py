@@ -39,11 +39,15 @@ class DerivedMemory:
             for (name, spec), start in zip(specs.items(), starts, strict=False)
         }
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._memory.is_cuda
+
     def take(self) -> None:
         storage = self._memory.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self._num_bytes)
 
     def free(self) -> None:
-        if self._memory.is_cuda:
+        if self.is_on_gpu:
             self._memory.untyped_storage().resize_(0)

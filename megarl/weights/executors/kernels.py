@@ -15,6 +15,12 @@ import triton.language as tl
 
 _TILE_COLUMNS = 512
 _TILE_ROWS = 64
+_TRITON_TYPES = {
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
 _STEP = 2
 """Rows that are loaded at once; each element of them has an accumulator, so that nothing is reduced in the loop."""
 _ALIGNED_BYTES = 16
@@ -161,38 +167,113 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     tl.atomic_add(totals + tl.load(place + 8), tl.sum(tl.sum(sums * column_key[None, :], axis=1), axis=0))
 
 
-def quantise_blocks(
-    matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor, *, block: int, largest: float
-) -> None:
-    """Write the FP8 elements of a matrix with contiguous columns, and the scale of each block of `block` x `block`."""
-    rows, columns = matrix.shape
-    assert matrix.stride(1) == elements.stride(1) == scales.stride(1) == 1, "columns that are not contiguous"
-    grid = (triton.cdiv(rows, block), triton.cdiv(columns, block))
-    strides = (matrix.stride(0), elements.stride(0), scales.stride(0))
-    _quantise[grid](matrix, elements, scales, rows, columns, *strides, largest, BLOCK=block, num_warps=8)
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """A part of a matrix of whole blocks, but at the edges of the matrix, with its places in the results."""
+
+    values: torch.Tensor  # [rows, columns], contiguous columns
+    elements: torch.Tensor  # [rows, columns]
+    scales: torch.Tensor  # [blocks of rows, blocks of columns]
+
+
+class BlockQuantiser:
+    """FP8 elements and scales of many parts, read where they lie: one launch for each dtype, or two if some are not
+    aligned."""
+
+    def __init__(self, parts: Sequence[BlockPart], *, block: int, largest: float) -> None:
+        self._parts = parts
+        self._block = block
+        self._largest = largest
+        self._known: list[tuple[int, int, int]] = []
+        self._launches: list[_BlockLaunch] = []
+
+    def run(self) -> None:
+        """Write the results of the values as they are now; all storages may have moved."""
+        known = [(each.values.data_ptr(), each.elements.data_ptr(), each.scales.data_ptr()) for each in self._parts]
+        if known != self._known:
+            self._known, self._launches = known, self._located(known)
+        for launch in self._launches:
+            _quantise_tiles[(len(launch.owners),)](
+                launch.places,
+                launch.owners,
+                self._largest,
+                FIELDS=launch.places.shape[1],
+                VALUE=_TRITON_TYPES[launch.values_in],
+                VALUE_BYTES=launch.values_in.itemsize,
+                ELEMENT=_TRITON_TYPES[launch.elements_in],
+                ALIGNED_BYTES=_ALIGNED_BYTES if launch.is_aligned else 1,
+                BLOCK=self._block,
+                num_warps=8,
+            )
+
+    def _located(self, known: Sequence[tuple[int, int, int]]) -> list[_BlockLaunch]:
+        tables: defaultdict[tuple[torch.dtype, torch.dtype, bool], list[list[int]]] = defaultdict(list)
+        owners: defaultdict[tuple[torch.dtype, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
+        num_tiles: defaultdict[tuple[torch.dtype, torch.dtype, bool], int] = defaultdict(int)
+        for each, (values, elements, scales) in zip(self._parts, known, strict=True):
+            (rows, columns), strides = each.values.shape, [part.stride(0) for part in (each.values, each.elements)]
+            wide = each.values.element_size()
+            steps = (strides[0] * wide, strides[1]) if rows > 1 else ()
+            is_aligned = not any(number % _ALIGNED_BYTES for number in (values, elements, columns, *steps))
+            kind = (each.values.dtype, each.elements.dtype, is_aligned)
+            tiles_per_row = triton.cdiv(columns, self._block)
+            count = triton.cdiv(rows, self._block) * tiles_per_row
+            owners[kind].append(torch.full((count,), len(tables[kind]), dtype=torch.int32))
+            sizes = [rows, columns, *strides, each.scales.stride(0), tiles_per_row, num_tiles[kind]]
+            tables[kind].append([values, elements, scales, *sizes])
+            num_tiles[kind] += count
+        device = self._parts[0].values.device
+        return [
+            _BlockLaunch(torch.tensor(table, dtype=torch.int64).to(device), torch.cat(owners[kind]).to(device), *kind)
+            for kind, table in tables.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockLaunch:
+    places: torch.Tensor  # [parts, fields], int64
+    owners: torch.Tensor  # [tiles], int32: the part of each block
+    values_in: torch.dtype
+    elements_in: torch.dtype
+    is_aligned: bool
 
 
 @triton.jit
-def _quantise(  # type: ignore[no-untyped-def]
-    matrix,
-    elements,
-    scales,
-    rows,
-    columns,
-    matrix_stride,
-    element_stride,
-    scale_stride,
+def _quantise_tiles(  # type: ignore[no-untyped-def]
+    places,
+    owners,
     largest,
+    FIELDS: tl.constexpr,  # noqa: N803
+    VALUE: tl.constexpr,  # noqa: N803
+    VALUE_BYTES: tl.constexpr,  # noqa: N803
+    ELEMENT: tl.constexpr,  # noqa: N803
+    ALIGNED_BYTES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    place = places + tl.load(owners + tl.program_id(0)) * FIELDS
+    values = tl.multiple_of(tl.load(place).to(tl.pointer_type(VALUE)), ALIGNED_BYTES)
+    elements = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(ELEMENT)), ALIGNED_BYTES)
+    scales = tl.load(place + 2).to(tl.pointer_type(tl.float32))
+    rows = tl.load(place + 3)
+    columns = tl.load(place + 4)
+    value_stride = tl.load(place + 5)
+    element_stride = tl.load(place + 6)
+    if ALIGNED_BYTES > 1:
+        columns = tl.multiple_of(columns, ALIGNED_BYTES)
+        value_stride = tl.multiple_of(value_stride, ALIGNED_BYTES // VALUE_BYTES)
+        element_stride = tl.multiple_of(element_stride, ALIGNED_BYTES)
+    tiles_per_row = tl.load(place + 8)
+    tile = tl.program_id(0) - tl.load(place + 9)
+    block_row = tile // tiles_per_row
+    block_column = tile % tiles_per_row
+    row = (block_row * BLOCK + tl.arange(0, BLOCK))[:, None]
+    column = (block_column * BLOCK + tl.arange(0, BLOCK))[None, :]
     is_inside = (row < rows) & (column < columns)
-    value = tl.load(matrix + row * matrix_stride + column, mask=is_inside, other=0).to(tl.float32)
+    value = tl.load(values + row * value_stride + column, mask=is_inside, other=0).to(tl.float32)
     magnitude = tl.max(tl.max(tl.abs(value), axis=1), axis=0)
     # Exact division: the host's, to the last bit.
     scale = tl.where(magnitude > 0, tl.div_rn(magnitude, largest), 1.0)
     result = tl.div_rn(value, scale)
     result = tl.minimum(tl.maximum(result, -largest), largest)
-    tl.store(elements + row * element_stride + column, result.to(elements.dtype.element_ty), mask=is_inside)
-    tl.store(scales + tl.program_id(0) * scale_stride + tl.program_id(1), scale)
+    tl.store(elements + row * element_stride + column, result.to(ELEMENT), mask=is_inside)
+    tl.store(scales + block_row * tl.load(place + 7) + block_column, scale)

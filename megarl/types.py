@@ -314,11 +314,6 @@ class MicroBatch(PackedColumns[FloatArray, npt.NDArray[np.int32], npt.NDArray[np
         starts = self.sequence_starts
         return np.arange(len(self.token_ids), dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
 
-    @property
-    def places_in_space(self) -> npt.NDArray[np.int32]:
-        """[3, N], see the function."""
-        return places_in_space(self.positions, self.sequence_starts, self.images)
-
 
 def with_short_images(token_ids: TokenArray, images: Sequence[ImagePlace]) -> TokenArray:
     """Return the tokens with one for each image, as people read them; all tokens of an image are equal."""
@@ -326,24 +321,6 @@ def with_short_images(token_ids: TokenArray, images: Sequence[ImagePlace]) -> To
     for image in images:
         is_kept[image.start + 1 : image.end] = False
     return token_ids[is_kept]
-
-
-def places_in_space(
-    positions: npt.NDArray[np.int32], sequence_starts: npt.NDArray[np.int32], images: Sequence[ImagePlace]
-) -> npt.NDArray[np.int32]:
-    """Return the time, row and column of each token; all three are its position where no image is before it. [3, N]
-
-    An image takes as much time as the longer of its sides has tokens.
-    """
-    places = np.repeat(positions[None], 3, axis=0)
-    ends = sequence_starts[np.searchsorted(sequence_starts, [image.start for image in images], "right")]
-    for image, end in zip(images, ends, strict=True):
-        own, order = slice(image.start, image.end), np.arange(image.num_tokens)
-        first = int(places[0, image.start])
-        inside = (np.zeros_like(order), order // image.num_columns, order % image.num_columns)
-        places[:, own] = first + np.stack(inside)
-        places[:, image.end : end] += max(image.num_rows, image.num_columns) - image.num_tokens
-    return places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from uuid import uuid4
@@ -25,13 +24,13 @@ from megarl.engine.dispatch import Throughput
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.episodes.play import Player
-from megarl.episodes.protocol import Heard
 from megarl.errors import DataError, EngineError, EngineLostError, MegarlError, QuarantineError
 from megarl.rollout.task import Sampling, Vocabulary
+from megarl.rollout.turns import Context, TurnSampler, hear
 from megarl.routes import RouteRequest, prompt_digest
 from megarl.system.faults import reach
-from megarl.tokens import Content, SampledTokens, repeated, shared_if_equal
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
+from megarl.tokens import Content, repeated, shared_if_equal
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +39,6 @@ _LEAST_PROGRESS = 1 / 32
 """Share of the longest response that a late request must have added; with less it counts as a failed attempt."""
 _MAX_LOSSES = 2
 """Engines that may die during one request: the request itself may be the cause, and would end the whole fleet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Context:
-    """Tokens that the model continues: a prompt, or the history of an episode."""
-
-    prompt: Prompt
-    index: int
-    token_ids: TokenArray
-    """[P]"""
-    max_tokens: int
-    seed: int
-    prefixes: tuple[str, ...]
-    """Names of what an engine may have cached, the longest first."""
-    is_echoed: bool = False
-    """The engine has to return the tokens that it saw."""
-    num_routed: int = 0
-    """Tokens whose experts are known already."""
-    heard: Heard | None = None
-    """Is told the tokens as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +97,8 @@ class FleetGenerator:
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
         max_tokens = self.sampling.max_response_tokens
         if self.player is not None:
-            turns = _EpisodeSampler(self, prompt, index)
-            return await self.player.rollout(prompt, turns, max_tokens=max_tokens)
-        context = _Context(
+            return await self.player.rollout(prompt, self.turns(prompt, index), max_tokens=max_tokens)
+        context = Context(
             prompt=prompt,
             index=index,
             token_ids=prompt.token_ids,
@@ -130,34 +108,12 @@ class FleetGenerator:
         )
         return self._finished(await self._continued(context))
 
-    async def sampled_turn(
-        self,
-        prompt: Prompt,
-        index: int,
-        history: TokenArray,
-        *,
-        max_tokens: int,
-        row: int,
-        num_routed: int = 0,
-        heard: Heard | None = None,
-    ) -> SampledTokens:
-        """Return the next turn of an episode; its engine is that of the turn before, where it is live."""
-        # Positions repeat where a row begins anew: another row has other random numbers.
-        name = prompt.uid if row == 0 else f"{prompt.uid}/{row}"
-        context = _Context(
-            prompt=prompt,
-            index=index,
-            token_ids=history,
-            max_tokens=max_tokens,
-            seed=sampling_seed(self.seed, name, epoch=prompt.epoch, index=index),
-            prefixes=(f"{prompt.uid}#{prompt.epoch}.{index}", prompt.uid),
-            is_echoed=True,
-            num_routed=num_routed,
-            heard=heard,
-        )
-        return await self._continued(context)
+    def turns(self, prompt: Prompt, index: int) -> TurnSampler:
+        """Return what samples the turns of one episode."""
+        seed_of = partial(sampling_seed, self.seed, epoch=prompt.epoch, index=index)
+        return TurnSampler(prompt, index, seed_of=seed_of, continued=self._continued)
 
-    async def _continued(self, context: _Context) -> Response:
+    async def _continued(self, context: Context) -> Response:
         """Return the whole response, from as many engines as it takes."""
         prompt, index = context.prompt, context.index
         so_far = Response.nothing()
@@ -190,7 +146,7 @@ class FleetGenerator:
         what = f"{len(losses)} engines were lost" if len(losses) == _MAX_LOSSES else f"{len(failures)} attempts failed"
         raise QuarantineError(f"prompt {prompt.uid}, rollout {index}: {what}: {reasons}")
 
-    def _late(self, context: _Context, num_tokens: int) -> list[str]:
+    def _late(self, context: Context, num_tokens: int) -> list[str]:
         """Return the failure if the cut request made too little progress, else []."""
         self.fleet.requests.request_retried("late")
         logger.info("rollout late prompt=%s index=%d tokens=%d", context.prompt.uid, context.index, num_tokens)
@@ -205,7 +161,7 @@ class FleetGenerator:
         elif not isinstance(error, BadReplyError):
             await self.fleet.doubt(engine, str(error))
 
-    async def _respond(self, engine: Engine, context: _Context, so_far: Response) -> _Rest:
+    async def _respond(self, engine: Engine, context: Context, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
         sampling, in_flight, version = self.sampling, self.in_flight, engine.version
         base_version = None if engine.adapter is None else engine.weights_version
@@ -236,7 +192,7 @@ class FleetGenerator:
         began = time.monotonic()
         heard = None
         if context.heard is not None:
-            heard = partial(_hear, context.heard, so_far.token_ids, num_untold=0 if in_flight is None else 1)
+            heard = partial(hear, context.heard, so_far.token_ids, num_untold=0 if in_flight is None else 1)
         reply = await engine.client.generate(request, heard=heard)
         seconds = time.monotonic() - began
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
@@ -273,32 +229,6 @@ class FleetGenerator:
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
             prompt_routes="" if response.routes is None else prompt_digest(response.routes, len(response.token_ids)),
-        )
-
-
-def _hear(heard: Heard, before: TokenArray, token_ids: Sequence[int], *, num_untold: int) -> None:
-    """Tell the tokens of a response so far; the last one is untold where a publish may interrupt it and redraw that."""
-
-    def so_far() -> TokenArray:
-        told = np.array(token_ids[: len(token_ids) - num_untold], np.int32)
-        return np.concatenate([before, told]) if len(before) else told
-
-    heard(so_far)
-
-
-@dataclass(frozen=True, slots=True)
-class _EpisodeSampler:
-    """The engines, for one episode (a `Sampler`)."""
-
-    generator: FleetGenerator
-    prompt: Prompt
-    index: int
-
-    async def sample(
-        self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: Heard | None = None
-    ) -> SampledTokens:
-        return await self.generator.sampled_turn(
-            self.prompt, self.index, history, max_tokens=max_tokens, row=row, num_routed=num_routed, heard=heard
         )
 
 

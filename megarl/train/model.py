@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megarl.algo.loss import Segments
 from megarl.data.context_parts import computed_parts, scored_parts
+from megarl.data.image_places import places_in_space
 from megarl.data.packing import runs
 from megarl.families.shape import ModelShape
 from megarl.tokens import PackedColumns
@@ -99,7 +100,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
     return DeviceMicroBatch(
         token_ids=inputs_of(micro_batch.token_ids),
         positions=inputs_of(micro_batch.positions),
-        places_in_space=inputs_of(micro_batch.places_in_space.T)[0].T if micro_batch.images else None,
+        places_in_space=inputs_of(_places_of(micro_batch).T)[0].T if micro_batch.images else None,
         images=image_tokens(micro_batch, inputs, device) if micro_batch.images else None,
         sequences=sequences,
         episode_starts=torch.from_numpy(episode_starts).to(device=device, non_blocking=True),
@@ -113,6 +114,10 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         num_pack_tokens=num_tokens if shared is None else len(shared.computed),
         **columns,
     )
+
+
+def _places_of(micro_batch: MicroBatch) -> npt.NDArray[np.int32]:
+    return places_in_space(micro_batch.positions, micro_batch.sequence_starts, micro_batch.images)
 
 
 _Positions: TypeAlias = npt.NDArray[np.int64] | slice

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from megarl.config.recipe import DataConfig
+from megarl.data.image_places import places_in_space
 from megarl.data.images import ImageReader, ImageStore
 from megarl.data.packing import Packing
 from megarl.data.prompts import PromptReader, PromptSet
@@ -166,4 +167,5 @@ def test_prompts_are_computed_once_where_their_images_are_equal_too(other: str) 
     computed = len(micro_batch.token_ids) if micro_batch.shared is None else len(micro_batch.shared.computed)
     assert computed == (2 * length - 8 if other == "a" else 2 * length)
     # Two rows and one column of tokens take the time of two, as they are two; the next text is where it would be.
-    assert micro_batch.places_in_space[:, 2:5].tolist() == [[2, 2, 4], [2, 3, 4], [2, 2, 4]]
+    places = places_in_space(micro_batch.positions, micro_batch.sequence_starts, micro_batch.images)
+    assert places[:, 2:5].tolist() == [[2, 2, 4], [2, 3, 4], [2, 2, 4]]

@@ -114,8 +114,8 @@ async def test_a_turn_brings_the_experts_of_new_tokens_only(mixture: ServedModel
         async def sample(
             self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int, heard: object = None
         ) -> SampledTokens:
-            sampled = await self.generator.sampled_turn(
-                self.prompt, 0, history, max_tokens=6, row=row, num_routed=num_routed
+            sampled = await self.generator.turns(self.prompt, 0).sample(
+                history, max_tokens=6, row=row, num_routed=num_routed
             )
             assert sampled.routes is not None
             asked.append((num_routed, len(sampled.routes)))

@@ -83,7 +83,7 @@ async def test_turns_of_an_episode_name_their_session_and_ask_for_the_tokens_tha
 
     async def play(index: int, *history: int) -> SampledTokens:
         token_ids = np.array(history, np.int32)
-        return await generator.sampled_turn(prompt, index, token_ids, max_tokens=12, row=0)
+        return await generator.turns(prompt, index).sample(token_ids, max_tokens=12, row=0)
 
     assert (await play(3, 5, 6)).token_ids.tolist() == [7, EOS]
     # The second reply is to other tokens: it is asked for again.

@@ -21,6 +21,7 @@ import safetensors.numpy
 from megarl.checkpoint import carried, manifest, mirror, mirror_owner, store
 from megarl.cluster import cluster, leases, worker_group
 from megarl.observe.observer import Observer
+from megarl.ranks import rank_process, watched_ranks
 from megarl.ranks import ranks as rank_hosts
 from megarl.ranks import start as rank_starts
 from megarl.ranks.calls import ActorCalls
@@ -250,7 +251,7 @@ def replacements() -> list[_Replacement]:
     """Return what the modules of the package see in place of the machine and of other packages."""
     silent = SimpleNamespace(is_set=True)
     names: list[_Replacement] = [
-        (module, "threading", THREADING) for module in (run_lock, lease, leases, rank_hosts, mirror)
+        (module, "threading", THREADING) for module in (run_lock, lease, leases, rank_process, mirror)
     ]
     names += [(module, "ThreadPoolExecutor", SerialPool) for module in (manifest, mirror)]
     names += [(run_lock, "_held", PerProcess("held")), (run_lock, "boot_id", _boot_id), (lease, "boot_id", _boot_id)]
@@ -275,13 +276,13 @@ def replacements() -> list[_Replacement]:
     names += [(rank_sets, "gc", SimpleNamespace(freeze=_ignore, set_threshold=_ignore))]
     names += [(build, "publisher_of", lambda roles, *_: roles.publisher)]
     names += [(cluster, "joined", _joined), (leases, "placement_group_table", dict)]
-    names += [(rank_starts, "_build_actor", _build_rank), (rank_hosts, "_log_to", _ignore)]
-    names += [(rank_hosts, "end", _end), (rank_hosts, "this_process", _this_process)]
-    names += [(rank_hosts, "own_address", lambda _: "ray"), (rank_hosts, "interface_of", lambda _: None)]
+    names += [(rank_starts, "_build_actor", _build_rank), (rank_process, "_log_to", _ignore)]
+    names += [(watched_ranks, "end", _end), (rank_process, "this_process", _this_process)]
+    names += [(rank_process, "own_address", lambda _: "ray"), (rank_process, "interface_of", lambda _: None)]
     names += [
-        (rank_hosts, "process_began", lambda: 0.0),
-        (rank_hosts, "NCCL_VARIABLES", ()),
-        (rank_hosts, "FLIGHT_RECORDER", silent),
+        (rank_process, "process_began", lambda: 0.0),
+        (rank_process, "NCCL_VARIABLES", ()),
+        (rank_process, "FLIGHT_RECORDER", silent),
     ]
     names += [(rank_hosts.RankHost, "find_address", lambda _self: ("ray", 1))]
     names += [(rank_hosts.RankGroup, "_explain", worker_group.WorkerGroup._explain)]
@@ -329,7 +330,7 @@ def simulated_parts() -> Iterator[None]:
     fsspec.register_implementation("sim", StoreFiles, clobber=True)
     caller = _RayOfCaller()
     with ExitStack() as stack:
-        for module in (rank_hosts, rank_starts, leases, worker_group, cluster):
+        for module in (rank_hosts, rank_process, watched_ranks, rank_starts, leases, worker_group, cluster):
             stack.enter_context(mock.patch.object(module, "ray", caller))
         for place, name, value in replacements():
             stack.enter_context(mock.patch.object(place, name, value))

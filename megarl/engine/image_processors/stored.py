@@ -20,9 +20,10 @@ from sglang.srt.runtime_context import get_mm, get_model
 from sglang.srt.server_args import ServerArgs
 
 from megarl.config.model import read_model_shape
+from megarl.data.image_places import places_in_space
 from megarl.data.images import ImageProcessor, ImageStore, Pixels, digest_of
 from megarl.engine.image_requests import READ_IMAGES, STORE
-from megarl.types import ImagePlace, places_in_space
+from megarl.types import ImagePlace
 
 
 class StoredImages(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang has no types

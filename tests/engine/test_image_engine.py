@@ -10,15 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config.roles import ActorConfig
 from megarl.data.images import ImageStore
+from megarl.data.packing import Packing
+from megarl.data.shares import UNUSED_IN_FORWARD
 from megarl.errors import MegarlError
 from megarl.families.qwen2_5_vl import vision_of
 from megarl.train.rank_spec import ImageFiles
-from megarl.types import ImagePlace, Prompt, RolloutGroup
+from megarl.types import ImagePlace, Prompt, RolloutGroup, TrainSample
 from tests.engine.engines import ServedModel, generator_of, serve
+from tests.filled_shares import pack
 from tests.tiny_models import TOWERS
+from tests.train import jobs
+from tests.train.cluster import Cluster, assembled
 from tests.train.reference import Model, Reference
-from tests.train.splits import DESCENT, GRPO
+from tests.train.splits import DESCENT, GRPO, setup_of
 
 pytestmark = pytest.mark.usefixtures("real_engines")
 
@@ -63,9 +69,21 @@ async def generated(served: ServedModel, prompts: list[Prompt]) -> list[RolloutG
         return list(await asyncio.gather(*(generator.generate(prompt) for prompt in prompts)))
 
 
-def test_log_probabilities_are_those_of_the_trainers_model(served: ServedModel) -> None:
-    from megarl.types import TrainSample
+def files_of(served: ServedModel) -> ImageFiles:
+    return ImageFiles(model=served.folder, store=store_of(served).folder)
 
+
+def samples_of(groups: list[RolloutGroup]) -> list[TrainSample]:
+    return [
+        TrainSample(
+            prompt_ids=group.prompt.token_ids, images=group.prompt.images, rollout=each, advantages=each.logprobs
+        )
+        for group in groups
+        for each in group.rollouts
+    ]
+
+
+def test_log_probabilities_are_those_of_the_trainers_model(served: ServedModel) -> None:
     prompts = [
         prompt_of(served, "one", [(2, 3)]),
         prompt_of(served, "three", [(1, 2), (4, 1), (2, 2)]),
@@ -73,16 +91,41 @@ def test_log_probabilities_are_those_of_the_trainers_model(served: ServedModel) 
     ]
     groups = asyncio.run(generated(served, prompts))
     reference = Reference(Model(folder=served.folder, shape=served.shape), DESCENT, GRPO, 1.0)
-    reference.images = ImageFiles(model=served.folder, store=store_of(served).folder)
-    samples = [
-        TrainSample(
-            prompt_ids=group.prompt.token_ids, images=group.prompt.images, rollout=each, advantages=each.logprobs
-        )
-        for group in groups
-        for each in group.rollouts
-    ]
+    reference.images = files_of(served)
+    samples = samples_of(groups)
     for sample, expected in zip(samples, reference.logprobs(samples), strict=True):
         torch.testing.assert_close(torch.from_numpy(sample.rollout.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def as_text(served: ServedModel, prompt: Prompt) -> Prompt:
+    """Return a prompt of equal length whose tokens are all words."""
+    first_image_token = served.shape.vocab - 4
+    words = np.random.default_rng(len(prompt.uid)).integers(3, first_image_token, len(prompt.token_ids), dtype=np.int32)
+    token_ids = np.where(prompt.token_ids < first_image_token, prompt.token_ids, words)
+    return replace(prompt, uid=f"{prompt.uid} in words", token_ids=token_ids, images=())
+
+
+def test_rows_with_images_differ_from_the_trainers_no_more_than_rows_of_text_of_their_lengths(
+    served: ServedModel, cluster: Cluster
+) -> None:
+    sizes = [[(2, 3)], [(1, 2), (4, 1)], [(3, 3), (2, 2), (1, 4)], [(4, 4)]]
+    seeing = [prompt_of(served, "x" * (1 + number), sizes[number % 4]) for number in range(24)]
+    groups = asyncio.run(generated(served, [*seeing, *(as_text(served, prompt) for prompt in seeing)]))
+    samples = samples_of(groups)
+    packing = Packing(
+        data_parallel=1, tokens_per_micro_batch=512, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+    )
+    (batch,) = pack(samples, packing, temperature=1.0, without=UNUSED_IN_FORWARD)
+    model = Model(folder=served.folder, shape=served.shape)
+    setup = replace(setup_of(model, ActorConfig(pool="train")), images=files_of(served))
+    trained = assembled(cluster.run(1, jobs.score, setup, batch))
+    differences = [sample.rollout.logprobs - own for sample, own in zip(samples, trained, strict=True)]
+    half = len(samples) // 2
+    of_images, of_text = (
+        np.sqrt(np.square(np.concatenate(d)).mean()) for d in (differences[:half], differences[half:])
+    )
+    # Some 850 tokens each, whose noise leaves about 0.05 of the ratio open.
+    assert of_images < 1.25 * of_text < 1e-6
 
 
 def test_two_prompts_that_differ_in_their_images_alone_do_not_share_a_prefix(served: ServedModel) -> None:

@@ -296,6 +296,25 @@ def bench_adapter(
         raise typer.Exit(1)
 
 
+@bench_app.command("image-families")
+def bench_image_families(
+    repeats: Annotated[int, typer.Option(min=2, help="Turns of each model; the faster ones count.")] = 120,
+) -> None:
+    """Compare a run of text with a model that sees images with one of the text model of its shape, in CPU seconds.
+
+    Exit code 1 if an update or rollouts cost more than they may.
+    """
+    from bench.image_families import GOAL, measure_families
+
+    print(f"tiny models of one shape on the CPU; goal: a ratio of at most {GOAL}")
+    has_missed = False
+    for overhead in measure_families(repeats=repeats):
+        print(overhead, flush=True)
+        has_missed |= overhead.ratio > GOAL
+    if has_missed:
+        raise typer.Exit(1)
+
+
 @bench_app.command("gpu")
 def bench_gpu(
     piece: Annotated[

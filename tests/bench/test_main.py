@@ -19,6 +19,7 @@ from bench.exporter import ExporterFigure
 from bench.figures import RECORDS, Failure, Figure
 from bench.gpu_figures import print_results
 from bench.gpu_pieces import GpuPiece, PieceOptions, Report, Results, run_pieces
+from bench.image_families import Overhead
 from bench.planning import Goal, Measurement
 from tests.repository import ROOT
 
@@ -85,6 +86,16 @@ def test_a_goal_that_is_missed_too_widely_is_an_exit_code_and_json_is_the_last_l
     assert any(verdict in line for line in table)
     shown, *_ = json.loads(last)
     assert shown.items() >= json.loads(json.dumps(asdict(found))).items()
+
+
+@pytest.mark.parametrize(("seeing_s", "code"), [([2.04, 2.1, 3.0], 0), ([2.06, 2.06, 2.06], 1)])
+def test_a_family_that_sees_images_may_cost_a_run_of_text_two_hundredths(
+    seeing_s: list[float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Overhead(name="update", text_s=[2.0, 2.0, 2.0], same_s=[2.0, 2.0, 2.02], seeing_s=seeing_s)
+    monkeypatch.setattr("bench.image_families.measure_families", lambda **_: [found])
+    assert run(["image-families"]) == code
+    assert "itself again 1.000; 3 turns" in capsys.readouterr().out
 
 
 def test_figures_of_a_gpu_need_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,6 @@ from megarl.weights.executors.meeting import (
     first_sentence,
     forget_meeting,
     meet,
-    refuse_abandoned,
 )
 
 WATCH_S = 0.2
@@ -84,7 +83,7 @@ class TransferGroup:
             deadline = time.monotonic() + join_s
             client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
             store = PrefixStore(name, client)
-            meet(store, "peer", peer, num_peers, join_s, what)
+            meet(store, "peer", peer, num_peers, join_s, what, partial(_refuse_abandoned, store, what))
             channel = _connect(backend, store, peer=peer, num_peers=num_peers, deadline=deadline, host=host, what=what)
         return cls(store, channel, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s)
 
@@ -102,7 +101,7 @@ class TransferGroup:
             raise WeightSyncError(f"{what}: the group has ended, join a new group: {self._end}")
         with _failing_as(what):
             self._channel.exchange(
-                outgoing, incoming, tag=tag, deadline=deadline, check=lambda: refuse_abandoned(self._store, what)
+                outgoing, incoming, tag=tag, deadline=deadline, check=lambda: _refuse_abandoned(self._store, what)
             )
 
     @contextmanager
@@ -123,7 +122,7 @@ class TransferGroup:
         """Wait for the messages under `keys` and return them; the error names missing ones."""
         what = f"{self.name}: peer {self.peer} collecting reports"
         with _failing_as(what):
-            await_keys(self._store, keys, timeout_s, what)
+            await_keys(self._store, keys, timeout_s, what, partial(_refuse_abandoned, self._store, what))
             return {key: self._store.get(key) for key in keys}
 
     def forget(self, keys: Sequence[str]) -> None:
@@ -142,7 +141,9 @@ class TransferGroup:
         number = self.next_round()
         what = f"{self.name}: peer {self.peer} in barrier {number}"
         with _failing_as(what):
-            meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what, is_moving)
+            check = partial(_refuse_abandoned, self._store, what)
+            prefix = f"barrier {number} of peer"
+            meet(self._store, prefix, self.peer, self.num_peers, self.timeout_s, what, check, is_moving)
             # Who is here has left the barrier before; its keys are of no use to anyone.
             if self._barrier is not None:
                 forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)
@@ -173,10 +174,15 @@ def _connect(
         case "nccl":
             from megarl.weights.executors.nccl import NcclChannel  # noqa: PLC0415 - NCCL is only on GPU machines
 
-            check = partial(refuse_abandoned, store, what)
+            check = partial(_refuse_abandoned, store, what)
             return NcclChannel(store, peer=peer, num_peers=num_peers, deadline=deadline, check=check)
         case _:
             assert_never(backend)
+
+
+def _refuse_abandoned(store: Store, what: str) -> None:
+    if store.check([ABANDONED]):
+        raise WeightSyncError(f"{what}: {store.get(ABANDONED).decode()}")
 
 
 @contextmanager

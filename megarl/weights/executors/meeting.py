@@ -53,14 +53,18 @@ def meet(
     num_peers: int,
     timeout_s: float,
     what: str,
+    check: Callable[[], None],
     is_moving: Callable[[], bool] | None = None,
 ) -> None:
-    """Return once all peers have called this. The last one notifies the others, which poll one key each."""
+    """Return once all peers have called this. The last one notifies the others, which poll one key each.
+
+    `check` raises where a peer has given up; there is as much time again while `is_moving` says so.
+    """
     store.set(f"{prefix} {peer}", "")
     if store.add(f"{prefix}s", 1) == num_peers:
         store.set(f"all {prefix}s", "")
     try:
-        await_keys(store, [f"all {prefix}s"], timeout_s, what, is_moving)
+        await_keys(store, [f"all {prefix}s"], timeout_s, what, check, is_moving)
     except MissingError:
         missing = [f"{prefix} {i}" for i in range(num_peers) if not store.check([f"{prefix} {i}"])]
         raise MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}") from None
@@ -77,13 +81,18 @@ class MissingError(WeightSyncError):
 
 
 def await_keys(
-    store: Store, keys: Sequence[str], timeout_s: float, what: str, is_moving: Callable[[], bool] | None = None
+    store: Store,
+    keys: Sequence[str],
+    timeout_s: float,
+    what: str,
+    check: Callable[[], None],
+    is_moving: Callable[[], bool] | None = None,
 ) -> None:
     # Polling, not store.wait: a blocked client would block the other threads of its process.
     deadline = time.monotonic() + timeout_s
     pause_s = _POLL_S
     while not store.check(list(keys)):
-        refuse_abandoned(store, what)
+        check()
         if time.monotonic() > deadline:
             if is_moving is not None and is_moving():
                 deadline = time.monotonic() + timeout_s
@@ -92,12 +101,6 @@ def await_keys(
             raise MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-
-
-def refuse_abandoned(store: Store, what: str) -> None:
-    """Raise if a peer has given up the group."""
-    if store.check([ABANDONED]):
-        raise WeightSyncError(f"{what}: {store.get(ABANDONED).decode()}")
 
 
 def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:

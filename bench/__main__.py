@@ -298,7 +298,7 @@ def bench_adapter(
 
 @bench_app.command("image-families")
 def bench_image_families(
-    repeats: Annotated[int, typer.Option(min=2, help="Turns of each model; the faster ones count.")] = 120,
+    repeats: Annotated[int, typer.Option(min=2, help="Turns of each model; the faster ones count.")] = 60,
 ) -> None:
     """Compare a run of text with a model that sees images with one of the text model of its shape, in CPU seconds.
 
@@ -306,7 +306,7 @@ def bench_image_families(
     """
     from bench.image_families import GOAL, measure_families
 
-    print(f"tiny models of one shape on the CPU; goal: a ratio of at most {GOAL}")
+    print(f"two layers of one shape on the CPU; goal: a ratio of at most {GOAL}")
     has_missed = False
     for overhead in measure_families(repeats=repeats):
         print(overhead, flush=True)

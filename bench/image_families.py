@@ -41,10 +41,11 @@ from megarl.types import FinishReason, Rollout, TrainBatch, TrainSample
 GOAL = 1.02
 """Most that a family which sees images may cost a run of text."""
 
+# As wide as small released models: what a family adds to a layer is a number of operators, which width does not change.
 _TEXT = TinyShape(
-    num_layers=8,
-    hidden=256,
-    ffn_hidden=768,
+    num_layers=2,
+    hidden=1024,
+    ffn_hidden=3072,
     num_heads=8,
     num_kv_heads=2,
     max_context_tokens=1024,
@@ -52,8 +53,8 @@ _TEXT = TinyShape(
     weight_std=0.02,
 )
 _CONTENDERS = {"text": _TEXT, "same": _TEXT, "seeing": replace(_TEXT, max_image_pixels=28 * 28 * 16)}
-_NUM_WARMUPS = 5
-_NUM_PROMPTS = 4
+_NUM_WARMUPS = 3
+_NUM_PROMPTS = 2
 _PROMPT_TOKENS = 32
 _RESPONSE_TOKENS = 24
 """A turn is short: the machine is then the same for all."""

@@ -1,4 +1,4 @@
-"""What a model that sees images costs a run of text alone, against the text model of the same shape and weights.
+"""The cost of a model that sees images in a run of text alone, against the text model of the same shape and weights.
 
 Three are alive at once and take turns, in CPU seconds of their processes: the text model, the same once more, whose
 ratio to the first shows how exact the figure is, and the model that sees. A turn is an update of a trainer rank, or
@@ -230,7 +230,7 @@ class _Engine:
         return self._cpu_seconds() - before
 
     def _cpu_seconds(self) -> float:
-        """Of all threads, in nanoseconds in the files: the times of processes are in hundredths of a second."""
+        """CPU time of all threads, nanoseconds in the files: the times of processes are in hundredths of a second."""
         files = (path for pid in self.pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
         return sum(int(path.read_text().split()[0]) for path in files) / 1e9
 

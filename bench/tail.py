@@ -39,7 +39,7 @@ class TailFigure:
     tail: float
     """Share of it after all but `LAST` of the answers are there."""
     ratio: float
-    """Of the seconds in the order of the data."""
+    """Its part of the seconds in the order of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

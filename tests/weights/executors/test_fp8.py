@@ -213,3 +213,21 @@ def test_engines_get_the_bytes_of_the_whole_matrix_quantised(
         for name, tensor in cut(publish.moves.target.by_rank[rank], canonical).items():
             pair = (each.reshape(-1).view(torch.uint8) for each in (tensors[name], tensor))
             assert torch.equal(*pair), name
+
+
+def test_a_matrix_whose_parts_cut_through_blocks_is_quantised_as_a_whole() -> None:
+    """Keys of heads of 64 channels lie 64 rows at a time between queries and values."""
+    shape = replace(block_shape("qwen2"), head_dim=64, num_heads=8, num_kv_heads=4)
+    own = megatron_layout(shape, MegatronParallel(), dtype="bfloat16")
+    moves = plan(
+        fp8_trainer_layout(own, ()), fp8_engine_layout(sglang_layout(shape, tensor=1, dtype="bfloat16"), shape, ())
+    )
+    generator = torch.Generator().manual_seed(1)
+    model = {name: torch.randn(spec.shape, generator=generator).bfloat16() for name, spec in own.canonical.items()}
+    derived = Fp8Tensors(moves, 0, own.by_rank[0], cut(own.by_rank[0], model))
+    derived.fill()
+    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        name = f"model.layers.0.self_attn.{projection}.weight"
+        elements, scales = quantised(model[name])
+        assert torch.equal(derived.tensors[name].view(torch.uint8), elements.view(torch.uint8))
+        assert torch.equal(derived.tensors[name + SCALES], scales)

@@ -4,7 +4,8 @@
     python examples/split_gsm8k.py data/gsm8k
 
 A policy that imitated the solution of a problem already knows it: its rewards tell little of what it can do. The
-first part is every third problem, the second what is left with at most four calculations.
+first part is every third problem, the second what is left with at most four calculations. The ground truth of the
+second is the whole solution, which `gsm8k_steps.py` compares with.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def main(folder: Path) -> None:
     is_short = pc.less_equal(pc.count_substring(rows["response"], "<<"), _MAX_CALCULATIONS)
     for name, chosen in (("imitate", is_third), ("reward", pc.and_(pc.invert(is_third), is_short))):
         part = rows.filter(chosen)
+        if name == "reward":
+            truths = [{"style": "rule", "ground_truth": solution} for solution in part["response"].to_pylist()]
+            place = part.schema.get_field_index("reward_model")
+            part = part.set_column(place, "reward_model", pa.array(truths))
         pq.write_table(part, folder / f"{name}.parquet")
         print(f"{folder / name}.parquet: {len(part)} problems")
 

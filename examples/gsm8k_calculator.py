@@ -1,0 +1,108 @@
+"""GSM8K with a calculator: each calculation of a solution becomes a call of a tool, and its result the tool's answer.
+
+    python examples/gsm8k_calculator.py data/gsm8k models/SmolLM2-135M-Instruct
+
+Reads the tables of `examples/split_gsm8k.py` and writes them as conversations to data/gsm8k_calculator, and the model,
+with a chat template that has tools, to models/SmolLM2-135M-Instruct-tools. `Calculator` is the environment of
+recipes/gsm8k_smollm_tool.yaml.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+from megarl.reward.scorers.gsm8k import compute_score
+
+CALCULATION = re.compile(r"<<([^<>=]{1,60})=([^<>=]{1,20})>>")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_NO_VALUE = "error: write numbers, brackets and + - * / alone"
+_TEMPLATE = """\
+{{ '<|im_start|>system\nTools:' }}{% for tool in tools or [] %} {{ tool['function']['name'] }}({{
+tool['function']['parameters']['properties'] | join(', ') }}){% endfor %}{{ '<|im_end|>\n' }}{%
+for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}{%
+for call in message['tool_calls'] or [] %}<tool_call>{"name": "{{ call['function']['name'] }}", "arguments": {{
+call['function']['arguments'] | tojson }}}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{%
+if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+class Calculator:
+    def __init__(self, ground_truth: str, **_row):
+        self.truth = ground_truth
+
+    async def calculate(self, expression: str) -> str:
+        """Calculate the value of an expression."""
+        try:
+            value = value_of(expression)
+        except (ValueError, SyntaxError, ZeroDivisionError):
+            return _NO_VALUE
+        return f"{value.numerator}" if value.denominator == 1 else f"{float(value):.4f}".rstrip("0")
+
+    async def score(self, transcript) -> float:
+        """Return 1 if the last response ends with the right number."""
+        return compute_score("gsm8k", transcript.last_text, self.truth)["score"]
+
+
+def value_of(expression: str) -> Fraction:
+    """Return the exact value of +, -, *, / and brackets."""
+    if len(expression) > 100:
+        raise ValueError("the expression is too long")
+    return _value(ast.parse(expression.replace(",", "").replace("$", "").strip(), mode="eval").body)
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left), _value(right))
+    raise ValueError("not arithmetic")
+
+
+def conversation(solution: str) -> list[dict[str, str]]:
+    """Return the turns of a solution, each of which ends with a call of the calculator, but the last."""
+    turns, place = [], 0
+    for found in CALCULATION.finditer(solution):
+        call = json.dumps({"name": "calculate", "arguments": {"expression": found[1]}})
+        turns.append(
+            {"role": "assistant", "content": f"{solution[place : found.start()]}<tool_call>{call}</tool_call>"}
+        )
+        turns.append({"role": "tool", "content": found[2]})
+        place = found.end()
+    return [*turns, {"role": "assistant", "content": solution[place:]}]
+
+
+def write_tables(source: Path, out: Path) -> None:
+    import pyarrow as pa  # noqa: PLC0415 - processes of the environment need none of these
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("imitate", "reward", "test"):
+        rows = pq.read_table(source / f"{name}.parquet").to_pylist()
+        for row in rows:
+            solution = row.pop("response", None)
+            if name == "imitate":
+                row["prompt"] += conversation(solution)
+        pq.write_table(pa.Table.from_pylist(rows), out / f"{name}.parquet")
+        print(f"{out / name}.parquet: {len(rows)} problems")
+
+
+def write_model(source: Path, out: Path) -> None:
+    import shutil  # noqa: PLC0415
+
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    (out / "chat_template.jinja").write_text(_TEMPLATE)
+    print(f"{out}: a template with tools")
+
+
+if __name__ == "__main__":
+    data, model = map(Path, sys.argv[1:3])
+    write_tables(data, data.with_name(f"{data.name}_calculator"))
+    write_model(model, model.with_name(f"{model.name}-tools"))

@@ -35,7 +35,7 @@ from megarl.rollout.task import Sampling, Vocabulary
 from megarl.types import Prompt
 
 _NUM_RUNS = 2
-"""Runs of each workload, here and there, of which the better one counts: the first one compiles kernels."""
+"""Runs of a step, here and there, of which the better one counts: the first one compiles kernels."""
 _NUM_STEPS = 2
 """Steps whose prompts follow one another without a pause, as with `max_staleness: 1`."""
 _NUM_FIRST = 8
@@ -118,7 +118,8 @@ async def measure_generation(
     update_environment(kernel_caches())
     began = time.perf_counter()
     shape = PUBLIC_MODELS[model]
-    works = [_Workload.of(shape.vocab, LOAD, num_steps=num_steps) for num_steps in (1, _NUM_STEPS)]
+    runs_of = {1: _NUM_RUNS, _NUM_STEPS: 1}
+    works = [(_Workload.of(shape.vocab, LOAD, num_steps=num_steps), runs) for num_steps, runs in runs_of.items()]
     # SGLang takes as long to import here as in its server, which starts meanwhile.
     importing = asyncio.create_task(asyncio.to_thread(import_module, "sglang.srt.entrypoints.engine"))
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:
@@ -128,10 +129,10 @@ async def measure_generation(
         await full.send()
         del full
         await importing
-        await _through(server, works[0].first(_NUM_FIRST))
-        through = [await _best(server, partial(_through, server, work)) for work in works]
+        await _through(server, works[0][0].first(_NUM_FIRST))
+        through = [await _best(server, partial(_through, server, work), runs) for work, runs in works]
         yield {f"{model}, tokens/s of a step and of {_NUM_STEPS} without a pause": [round(rate) for rate in through]}
-        straight = await _best(server, partial(_straight, server, works[0]))
+        straight = await _best(server, partial(_straight, server, works[0][0]), 1)
     gc.collect()
     torch.cuda.empty_cache()
     offline = await asyncio.to_thread(_offline, folder / "model", role, works)
@@ -148,9 +149,9 @@ async def measure_generation(
         )
 
 
-async def _best(server: Server, call: Callable[[], Awaitable[int]]) -> float:
+async def _best(server: Server, call: Callable[[], Awaitable[int]], num_runs: int) -> float:
     rates = list[float]()
-    for _ in range(_NUM_RUNS):
+    for _ in range(num_runs):
         await server.client.flush_cache()
         start = time.perf_counter()
         num_tokens = await call()
@@ -203,7 +204,7 @@ async def _straight(server: Server, work: _Workload) -> int:
         return sum(await asyncio.gather(*(one(request) for request in work.requests())))
 
 
-def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[_Workload]) -> list[float]:
+def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[tuple[_Workload, int]]) -> list[float]:
     """Return tokens/s of SGLang's own engine for each workload, with the options of ours."""
     from sglang.srt.entrypoints.engine import Engine
 
@@ -230,7 +231,7 @@ def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[_Workload]) 
         return sum(len(reply["output_ids"]) for reply in replies) / (time.perf_counter() - start)
 
     try:
-        rate_of(works[0].first(_NUM_FIRST))
-        return [max(rate_of(work) for _ in range(_NUM_RUNS)) for work in works]
+        rate_of(works[0][0].first(_NUM_FIRST))
+        return [max(rate_of(work) for _ in range(runs)) for work, runs in works]
     finally:
         engine.shutdown()

@@ -257,6 +257,12 @@ def _generation(options: PieceOptions, report: Report, *, model: str) -> None:
     _report_all(report, lambda folder: measure_generation(model, folder, options.engine_options))
 
 
+def _drafts(options: PieceOptions, report: Report) -> None:
+    from bench.drafts import measure_drafts
+
+    _report_all(report, lambda folder: measure_drafts(options.engine_model, folder, options.engine_options))
+
+
 def _adapter(options: PieceOptions, report: Report) -> None:
     report_adapter(options, report, device="cuda", rank=_LORA_RANK)
 
@@ -309,5 +315,6 @@ PIECES: Mapping[str, GpuPiece] = {
     "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
+    "drafts": GpuPiece(timeout_s=420, measure=_drafts),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
 }

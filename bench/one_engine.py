@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.manifest import make_header
+from megarl.config.draft import DraftConfig
 from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import Device, dtype_on
@@ -79,6 +80,8 @@ async def serving(
     precision: Literal["bf16", "fp8"] = "bf16",
     adapters: EngineAdapters | None = None,
     role_of: Callable[[Path], RolloutRoleConfig] | None = None,
+    draft: DraftConfig | None = None,
+    max_requests: int = _MAX_REQUESTS,
 ) -> AsyncIterator[Server]:
     """Start an engine with random weights and stop it when the block ends; with `adapters` they come from a file.
 
@@ -90,6 +93,8 @@ async def serving(
     if has_base:
         _write_weights(folder / "model" / "model.safetensors", canonical_tensors(shape), dtype_on(device))
     config = role_of(folder / "model") if role_of is not None else _publish_role(device, options, precision)
+    if draft is not None:
+        config = config.model_copy(update={"draft": draft, "max_running_requests": max_requests})
     spec = EngineSpec(
         index=0,
         model_folder=folder / "model",
@@ -170,8 +175,10 @@ def transfer_to(server: Server) -> TransferSpec:
     )
 
 
-async def full_publish(server: Server) -> FullPublish:
-    """Join this process and the engine."""
+async def full_publish(
+    server: Server, *, fill: Callable[[Mapping[str, torch.Tensor]], None] = lambda _: None
+) -> FullPublish:
+    """Join this process and the engine; `fill` changes the random weights."""
     is_cpu, transfer = server.device == "cpu", transfer_to(server)
     plan = transfer.plan()
     control = EngineControl(server.fleet, timeout_s=TIMEOUT_S)
@@ -185,6 +192,7 @@ async def full_publish(server: Server) -> FullPublish:
     )
     holding = megatron_layout(server.shape, transfer.parallel, dtype=transfer.trainer_dtype).by_rank[0]
     weights = random_weights(holding.tensors, server.device)
+    fill(weights)
     derived = None if transfer.fp8_keep is None else Fp8Tensors(plan, 0, holding, weights)
 
     def join() -> Sender:

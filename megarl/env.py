@@ -156,6 +156,12 @@ MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, records experts,
 or has windows on a GPU."""
 
+DRAFT_ENVIRONMENT: Mapping[str, str] = {
+    # Heads are often trained on short texts: past their context they draft worse, and no token is wrong.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+"""Further variables of an SGLang process with a draft."""
+
 IMAGE_PROCESSORS = EnvVar(
     name="SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE",
     default="",
@@ -236,6 +242,7 @@ def engine_environment(
     shares_devices: bool = False,
     has_own_classes: bool = False,
     takes_images: bool = False,
+    has_draft: bool = False,
 ) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
     environment = {
@@ -248,6 +255,8 @@ def engine_environment(
         environment |= {GLOO_INTERFACE.name: interface, **nccl_interface(interface)}
     if has_own_classes:
         environment |= MODEL_CLASSES_ENVIRONMENT
+    if has_draft:
+        environment |= DRAFT_ENVIRONMENT
     if takes_images:
         environment[IMAGE_PROCESSORS.name] = "megarl.engine.image_processors"
     if device == "cuda":

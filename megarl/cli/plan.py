@@ -311,6 +311,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{timing.num_micro_batches} micro-batches of up to {plan.tokens_per_micro_batch:,} tokens per rank and "
         f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
+        *_draft_notes(answer, timing),
         *_sharing_notes(answer, timing),
         *_image_notes(answer, timing),
     ]
@@ -324,6 +325,22 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
     notes += _run_notes(answer)
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
+
+
+def _draft_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
+    rollout = answer.recipe.roles.rollout
+    draft = None if rollout is None else rollout.draft
+    if draft is None:
+        return []
+    if draft.kind == "ngram" and timing.running_requests > draft.most_requests:
+        return [
+            f"no drafts: SGLang cannot switch n-grams off where an engine has more than {draft.most_requests} requests"
+        ]
+    what = "n-grams of its responses" if draft.kind == "ngram" else str(draft.path)
+    return [
+        f"drafts of {draft.tokens} tokens from {what} while an engine has up to {draft.most_requests} requests; times "
+        "are without them: only a run shows how many are kept (megarl_tokens_per_pass)"
+    ]
 
 
 def _sharing_notes(answer: PlanAnswer, timing: Timing) -> list[str]:

@@ -302,7 +302,8 @@ _SGLANG: Mapping[str, str] = {
     "reasoning_parser": _TOKENS,
     "tool_call_parser": _TOKENS,
     "is_embedding": "a policy generates; remove it",
-    "speculative_*": "a publish would fill the draft model as well; remove it",
+    "enable_draft_weights_cpu_backup": "follows from roles.rollout.draft and the pools; remove it",
+    "speculative_*": "set roles.rollout.draft instead",
 }
 
 _SGLANG_ON_CPU: Mapping[str, str] = {

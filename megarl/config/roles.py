@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.draft import DraftConfig
 from megarl.config.section import PAD_MULTIPLE, Device, DtypeName, Section, dtype_on
 from megarl.errors import DataError
 
@@ -253,6 +254,11 @@ class EngineRoleConfig(Section):
         return None
 
     @property
+    def served_draft(self) -> DraftConfig | None:
+        """The draft that guesses tokens in the engines; None where nothing does."""
+        return None
+
+    @property
     def gives_up_memory(self) -> bool:
         """Whether engines that share a pool give up memory there while others compute."""
         return True
@@ -314,11 +320,20 @@ class RolloutRoleConfig(EngineRoleConfig):
     """The treatment of running requests during a publish, with `train.max_staleness` above 0. `abort` (if null): they
     end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
     that is computed again; `in_place`: they go on with the one they have, of the weights before."""
+    draft: DraftConfig | None = None
+    """Speculative decoding: several tokens for one pass of the policy, with the policy's probabilities. GPUs only."""
     canary_every: PositiveInt | None = 10
     """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
     workers: NonNegativeInt | None = None
     """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
     until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 1."""
+
+    @property
+    def served_draft(self) -> DraftConfig | None:
+        draft = self.draft
+        # SGLang switches n-grams neither off nor on.
+        is_off = draft is not None and draft.kind == "ngram" and self.running_requests > draft.most_requests
+        return None if is_off else draft
 
     @property
     def gives_up_memory(self) -> bool:

@@ -26,6 +26,8 @@ from megarl.types import ImagePlace, JsonValue, PolicyVersion
 CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
 _TOLD_APART = 64
+_TARGET: Mapping[str, JsonValue] = {"selector": "target"}
+"""The model that generates, and not its draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,8 @@ class EngineClient:
         if version is not None:
             body["weight_version"] = str(version)
         async with self._weight_session():
+            # A draft stays as it is: SGLang would hand the payload to its ranks too.
+            body |= _TARGET if self._has_sessions else {"disable_draft_model": True}
             await self.control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     @asynccontextmanager
@@ -224,7 +228,7 @@ class EngineClient:
         """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
         if self._has_sessions is not False:
             response = await self._send(
-                "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
+                "begin weight update", "/begin_weight_update", _TARGET, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
             )
             # An unknown path is guarded by the other key.
             self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)

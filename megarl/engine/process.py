@@ -115,6 +115,16 @@ class EngineSpec:
         return self.run_folder / "engines" / f"{name}_{self.index}{part}.log"
 
     @property
+    def switch_path(self) -> Path:
+        """The file that says for which numbers of requests the engine drafts."""
+        return self.log_path.with_suffix(".draft.json")
+
+    @property
+    def has_saver(self) -> bool:
+        """Whether it gives up memory to others on its GPU."""
+        return self.shares_devices and self.device == "cuda" and self.config.gives_up_memory
+
+    @property
     def has_own_classes(self) -> bool:
         """Whether SGLang takes our model classes."""
         has_shared_expert = self.adapters is not None and self.adapters.has_shared_expert
@@ -154,6 +164,11 @@ class EngineProcess:
         keys = self.spec.keys
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self._keys_path, f"api-key: {keys.api}\nadmin-api-key: {keys.admin}\n")
+        draft = self.spec.config.served_draft
+        if draft is not None and draft.kind != "ngram":
+            from megarl.engine.drafts import write_switch  # noqa: PLC0415 - few engines have one
+
+            write_switch(draft, self.spec.switch_path)
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
         self._process = start_guarded(
             server,
@@ -164,6 +179,7 @@ class EngineProcess:
                 shares_devices=self.spec.shares_devices,
                 has_own_classes=self.spec.has_own_classes,
                 takes_images=self.spec.images is not None,
+                has_draft=draft is not None,
             ),
             output=subprocess.PIPE,
         )
@@ -295,7 +311,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
     overrides = _model_overrides(spec)
     flags += ["--json-model-override-args", json.dumps(overrides)] if overrides else []
-    if spec.shares_devices and spec.device == "cuda" and config.gives_up_memory:
+    if spec.has_saver:
         # Frozen models give up their weights as well, and no publish restores these.
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
@@ -303,6 +319,10 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     words += [] if spec.device == "cpu" else _graph_words(config)
     words += [] if spec.images is None else image_words(spec.images)
+    if config.served_draft is not None:
+        from megarl.engine.drafts import draft_words  # noqa: PLC0415 - few engines have one
+
+        words += draft_words(config.served_draft, switch=spec.switch_path, has_saver=spec.has_saver)
     module = "cpu" if spec.device == "cpu" else "server"
     words += [*flags, *spec.options, *_native_words(config.sglang)]
     return [sys.executable, "-m", f"megarl.engine.{module}", *words]

@@ -67,6 +67,8 @@ class Response(SampledTokens):
     finish_reason: FinishReason
     num_cached: int = 0
     """Tokens of the request that the engine had in its cache."""
+    num_passes: int = 0
+    """Passes that checked drafted tokens of the response."""
 
     @classmethod
     def nothing(cls) -> Response:
@@ -127,6 +129,7 @@ class _Meta(msgspec.Struct):
     routed_experts: bytes | None = None
     cached_tokens: _Int32 | None = None
     prompt_tokens: _Int32 | None = None
+    spec_verify_ct: _Int32 = 0
     megarl_read_images: list[str] = []
 
 
@@ -151,12 +154,17 @@ def read_response(content: bytes, expected: Expectation) -> Response:
     finish_reason = _finish_reason(meta.finish_reason, expected)
     _check_images(meta, expected)
     is_cut = finish_reason is FinishReason.ABORT
-    token_ids = _token_ids(reply, expected, fewest=0 if is_cut else 1)
+    is_drafted = meta.spec_verify_ct > 0
+    token_ids = _token_ids(reply, expected, fewest=0 if is_cut else 1, may_be_too_many=is_drafted)
     # A request that was aborted before its first token has no log-probabilities.
     logprobs = _logprobs(meta.output_token_logprobs if len(token_ids) else [], token_ids)
-    _check_end(finish_reason, meta.finish_reason, token_ids, expected)
-    # An abort hides whether the last token was an end token. It is drawn again, with the same random numbers.
-    num_kept = max(len(token_ids) - 1, 0) if is_cut else len(token_ids)
+    num_kept = len(token_ids)
+    if is_drafted:
+        num_kept, finish_reason = _drafted_end(finish_reason, token_ids, expected)
+    _check_end(finish_reason, meta.finish_reason, token_ids[:num_kept], expected)
+    if is_cut and not is_drafted:
+        # An abort hides whether the last token was an end token. It is drawn again, with the same random numbers.
+        num_kept = max(num_kept - 1, 0)
     return Response(
         token_ids=token_ids[:num_kept],
         logprobs=logprobs[:num_kept],
@@ -164,6 +172,7 @@ def read_response(content: bytes, expected: Expectation) -> Response:
         finish_reason=finish_reason,
         is_cut=finish_reason is FinishReason.LENGTH,
         num_cached=meta.cached_tokens or 0,
+        num_passes=meta.spec_verify_ct,
         routes=None if expected.routes is None else _routes(meta, expected.routes, len(token_ids), num_kept),
     )
 
@@ -203,9 +212,10 @@ def _finish_reason(finish: _Finish, expected: Expectation) -> FinishReason:
     return FinishReason(finish.type)
 
 
-def _token_ids(reply: _Reply, expected: Expectation, *, fewest: int) -> TokenArray:
+def _token_ids(reply: _Reply, expected: Expectation, *, fewest: int, may_be_too_many: bool) -> TokenArray:
     token_ids = _output_ids(reply)
-    if not fewest <= len(token_ids) <= expected.max_response_tokens:
+    most = len(token_ids) if may_be_too_many else expected.max_response_tokens
+    if not fewest <= len(token_ids) <= most:
         raise BadReplyError(f"{len(token_ids)} tokens, asked for {fewest} to {expected.max_response_tokens}")
     outside = token_ids[(token_ids < 0) | (token_ids >= expected.vocab)]
     if outside.size:
@@ -266,6 +276,22 @@ def _routes(meta: _Meta, asked: RouteRequest, num_tokens: int, num_kept: int) ->
         return asked.read(meta.routed_experts, num_tokens=num_tokens, num_kept=num_kept)
     except ValueError as error:
         raise BadReplyError(f"routed_experts: {error}") from None
+
+
+def _drafted_end(finish_reason: FinishReason, token_ids: TokenArray, expected: Expectation) -> tuple[int, FinishReason]:
+    """Return how many tokens of a response with drafts count, and how it ends.
+
+    SGLang looks for an abort, then for the longest response, and for an end token only where it found neither: the last
+    pass may have gone past one. No token is drawn again after an abort: where it falls depends on the last token, which
+    would have other odds.
+    """
+    ends = np.flatnonzero(np.isin(token_ids, list(expected.eos_ids)))
+    most = expected.max_response_tokens
+    if len(ends) and ends[0] < most:
+        return int(ends[0]) + 1, FinishReason.STOP
+    if len(token_ids) >= most and finish_reason is not FinishReason.STOP:
+        return most, FinishReason.LENGTH
+    return len(token_ids), finish_reason
 
 
 def _check_end(finish_reason: FinishReason, finish: _Finish, token_ids: TokenArray, expected: Expectation) -> None:

@@ -1,8 +1,8 @@
 """Starts released SGLang with the replies of `server_replies`: `python -m megarl.engine.server <its arguments>`.
 
 A second hook of its plugin registry lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then,
-and takes a core of the machine that trains for each rank of an engine. (On a GPU the workers are spawned, without the
-hooks.)
+and takes a core of the machine that trains for each rank of an engine. (On a GPU the workers are spawned, and have
+hooks for drafts alone.)
 
 Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
 interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
@@ -23,6 +23,11 @@ import yaml
 from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_flat_logprobs
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
+
+if __name__ != "__main__" and "--speculative-algorithm" in sys.argv:
+    from megarl.engine.drafts import register_hooks
+
+    register_hooks(sys.argv)
 
 if ONE_CARD.read():
     # SGLang imports the main module in each process that it spawns.

@@ -259,6 +259,12 @@ CACHED_PROMPTS = _gauge(
     "Share of the tokens of requests, prompts and histories of episodes, that engines found in their caches",
     source="step.cached_prompt_ratio",
 )
+TOKENS_PER_PASS = _gauge(
+    "rollout",
+    "tokens_per_pass",
+    "Tokens of a response for each pass of the policy over drafted ones; 1 where no draft is kept",
+    source="step.tokens_per_pass",
+)
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups waiting to be trained on")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "Limit on groups that wait or are in progress")
 UNDER_WAY = _gauge("rollout", "under_way_groups", "Groups being generated or scored")

@@ -55,6 +55,7 @@ class Observer:
         self._step_warnings = StepWarnings()
         self._group_seconds: list[float] = []
         self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_drafted_tokens = self._num_draft_passes = 0
         """Tokens that requests brought since the last step, and those of them that engines had in their caches."""
         self._failing: set[str] = set()
         """Names of the sinks that cannot write now."""
@@ -108,7 +109,8 @@ class Observer:
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
         self._measure_tail()
-        summary = replace(summary, cached_prompt_ratio=self._take_cached_ratio())
+        ratio, tokens = self._take_cached_ratio(), self._take_tokens_per_pass()
+        summary = replace(summary, cached_prompt_ratio=ratio, tokens_per_pass=tokens)
         self.emit(StepFinished(summary=summary, phase_seconds=phase_seconds))
 
     def publish_failed(self, version: PolicyVersion, reason: str) -> None:
@@ -186,6 +188,11 @@ class Observer:
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached
 
+    def draft_checked(self, num_tokens: int, *, num_passes: int) -> None:
+        """Count the tokens of responses for which drafts were checked, and the passes of the policy for them."""
+        self._num_drafted_tokens += num_tokens
+        self._num_draft_passes += num_passes
+
     def measured(self, role: str, seconds: Mapping[int, float]) -> None:
         """Export the slowest member of a role over the median: `seconds` has the time of each in one window."""
         if seconds:
@@ -228,6 +235,11 @@ class Observer:
         num_tokens, num_cached = self._num_prompt_tokens, self._num_cached_tokens
         self._num_prompt_tokens = self._num_cached_tokens = 0
         return num_cached / num_tokens if num_tokens else None
+
+    def _take_tokens_per_pass(self) -> float | None:
+        num_tokens, num_passes = self._num_drafted_tokens, self._num_draft_passes
+        self._num_drafted_tokens = self._num_draft_passes = 0
+        return num_tokens / num_passes if num_passes else None
 
     def _measure_tail(self) -> None:
         seconds, self._group_seconds = self._group_seconds, []

@@ -166,6 +166,9 @@ class StepSummary:
     cached_prompt_ratio: float | None = field(default=None, compare=False)
     """Share of the tokens that requests brought which engines had in their caches, since the step before; None without
     a request, and in events of earlier versions."""
+    tokens_per_pass: float | None = field(default=None, compare=False)
+    """Tokens of a response for each pass of the policy over drafted ones, since the step before; None without drafts,
+    and in events of earlier versions."""
 
     @property
     def computed_ratio(self) -> float | None:

@@ -192,10 +192,10 @@ class _PoolLedgers:
         if engine is None:
             return
         if has_weights:
-            text_bytes = engine.weight_bytes - engine.tower_bytes
+            text_bytes = engine.weight_bytes - engine.tower_bytes - engine.draft_bytes
             yield LedgerItem(name="engine weights", num_bytes=text_bytes, is_exact=True)
-            if engine.tower_bytes:
-                yield LedgerItem(name="engine tower", num_bytes=engine.tower_bytes, is_exact=True)
+            others = {"engine tower": engine.tower_bytes, "engine draft": engine.draft_bytes}
+            yield from (LedgerItem(name=name, num_bytes=size, is_exact=True) for name, size in others.items() if size)
         if engine.adapter_bytes:
             yield LedgerItem(name="adapter slots", num_bytes=engine.adapter_bytes, is_exact=True)
         if has_cache:

@@ -13,6 +13,7 @@ from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
 from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
+from megarl.planner.draft import draft_memory
 from megarl.planner.hardware import GpuModel
 from megarl.planner.tower import engine_tower_parameters
 from megarl.weights.algebra.slices import ITEM_BYTES, Layout, TensorSpec
@@ -57,6 +58,8 @@ class EngineMemory:
     weight_bytes: int
     tower_bytes: int
     """Weights of what sees images; part of `weight_bytes`."""
+    draft_bytes: int
+    """Weights of a draft; part of `weight_bytes`."""
     adapter_bytes: int
     """Memory that is reserved for the adapters of all versions that are loaded at a time."""
     expert_bytes: int
@@ -288,7 +291,9 @@ def engine_memory(
     item_bytes = 1 if rollout.has_fp8_cache else ITEM_BYTES[dtype_on(device)]
     weights = _engine_weights(shape, rollout.tensor, rollout.expert, device, rollout.fp8_keep)
     tower_bytes = ITEM_BYTES[dtype_on(device)] * engine_tower_parameters(shape, tensor=rollout.tensor)
-    weight_bytes = weights.held_bytes + tower_bytes
+    draft = draft_memory(rollout.served_draft, tensor=rollout.tensor, device=device)
+    draft_bytes = 0 if draft is None else draft.weight_bytes
+    weight_bytes = weights.held_bytes + tower_bytes + draft_bytes
     adapter_bytes = 0
     if lora is not None:
         adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
@@ -305,10 +310,13 @@ def engine_memory(
     else:
         # SGLang takes its fraction of the memory that is free when its context exists.
         static_bytes = int((capacity_bytes - ENGINE_CONTEXT_BYTES) * rollout.memory_fraction)
-        cached_tokens = max(0, static_bytes - weight_bytes - adapter_bytes - states_bytes) // per_token
+        counted = per_token if draft is None else per_token * (shape.num_layers + draft.num_layers) // shape.num_layers
+        cached_tokens = max(0, static_bytes - weight_bytes - adapter_bytes - states_bytes) // counted
+    per_token += 0 if draft is None else draft.cache_bytes_per_token
     return EngineMemory(
         weight_bytes=weight_bytes,
         tower_bytes=tower_bytes,
+        draft_bytes=draft_bytes,
         adapter_bytes=adapter_bytes,
         expert_bytes=weights.expert_bytes,
         cache_bytes=cached_tokens * per_token + states_bytes,

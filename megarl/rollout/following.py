@@ -92,6 +92,9 @@ class WorkerReport:
     """Tokens that requests brought."""
     num_cached_tokens: int
     """Tokens among them that the engines had in their caches."""
+    num_drafted_tokens: int
+    """Tokens of responses for which engines checked drafts."""
+    num_draft_passes: int
     score_seconds: tuple[float, ...]
     failed_scores: dict[str, int]
     num_addressed: int
@@ -106,6 +109,8 @@ class RequestCounts:
     causes: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_draft_passes: int = 0
 
     def request_retried(self, cause: str) -> None:
         self.causes[cause] += 1
@@ -113,6 +118,10 @@ class RequestCounts:
     def prompt_read(self, num_tokens: int, *, num_cached: int) -> None:
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
+
+    def draft_checked(self, num_tokens: int, *, num_passes: int) -> None:
+        self.num_drafted_tokens += num_tokens
+        self.num_draft_passes += num_passes
 
 
 class ScoreCounts(Observer):
@@ -219,6 +228,8 @@ class FollowingFleet:
             retries=dict(self._requests.causes),
             num_prompt_tokens=self._requests.num_prompt_tokens,
             num_cached_tokens=self._requests.num_cached_tokens,
+            num_drafted_tokens=self._requests.num_drafted_tokens,
+            num_draft_passes=self._requests.num_draft_passes,
             score_seconds=tuple(self.scores.seconds),
             failed_scores=dict(self.scores.failures),
             num_addressed=self.scores.num_addressed,
@@ -289,6 +300,7 @@ async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -
     for cause in Counter(report.retries).elements():
         fleet.requests.request_retried(cause)
     fleet.requests.prompt_read(report.num_prompt_tokens, num_cached=report.num_cached_tokens)
+    fleet.requests.draft_checked(report.num_drafted_tokens, num_passes=report.num_draft_passes)
     for seconds in report.score_seconds:
         observer.scored(seconds)
     for cause in Counter(report.failed_scores).elements():

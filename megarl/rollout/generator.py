@@ -217,10 +217,15 @@ class FleetGenerator:
             response = read_response(reply.content, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
-        throughput = Throughput(num_requests=1, num_tokens=len(response.token_ids), seconds=seconds)
-        self.fleet.answered(engine, throughput)
-        self.fleet.requests.prompt_read(num_sent, num_cached=response.num_cached)
+        self._count(engine, response, num_sent=num_sent, seconds=seconds)
         return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
+
+    def _count(self, engine: Engine, response: Response, *, num_sent: int, seconds: float) -> None:
+        num_tokens = len(response.token_ids)
+        self.fleet.answered(engine, Throughput(num_requests=1, num_tokens=num_tokens, seconds=seconds))
+        self.fleet.requests.prompt_read(num_sent, num_cached=response.num_cached)
+        if response.num_passes:
+            self.fleet.requests.draft_checked(num_tokens, num_passes=response.num_passes)
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(

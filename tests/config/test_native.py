@@ -44,7 +44,7 @@ def test_an_option_of_the_right_type_is_passed_on(library: Library, name: str, v
         ),
         ("sglang", "cuda_graph_bs_decode", [1, "2"], '[1, "2"]: sglang takes list[int] here'),
         ("sglang", "tokenizer_path", "mine", "engines work on token ids and load no tokenizer; remove it"),
-        ("sglang", "speculative_algorithm", "EAGLE3", "a publish would fill the draft model as well; remove it"),
+        ("sglang", "speculative_algorithm", "EAGLE3", "set roles.rollout.draft instead"),
         ("sglang", "xyzzy", 1, "sglang 0.5.21 has no such option; remove it"),
     ],
 )

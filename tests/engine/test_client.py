@@ -230,7 +230,9 @@ def test_weights_are_loaded_inside_a_session_and_never_flush() -> None:
         "load_format": "x.y",
         "flush_cache": False,
         "weight_version": "3",
+        "selector": "target",
     }
+    assert json.loads(engine.asked[0].content) == {"selector": "target"}
 
 
 @pytest.mark.parametrize("status", [404, 401])
@@ -238,6 +240,8 @@ def test_an_older_engine_without_sessions_is_asked_for_one_once(status: int) -> 
     engine = Recorder(begin_weight_update=status, end_weight_update=status)
     load(engine, times=2)
     assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
+    bodies = [json.loads(asked.content) for asked in engine.asked[1:]]
+    assert [(body["disable_draft_model"], "selector" in body) for body in bodies] == [(True, False)] * 2
 
 
 ASLEEP_AND_AWAKE = {

@@ -224,6 +224,27 @@ def test_a_request_that_a_pause_ended_before_it_began_has_no_tokens() -> None:
     assert (response.finish_reason, response.token_ids.tolist()) == (FinishReason.ABORT, [])
 
 
+@pytest.mark.parametrize(
+    ("reason", "tokens", "kept", "expected"),
+    [
+        ("abort", [5, 6], [5, 6], FinishReason.ABORT),  # drawn again, the last one would have other odds
+        ("abort", [5, 2, 6], [5, 2], FinishReason.STOP),
+        ("abort", [5, 6, 7, 8], [5, 6, 7], FinishReason.LENGTH),
+        ("length", [5, 2, 6], [5, 2], FinishReason.STOP),
+        ("length", [5, 6, 7], [5, 6, 7], FinishReason.LENGTH),
+        ("stop", [5, 2], [5, 2], FinishReason.STOP),
+    ],
+)
+def test_a_response_with_drafts_ends_where_it_would_without(
+    reason: str, tokens: list[int], kept: list[int], expected: FinishReason
+) -> None:
+    reply = with_tokens(*tokens, finish_reason={"type": reason}, spec_verify_ct=2)
+    response = read(reply, interrupted())
+    assert (response.token_ids.tolist(), response.finish_reason) == (kept, expected)
+    assert (len(response.logprobs), len(response.versions)) == (len(kept), len(kept))
+    assert (response.num_passes, response.is_cut) == (2, expected is FinishReason.LENGTH)
+
+
 def test_an_end_token_within_a_response_that_was_cut_is_refused() -> None:
     with pytest.raises(BadReplyError, match="tokens after an end token"):
         read(aborted(with_tokens(5, 2, 6)), interrupted())

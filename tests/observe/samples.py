@@ -181,6 +181,7 @@ def step_summary(
         seconds=2.0,
         tokens_per_second=1200.0,
         cached_prompt_ratio=0.75,
+        tokens_per_pass=2.5,
     )
 
 

@@ -63,6 +63,7 @@ class ScriptedRun:
         for _ in range(4):
             observer.group_generated(seconds=0.5, num_rollouts=4, num_tokens=32)
             observer.prompt_read(64, num_cached=48)
+            observer.draft_checked(32, num_passes=16)
             observer.scored(0.01)
         with observer.phase("update"):
             pass

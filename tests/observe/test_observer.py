@@ -48,6 +48,17 @@ def test_a_step_has_the_share_of_prompts_that_engines_had_in_their_caches() -> N
     ]
 
 
+def test_a_step_has_the_tokens_of_a_pass_over_drafts() -> None:
+    sink = ListSink()
+    observer = Observer([sink])
+    observer.draft_checked(100, num_passes=40)
+    observer.draft_checked(50, num_passes=20)
+    observer.step_summarized(step_summary(1))
+    observer.step_summarized(step_summary(2))
+    found = [event.summary.tokens_per_pass for event in sink.events if isinstance(event, StepFinished)]
+    assert found == [2.5, None]
+
+
 def test_the_warnings_of_a_step_come_before_it() -> None:
     sink = ListSink()
     with Observer([sink]) as observer:

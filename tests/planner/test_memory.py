@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 
+from megarl.config.draft import ModelDraftConfig, NgramDraftConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.roles import RolloutRoleConfig
 from megarl.families import PUBLIC_MODELS
@@ -18,6 +20,8 @@ from megarl.planner.memory import (
     planned_cached_tokens,
     stage_memory,
 )
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from megarl.weights.layouts.canonical import num_parameters
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.planner.recipes import make_recipe
@@ -106,6 +110,22 @@ def test_the_cache_takes_what_the_fraction_leaves() -> None:
     limit = 0.6 * (H100.memory_bytes - ENGINE_CONTEXT_BYTES)
     assert limit - engine.cache_bytes_per_token < engine.weight_bytes + engine.cache_bytes <= limit
     assert planned_cached_tokens(SHAPE, recipe.roles.rollout, H100) == engine.cached_tokens
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_draft_takes_weights_and_cache_of_its_own(tensor: int, tmp_path: Path) -> None:
+    small = TinyShape(vocab=SHAPE.vocab)
+    write_tiny_model(tmp_path, small, seed=0)
+    plain = RolloutRoleConfig(pool="all", tensor=tensor)
+    drafting = plain.model_copy(update={"draft": ModelDraftConfig(kind="model", path=tmp_path)})
+    one, other = (engine_memory(SHAPE, each, H100.memory_bytes) for each in (plain, drafting))
+    assert other.draft_bytes == other.weight_bytes - one.weight_bytes
+    assert other.draft_bytes == 2 * num_parameters(small.as_model()) // tensor
+    cached = 2 * 2 * 2 * 2 * 16 // tensor  # keys and values of two layers with two heads each, two bytes
+    assert other.cache_bytes_per_token == one.cache_bytes_per_token + cached
+    assert other.cached_tokens < one.cached_tokens
+    ngram = plain.model_copy(update={"draft": NgramDraftConfig(kind="ngram")})
+    assert engine_memory(SHAPE, ngram, H100.memory_bytes) == one
 
 
 @pytest.mark.parametrize(

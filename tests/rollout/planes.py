@@ -61,6 +61,9 @@ class Counts:
         assert num_cached <= num_tokens
         self.num_cached += num_cached
 
+    def draft_checked(self, num_tokens: int, *, num_passes: int) -> None:
+        raise AssertionError("no engine here drafts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:

@@ -98,11 +98,13 @@ async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None
     worker.fleet.answered(mine[2], throughput)
     worker.fleet.requests.request_retried("EngineError")
     worker.fleet.requests.prompt_read(100, num_cached=75)
+    worker.fleet.requests.draft_checked(50, num_passes=20)
     worker.scores.scored(0.5)
     worker.scores.judge_answered("fair at http://judge", "judge-1", "")
     # At once: an engine failed.
     report = await asyncio.wait_for(worker.report(within_s=600), timeout=60)
     assert (report.answered, report.retries, report.score_seconds) == ({2: throughput}, {"EngineError": 1}, (0.5,))
+    assert (report.num_drafted_tokens, report.num_draft_passes) == (50, 20)
     assert report.judges == (("fair at http://judge", "judge-1", ""),)
     again = await worker.report(within_s=0.01)
     assert (again.complaints, again.answered, again.retries, again.score_seconds) == ((), {}, {}, ())
@@ -117,7 +119,13 @@ async def test_a_report_tells_the_driver_what_failed_and_what_answered() -> None
     await apply_report(report, fleet, Observer(()))
     # Nobody supervises this fleet: the engine in doubt is asked, and answers.
     assert states == [(0, EngineState.SUSPECT), (0, EngineState.HEALTHY), (1, EngineState.STALE)]
-    assert counts == RequestCounts(causes=Counter({"EngineError": 1}), num_prompt_tokens=100, num_cached_tokens=75)
+    assert counts == RequestCounts(
+        causes=Counter({"EngineError": 1}),
+        num_prompt_tokens=100,
+        num_cached_tokens=75,
+        num_drafted_tokens=50,
+        num_draft_passes=20,
+    )
 
 
 async def test_a_complaint_about_an_engine_that_was_restarted_or_filled_since_is_ignored() -> None:

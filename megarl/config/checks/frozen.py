@@ -164,13 +164,13 @@ def check_teachers(
         if num_tokens > shape.max_context_tokens:
             message = f"its context of {shape.max_context_tokens} tokens is below the {num_tokens} of prompt + response"
             yield Problem(key=key, message=f"{message}; lower sampling.max_response_tokens, or name another model")
-        difference = _difference(config.model, policy_folder, shape, policy)
+        difference = vocabulary_difference(config.model, policy_folder, shape, policy)
         if difference is not None:
             message = f"{difference}; a teacher scores the policy's tokens: name a model with the same tokenizer"
             yield Problem(key=key, message=message)
 
 
-def _difference(teacher: Path, policy: Path, shape: ModelShape, policy_shape: ModelShape) -> str | None:
+def vocabulary_difference(teacher: Path, policy: Path, shape: ModelShape, policy_shape: ModelShape) -> str | None:
     """Return how two vocabularies differ; None if the tokens are the same, whatever the padding of their heads."""
     files = [folder / _TOKENIZER for folder in (teacher, policy)]
     if not all(file.is_file() for file in files):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
+from megarl.config.checks.draft import check_draft, check_drafted_model
 from megarl.config.checks.files import (
     check_data_files,
     check_key_files,
@@ -78,6 +79,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *problems,
         *check_split(recipe, shape),
         *_other_models(recipe.roles, shape),
+        *check_drafted_model(recipe, shape),
         *check_frozen_models(recipe.roles, device=recipe.run.device),
         *check_teachers(
             recipe.roles,
@@ -173,6 +175,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
+    yield from check_draft(recipe)
     device = recipe.run.device
     lora = recipe.model.lora
     is_adapted, adapts_experts = lora is not None, lora is not None and lora.is_merged

@@ -42,6 +42,7 @@ _KEYS_OF_STARTED_ENGINES = (
     "sglang",
     "precision",
     "keep_bf16",
+    "draft",
 )
 
 

@@ -1,0 +1,63 @@
+"""The recipe's `roles.rollout.draft`: who guesses the next tokens, which the policy then checks in one pass.
+
+A guess changes no probability: a token is kept with the probability that the policy gives it, else another is drawn
+from what remains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, PositiveInt
+
+from megarl.config.section import Section
+
+_TOKENS_AT_ONCE = 256
+"""Tokens of a pass on an H100 or H200 up to which it reads weights for longer than it multiplies."""
+
+
+class _DraftConfig(Section):
+    num_tokens: PositiveInt | None = None
+    """Tokens that are guessed for each pass of the policy; null: 3, and 7 with ngram."""
+    max_requests: PositiveInt | None = None
+    """Requests of an engine up to which it guesses; null: as many as have 256 tokens in a pass, guesses included. Above
+    it an engine switches to passes without guesses, and back; with ngram SGLang cannot, and an engine that gets more
+    requests at a time starts without guesses."""
+
+    @property
+    def tokens(self) -> int:
+        return self.num_tokens or 3
+
+    @property
+    def most_requests(self) -> int:
+        return self.max_requests or max(1, _TOKENS_AT_ONCE // (self.tokens + 1))
+
+
+class NgramDraftConfig(_DraftConfig):
+    """Guesses what followed the last tokens where they occurred before, in any response of the engine."""
+
+    kind: Literal["ngram"]
+
+    @property
+    def tokens(self) -> int:
+        return self.num_tokens or 7
+
+
+class ModelDraftConfig(_DraftConfig):
+    """A small model of the same vocabulary guesses. It stays as it is while the policy learns."""
+
+    kind: Literal["model"]
+    path: Path
+    """Its folder."""
+
+
+class EagleDraftConfig(_DraftConfig):
+    """An EAGLE or EAGLE-3 head of the policy's model guesses. It stays as it is while the policy learns."""
+
+    kind: Literal["eagle"]
+    path: Path
+    """Its folder."""
+
+
+DraftConfig: TypeAlias = Annotated[NgramDraftConfig | ModelDraftConfig | EagleDraftConfig, Field(discriminator="kind")]

@@ -1,0 +1,119 @@
+"""Drafted tokens in SGLang: the options of a server, and two hooks for what SGLang itself lacks.
+
+SGLang keeps a drafted token with the policy's probability of it, so that any draft leaves the distribution as it is, if
+a token has no two successors that are equal. N-gram drafts have them: free places are filled with token 0, each as a
+further successor of the last token, and its probability would count several times. `as_chain` hangs every place on the
+one before. `add_switch` lets an engine with a small model go on without drafts while it has many requests, as SGLang
+does for EAGLE alone.
+
+Only engines with a draft open this module: the process that starts one, and its schedulers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from megarl.config.draft import DraftConfig, NgramDraftConfig
+from megarl.config.model import read_eagle_head
+from megarl.errors import MachineError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+ALGORITHM = "--speculative-algorithm"
+_SWITCH = "--speculative-adaptive-config"
+_CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get"
+_WORKER = "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__"
+
+
+def draft_words(draft: DraftConfig, *, switch: Path, has_saver: bool) -> list[str]:
+    """Return the words of a command line; `switch` is where `write_switch` wrote, `has_saver` whether weights leave."""
+    words = [ALGORITHM, _algorithm(draft), "--speculative-num-draft-tokens", str(draft.tokens + 1)]
+    if isinstance(draft, NgramDraftConfig):
+        # One successor for each token: a tree of guesses is for batches of a few requests.
+        return [*words, "--speculative-ngram-min-bfs-breadth", "1", "--speculative-ngram-max-bfs-breadth", "1"]
+    words += ["--speculative-num-steps", str(draft.tokens), "--speculative-eagle-topk", "1"]
+    # The policy's weights come with a publish, and those of the draft from its folder, once.
+    words += ["--speculative-draft-model-path", str(draft.path.absolute()), "--speculative-draft-load-format", "auto"]
+    words += ["--enable-draft-weights-cpu-backup"] if has_saver else []
+    words += ["--speculative-adaptive"] if draft.kind == "eagle" else []
+    return [*words, _SWITCH, str(switch)]
+
+
+def _algorithm(draft: DraftConfig) -> str:
+    match draft.kind:
+        case "ngram":
+            return "NGRAM"
+        case "model":
+            return "STANDALONE"
+        case "eagle":
+            return "EAGLE3" if read_eagle_head(draft.path).is_third else "EAGLE"
+
+
+def write_switch(draft: DraftConfig, path: Path) -> None:
+    """Write the numbers of tokens that SGLang may draft, by the least number of requests that they are for.
+
+    Up to `most_requests` it measures how many are kept, and tries without a draft where fewer than a quarter of a token
+    are in each pass; above, it never drafts.
+    """
+    few = {"candidate_steps": [0, draft.tokens], "up_hysteresis": 0.0, "down_hysteresis": -0.25}
+    many = {"candidate_steps": [0]}
+    path.write_text(json.dumps({"1": few, str(draft.most_requests + 1): many}))
+
+
+def register_hooks(arguments: Sequence[str]) -> None:
+    """Register what a scheduler of a server with these arguments needs; it applies hooks when it loads its plugins."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in the server
+
+    algorithm = arguments[arguments.index(ALGORITHM) + 1]
+    if algorithm == "NGRAM":
+        HookRegistry.register(_CORPUS, as_chain, HookType.AROUND)
+        HookRegistry.apply_hooks()
+        # SGLang goes on where it cannot apply one, and this engine would draw from another distribution.
+        if not hasattr(resolve_name(_CORPUS), "__wrapped__"):
+            raise MachineError(f"this SGLang drafts n-grams elsewhere than in {_CORPUS}; remove roles.rollout.draft")
+    elif algorithm == "STANDALONE":
+        config_path = arguments[arguments.index(_SWITCH) + 1]
+
+        def with_switch(start: Callable[..., None], worker: _Worker, *args: object, **kwargs: object) -> None:
+            start(worker, *args, **kwargs)
+            add_switch(worker, config_path)
+
+        HookRegistry.register(_WORKER, with_switch, HookType.AROUND)
+
+
+_Drafts = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.uint8]"]
+
+
+def as_chain(draft: Callable[..., _Drafts], corpus: object, request_ids: list[str], *args: object) -> _Drafts:
+    """Return SGLang's drafts with each token as the only successor of the one before, whatever it hung them on."""
+    tokens, mask = draft(corpus, request_ids, *args)
+    width = len(tokens) // max(1, len(request_ids))
+    chain = np.tril(np.ones((width, width), dtype=mask.dtype))
+    return tokens, np.broadcast_to(chain, (len(request_ids), width, width)).reshape(mask.shape).copy()
+
+
+class _Worker(Protocol):
+    """The fields of SGLang's worker that are used."""
+
+    speculative_num_steps: int
+    adaptive_controller: object
+
+
+def add_switch(worker: _Worker, config_path: str) -> None:
+    """Give the worker of a small model the controller that SGLang has for EAGLE, whose worker it extends."""
+    from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController  # noqa: PLC0415
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams  # noqa: PLC0415
+
+    if "policy" in inspect.signature(AdaptiveController).parameters:  # from 0.5.21, at the latest
+        policy = AdaptiveSpeculativeParams(initial_steps=worker.speculative_num_steps, cfg_path=config_path)
+        worker.adaptive_controller = AdaptiveController(worker, policy)
+    else:
+        worker.adaptive_controller = AdaptiveController(worker, config_path)

@@ -1,0 +1,125 @@
+"""What SGLang is told about drafts, and the hooks in its schedulers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.draft import DraftConfig, EagleDraftConfig, ModelDraftConfig, NgramDraftConfig
+from megarl.config.roles import RolloutRoleConfig
+from megarl.engine.drafts import as_chain, draft_words, write_switch
+from megarl.engine.process import EngineSpec
+from megarl.env import engine_environment
+from tests.engine.engines import engine_spec
+from tests.engine.test_process import words_of
+
+NGRAM = NgramDraftConfig(kind="ngram")
+MODEL = ModelDraftConfig(kind="model", path=Path("/small"))
+
+
+def spec_with(draft: DraftConfig, tmp_path: Path, *, requests: int = 16) -> EngineSpec:
+    config = RolloutRoleConfig(pool="all", max_running_requests=requests, draft=draft)
+    return replace(engine_spec(tmp_path / "model", tmp_path / "run"), device="cuda", config=config)
+
+
+def value_of(option: str, words: list[str]) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_a_model_drafts_with_its_own_weights_beside_those_of_a_publish(tmp_path: Path) -> None:
+    words = words_of(spec_with(MODEL, tmp_path))
+    assert value_of("--speculative-algorithm", words) == "STANDALONE"
+    assert value_of("--speculative-num-steps", words) == "3"
+    assert value_of("--speculative-num-draft-tokens", words) == "4"
+    assert value_of("--speculative-draft-model-path", words) == "/small"
+    assert value_of("--speculative-draft-load-format", words) == "auto"
+    assert "--enable-draft-weights-cpu-backup" not in words
+
+
+def test_a_draft_comes_back_with_the_memory_that_an_engine_gave_up(tmp_path: Path) -> None:
+    shared = replace(spec_with(MODEL, tmp_path), shares_devices=True)
+    assert {"--enable-memory-saver", "--enable-draft-weights-cpu-backup"} < set(words_of(shared))
+
+
+def test_ngrams_are_a_chain(tmp_path: Path) -> None:
+    words = words_of(spec_with(NGRAM, tmp_path))
+    assert value_of("--speculative-algorithm", words) == "NGRAM"
+    assert value_of("--speculative-num-draft-tokens", words) == "8"
+    assert value_of("--speculative-ngram-max-bfs-breadth", words) == "1"
+
+
+def test_an_engine_that_gets_more_requests_than_ngrams_are_for_has_none(tmp_path: Path) -> None:
+    words = words_of(spec_with(NGRAM, tmp_path, requests=33))
+    assert "--speculative-algorithm" not in words
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("LlamaForCausalLMEagle3", "EAGLE3"), ("Qwen2EagleModel", "EAGLE")])
+def test_the_kind_of_an_eagle_head_is_in_its_config(name: str, algorithm: str, tmp_path: Path) -> None:
+    config = {"architectures": [name], "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draft = EagleDraftConfig(kind="eagle", path=tmp_path, num_tokens=5)
+    words = draft_words(draft, switch=tmp_path / "switch.json", has_saver=False)
+    assert value_of("--speculative-algorithm", words) == algorithm
+    assert value_of("--speculative-adaptive-config", words) == str(tmp_path / "switch.json")
+    assert "--speculative-adaptive" in words
+
+
+def test_there_are_no_drafts_above_so_many_requests(tmp_path: Path) -> None:
+    write_switch(MODEL, tmp_path / "switch.json")
+    steps = {
+        int(size): each["candidate_steps"] for size, each in json.loads((tmp_path / "switch.json").read_text()).items()
+    }
+    assert steps == {1: [0, 3], 65: [0]}
+
+
+def test_a_draft_may_be_made_for_shorter_texts() -> None:
+    environments = [
+        engine_environment(device="cuda", tensor=1, interface=None, has_draft=has_draft) for has_draft in (False, True)
+    ]
+    assert ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" in each for each in environments] == [False, True]
+
+
+def test_places_without_an_ngram_follow_one_another() -> None:
+    """SGLang hangs all of them on the last token."""
+    width = 4
+    mask = np.tile(np.eye(width, dtype=np.uint8), (2, 1, 1))
+    mask[:, :, 0] = 1
+    tokens = np.array([7, 0, 0, 0, 8, 5, 0, 0])
+
+    def draft(_corpus: object, _request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return tokens, mask.reshape(-1)
+
+    given, chained = as_chain(draft, None, ["a", "b"])
+    assert given.tolist() == tokens.tolist()
+    for each in chained.reshape(2, width, width):
+        parents = [int(np.flatnonzero(row[:index])[-1]) for index, row in enumerate(each) if index]
+        assert parents == [0, 1, 2]
+
+
+def test_the_hook_is_applied_to_the_ngrams_of_sglang() -> None:
+    code = """
+from megarl.engine.drafts import register_hooks
+register_hooks(["--speculative-algorithm", "NGRAM"])
+from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+print(NgramCorpus.batch_get.__wrapped__.__qualname__)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
+    assert "NgramCorpus.batch_get" in done.stdout, done.stderr
+
+
+def test_the_worker_that_is_hooked_has_the_field_of_its_switch() -> None:
+    """No CPU imports the worker."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent / "srt" / "speculative" / "standalone_worker_v2.py"
+    text = source.read_text()
+    assert "class StandaloneWorkerV2(EAGLEWorkerV2)" in text
+    assert "self.adaptive_controller: Optional[AdaptiveController] = None" in text

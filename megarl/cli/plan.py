@@ -17,6 +17,7 @@ from rich.table import Table
 from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
+from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import ConfigError
 from megarl.observe.progress import HOUR_S, describe_cost
 from megarl.planner.deployment import Placement, PublishWay, RankPlace, engine_requests
@@ -311,7 +312,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{timing.num_micro_batches} micro-batches of up to {plan.tokens_per_micro_batch:,} tokens per rank and "
         f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
-        *_draft_notes(answer, timing),
+        *_draft_notes(answer.recipe.roles.rollout, timing),
         *_sharing_notes(answer, timing),
         *_image_notes(answer, timing),
     ]
@@ -327,20 +328,11 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
     return [*notes, f"change first: {advice}"] if advice else notes
 
 
-def _draft_notes(answer: PlanAnswer, timing: Timing) -> list[str]:
-    rollout = answer.recipe.roles.rollout
-    draft = None if rollout is None else rollout.draft
-    if draft is None:
+def _draft_notes(rollout: RolloutRoleConfig | None, timing: Timing) -> list[str]:
+    if rollout is None or rollout.draft is None:
         return []
-    if draft.kind == "ngram" and timing.running_requests > draft.most_requests:
-        return [
-            f"no drafts: SGLang cannot switch n-grams off where an engine has more than {draft.most_requests} requests"
-        ]
-    what = "n-grams of its responses" if draft.kind == "ngram" else str(draft.path)
-    return [
-        f"drafts of {draft.tokens} tokens from {what} while an engine has up to {draft.most_requests} requests; times "
-        "are without them: only a run shows how many are kept (megarl_tokens_per_pass)"
-    ]
+    note = rollout.draft.note(timing.running_requests)
+    return [f"{note}; times are without drafts: only a run shows how many are kept (megarl_tokens_per_pass)"]
 
 
 def _sharing_notes(answer: PlanAnswer, timing: Timing) -> list[str]:

@@ -34,6 +34,20 @@ class _DraftConfig(Section):
         return self.max_requests or max(1, _TOKENS_AT_ONCE // (self.tokens + 1))
 
 
+class _WeightsConfig(_DraftConfig):
+    path: Path
+    """Its folder."""
+
+    def note(self, requests: int) -> str:
+        """Return what engines with so many requests at a time do with it."""
+        start = f"drafts of {self.tokens} tokens from {self.path}, which stays as it is"
+        return (
+            start
+            if requests <= self.most_requests
+            else f"{start}, while an engine has up to {self.most_requests} requests"
+        )
+
+
 class NgramDraftConfig(_DraftConfig):
     """Guesses what followed the last tokens where they occurred before, in any response of the engine."""
 
@@ -43,21 +57,23 @@ class NgramDraftConfig(_DraftConfig):
     def tokens(self) -> int:
         return self.num_tokens or 7
 
+    def note(self, requests: int) -> str:
+        """Return what engines with so many requests at a time do with it."""
+        if requests <= self.most_requests:
+            return f"drafts of {self.tokens} tokens from n-grams of responses"
+        return f"no drafts: SGLang cannot leave n-grams out while an engine has more than {self.most_requests} requests"
 
-class ModelDraftConfig(_DraftConfig):
+
+class ModelDraftConfig(_WeightsConfig):
     """A small model of the same vocabulary guesses. It stays as it is while the policy learns."""
 
     kind: Literal["model"]
-    path: Path
-    """Its folder."""
 
 
-class EagleDraftConfig(_DraftConfig):
+class EagleDraftConfig(_WeightsConfig):
     """An EAGLE or EAGLE-3 head of the policy's model guesses. It stays as it is while the policy learns."""
 
     kind: Literal["eagle"]
-    path: Path
-    """Its folder."""
 
 
 DraftConfig: TypeAlias = Annotated[NgramDraftConfig | ModelDraftConfig | EagleDraftConfig, Field(discriminator="kind")]

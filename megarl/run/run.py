@@ -131,6 +131,9 @@ async def _start_serving(
     stack: AsyncExitStack,
     observer: Observer,
 ) -> Serving:
+    rollout = recipe.roles.rollout
+    if rollout is not None and rollout.draft is not None:
+        observer.noted(rollout.draft.note(rollout.running_requests))
     if recipe.roles.scores_after_generation:
         # These models have the engines' devices until they sleep.
         await asyncio.shield(frozen)

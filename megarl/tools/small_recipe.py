@@ -35,6 +35,7 @@ from megarl.config.roles import (
     PoolConfig,
     ReferenceConfig,
     RolesConfig,
+    RolloutRoleConfig,
 )
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.families import family_of
@@ -403,6 +404,7 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
 def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
     tensor = min(_MAX_PARTS, role.tensor)
     small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
+    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # no CPU drafts
     return small | {"max_cached_tokens": None, "sglang": {}} | (_IN_BF16 if role.fp8_keep is not None else {})
 
 

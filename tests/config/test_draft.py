@@ -1,0 +1,32 @@
+"""Keys of a draft that are derived, and what is said about it; `engine.test_drafts` has what SGLang is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.draft import DraftConfig, ModelDraftConfig, NgramDraftConfig
+from megarl.config.roles import RolloutRoleConfig
+
+MODEL = ModelDraftConfig(kind="model", path=Path("small"), num_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("draft", "requests", "expected"),
+    [
+        (NgramDraftConfig(kind="ngram"), 32, "drafts of 7 tokens from n-grams of responses"),
+        (NgramDraftConfig(kind="ngram"), 33, "no drafts: SGLang cannot leave n-grams out while an engine has more"),
+        (NgramDraftConfig(kind="ngram", max_requests=64), 33, "drafts of 7 tokens from n-grams"),
+        (MODEL, 256, "drafts of 7 tokens from small, which stays as it is, while an engine has up to 32 requests"),
+        (MODEL, 32, "drafts of 7 tokens from small, which stays as it is"),
+    ],
+)
+def test_a_note_says_when_engines_draft(draft: DraftConfig, requests: int, expected: str) -> None:
+    assert draft.note(requests).startswith(expected)
+
+
+def test_only_ngrams_are_off_for_a_whole_run() -> None:
+    drafts = (NgramDraftConfig(kind="ngram"), MODEL)
+    roles = [RolloutRoleConfig(pool="all", draft=each, max_running_requests=256) for each in drafts]
+    assert [role.served_draft for role in roles] == [None, MODEL]

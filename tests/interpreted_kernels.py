@@ -41,7 +41,7 @@ def activation() -> float:
 
 
 def rotation() -> float:
-    angles = torch.rand(7, 32) * 6
+    angles = torch.rand(32, 7).T * 6  # transposed, as those of images are
     values = torch.randn(7, 3, 20, 64)[:, 1, 2:16].requires_grad_()  # heads that do not lie side by side
     values.retain_grad()  # type: ignore[no-untyped-call]
     grad = torch.randn(7, 14, 64)

@@ -223,6 +223,7 @@ class Rotation:
     @classmethod
     def by(cls, angles: Tensor, magnitude: float = 1.0, *, is_fused: bool = True) -> Rotation:
         """Return the rotation by these angles, which also multiplies by `magnitude`."""
+        angles = angles.contiguous()  # once, not in each layer: those of images come transposed
         return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude, is_fused=is_fused)
 
 

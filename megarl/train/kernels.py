@@ -75,9 +75,10 @@ def grad_gate(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def rotate(values: Tensor, cosines: Tensor, sines: Tensor, *, direction: float) -> Tensor:
-    """Rotate; `direction` -1 rotates back. [N, heads, head_dim], of which only the channels must be contiguous."""
+    """Rotate; `direction` -1 rotates back. [N, heads, head_dim], with the angles of each pair: [N, head_dim / 2]."""
     num_tokens, heads, size = values.shape
     values = values if values.stride(-1) == 1 else values.contiguous()
+    cosines, sines = cosines.contiguous(), sines.contiguous()
     output = torch.empty((num_tokens, heads, size), dtype=values.dtype, device=values.device)
     _rotate[(num_tokens,)](
         values,

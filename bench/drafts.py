@@ -42,7 +42,7 @@ _FIRST = 64
 _SHARES = (0.8, 0.03)
 """Probabilities of the representative and of token 0."""
 _LAYER_SCALE = 0.05
-_NOISE = 0.65
+_NOISE = 0.71
 """Of all layers together, next to the embedding."""
 _PROMPT_TOKENS = 32
 _RESPONSE_TOKENS = 256

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ALGORITHM = "--speculative-algorithm"
 _SWITCH = "--speculative-adaptive-config"
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get"
+_NGRAM_WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker.__init__"
 _WORKER = "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__"
 
 
@@ -75,10 +76,7 @@ def register_hooks(arguments: Sequence[str]) -> None:
     algorithm = arguments[arguments.index(ALGORITHM) + 1]
     if algorithm == "NGRAM":
         HookRegistry.register(_CORPUS, as_chain, HookType.AROUND)
-        HookRegistry.apply_hooks()
-        # SGLang goes on where it cannot apply one, and this engine would draw from another distribution.
-        if not hasattr(resolve_name(_CORPUS), "__wrapped__"):
-            raise MachineError(f"this SGLang drafts n-grams elsewhere than in {_CORPUS}; remove roles.rollout.draft")
+        HookRegistry.register(_NGRAM_WORKER, only_with_chains, HookType.AROUND)
     elif algorithm == "STANDALONE":
         config_path = arguments[arguments.index(_SWITCH) + 1]
 
@@ -87,6 +85,13 @@ def register_hooks(arguments: Sequence[str]) -> None:
             add_switch(worker, config_path)
 
         HookRegistry.register(_WORKER, with_switch, HookType.AROUND)
+
+
+def only_with_chains(start: Callable[..., None], *args: object, **kwargs: object) -> None:
+    """Start no worker whose n-grams are not hooked: SGLang goes on where it could not apply a hook."""
+    if not hasattr(resolve_name(_CORPUS), "__wrapped__"):
+        raise MachineError(f"this SGLang drafts n-grams elsewhere than in {_CORPUS}; remove roles.rollout.draft")
+    start(*args, **kwargs)
 
 
 _Drafts = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.uint8]"]

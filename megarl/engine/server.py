@@ -24,14 +24,14 @@ from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_fl
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
 
+if ONE_CARD.read():
+    # SGLang imports the main module in each process that it spawns.
+    update_environment(own_host())
+
 if __name__ != "__main__" and "--speculative-algorithm" in sys.argv:
     from megarl.engine.drafts import register_hooks
 
     register_hooks(sys.argv)
-
-if ONE_CARD.read():
-    # SGLang imports the main module in each process that it spawns.
-    update_environment(own_host())
 
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called in each iteration of the loop of a paused scheduler."""

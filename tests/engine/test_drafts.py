@@ -103,15 +103,28 @@ def test_places_without_an_ngram_follow_one_another() -> None:
         assert parents == [0, 1, 2]
 
 
-def test_the_hook_is_applied_to_the_ngrams_of_sglang() -> None:
-    code = """
-from megarl.engine.drafts import register_hooks
+def test_hooks_and_the_switch_fit_the_sglang_that_is_installed(tmp_path: Path) -> None:
+    write_switch(MODEL, tmp_path / "switch.json")
+    code = f"""
+from types import SimpleNamespace
+from megarl.engine.drafts import add_switch, only_with_chains, register_hooks
+from megarl.errors import MachineError
+from sglang.srt.plugins.hook_registry import HookRegistry
+try:
+    only_with_chains(print, "started")
+except MachineError as error:
+    print(error)
 register_hooks(["--speculative-algorithm", "NGRAM"])
-from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
-print(NgramCorpus.batch_get.__wrapped__.__qualname__)
+HookRegistry.apply_hooks()
+only_with_chains(print, "started")
+worker = SimpleNamespace(speculative_num_steps=3)
+add_switch(worker, {str(tmp_path / "switch.json")!r})
+print([worker.adaptive_controller.params.get_steps_for_batch(size) for size in (1, 64, 65, 256)])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
-    assert "NgramCorpus.batch_get" in done.stdout, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("this SGLang drafts n-grams elsewhere"), done.stderr
+    assert lines[1:] == ["started", "[3, 3, 0, 0]"], done.stderr
 
 
 def test_the_worker_that_is_hooked_has_the_field_of_its_switch() -> None:

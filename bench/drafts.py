@@ -211,7 +211,7 @@ def _fill(shape: ModelShape) -> Callable[[Mapping[str, torch.Tensor]], None]:
             elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
                 tensor.mul_(_LAYER_SCALE)
             elif name.endswith("word_embeddings.weight"):
-                tensor.copy_(_embedding(shape))
+                tensor[: shape.vocab].copy_(_embedding(shape))
             elif name.endswith("output_layer.weight"):
                 _write_rows(tensor, shape)
 

@@ -3,14 +3,15 @@
 The policy has the size of a public model and weights that make it predictable, since no draft can guess tokens that are
 all equally likely: a token of class k is followed by the representative of class k + 1 in four of five cases, by token
 0 in one of thirty, and else by any. Its layers are random and add a noise to that which depends on the whole context,
-so that a wrong key or value shows in log-probabilities. The draft has embedding, head and one layer of that size: as
-much work as an EAGLE head. N-grams learn the classes from the responses.
+so that a wrong key or value shows in log-probabilities. The draft model has embedding, head and one layer of that size,
+the EAGLE head one layer, and both know the classes. N-grams learn them from the responses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, random_prompts, serving
-from megarl.config.draft import DraftConfig, ModelDraftConfig, NgramDraftConfig
+from megarl.config.draft import DraftConfig, EagleDraftConfig, ModelDraftConfig, NgramDraftConfig
 from megarl.engine.client import GenerateRequest
 from megarl.engine.reply import Expectation, Response, read_response
 from megarl.errors import MegarlError
@@ -36,6 +37,8 @@ from megarl.types import PolicyVersion
 from megarl.weights.layouts.canonical import canonical_tensors
 
 _BATCHES = (1, 32, 256)
+_GRAPHS = (1, 8, 32, 64, 128, 256)
+"""Sizes of batches that graphs are captured for: few, which takes a third of the time of all."""
 _NUM_CLASSES = 64
 _FIRST = 64
 """The representative of class 0; tokens before it are special ones."""
@@ -67,14 +70,16 @@ class _Measured:
 async def measure_drafts(
     model: str, folder: Path, options: Mapping[str, object]
 ) -> AsyncIterator[Figure | Failure | dict[str, object]]:
-    """Measure an engine without drafts, then one with a draft model and one with n-grams."""
+    """Measure an engine without drafts, then one with a draft model, one with n-grams and one with an EAGLE head."""
     shape = PUBLIC_MODELS[model]
     _write_draft(folder / "draft", shape)
-    plain = _Measured()
+    _write_head(folder / "head", shape)
+    plain, options = _Measured(), {"cuda_graph_bs_decode": list(_GRAPHS), **options}
     ways: list[tuple[str, DraftConfig | None]] = [
         ("none", None),
         ("model", ModelDraftConfig(kind="model", path=folder / "draft")),
         ("ngram", NgramDraftConfig(kind="ngram")),
+        ("eagle", EagleDraftConfig(kind="eagle", path=folder / "head")),
     ]
     for name, draft in ways:
         place = folder / name
@@ -231,6 +236,21 @@ def _write_draft(folder: Path, shape: ModelShape) -> None:
         elif name == "lm_head.weight":
             _write_rows(tensor, shape)
     save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def _write_head(folder: Path, shape: ModelShape) -> None:
+    """Write a head that passes the embedding of a token on, to the policy's own head."""
+    small = replace(shape, num_layers=1)
+    write_config(folder, TinyShape.like(small))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLMEagle"]}))
+    weights = {"fc.weight": torch.cat([torch.eye(shape.hidden), torch.zeros(shape.hidden, shape.hidden)], dim=1)}
+    weights["fc.bias"] = torch.zeros(shape.hidden)
+    for name, spec in canonical_tensors(small).items():
+        if ".layers." in name and "input_layernorm" not in name:  # SGLang's class of heads has none
+            make = torch.ones if "norm" in name else torch.zeros
+            weights[name.removeprefix("model.")] = make(spec.shape)
+    save_file({name: each.bfloat16() for name, each in weights.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 # --- whether the tokens are the policy's ---------------------------------------------------------------------------

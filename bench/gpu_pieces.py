@@ -315,6 +315,6 @@ PIECES: Mapping[str, GpuPiece] = {
     "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
-    "drafts": GpuPiece(timeout_s=480, measure=_drafts),
+    "drafts": GpuPiece(timeout_s=540, measure=_drafts),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
 }

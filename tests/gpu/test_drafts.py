@@ -39,7 +39,7 @@ def test_drafts_change_how_fast_tokens_come_and_not_which(tmp_path: Path) -> Non
                 facts.update(outcome)
 
     asyncio.run(measure())
-    for name in ("model", "ngram"):
+    for name in ("model", "ngram", "eagle"):
         distribution, scored = facts[f"drafts, {name}, distribution"], facts[f"drafts, {name}, scored again"]
         assert isinstance(distribution, dict)
         assert isinstance(scored, dict)
@@ -47,4 +47,4 @@ def test_drafts_change_how_fast_tokens_come_and_not_which(tmp_path: Path) -> Non
         assert abs(distribution["their difference in standard errors"]) < 4, distribution
         assert scored["99 % are below"] < TOLERANCE, scored
     ratios = {figure.key: figure.ratio for figure in figures}
-    assert ratios["drafts, model, 32"] >= 1.4, ratios
+    assert min(ratios["drafts, model, 32"], ratios["drafts, eagle, 32"]) >= 1.4, ratios

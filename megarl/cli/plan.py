@@ -332,6 +332,8 @@ def _draft_notes(rollout: RolloutRoleConfig | None, timing: Timing) -> list[str]
     if rollout is None or rollout.draft is None:
         return []
     note = rollout.draft.note(timing.running_requests)
+    if not rollout.draft.is_started(timing.running_requests):
+        return [note]
     return [f"{note}; times are without drafts: only a run shows how many are kept (megarl_tokens_per_pass)"]
 
 

@@ -33,6 +33,10 @@ class _DraftConfig(Section):
     def most_requests(self) -> int:
         return self.max_requests or max(1, _TOKENS_AT_ONCE // (self.tokens + 1))
 
+    def is_started(self, requests: int) -> bool:
+        """Whether engines that get so many requests at a time start with it; they may yet switch it off and on."""
+        return True
+
 
 class _WeightsConfig(_DraftConfig):
     path: Path
@@ -57,9 +61,12 @@ class NgramDraftConfig(_DraftConfig):
     def tokens(self) -> int:
         return self.num_tokens or 7
 
+    def is_started(self, requests: int) -> bool:
+        return requests <= self.most_requests
+
     def note(self, requests: int) -> str:
         """Return what engines with so many requests at a time do with it."""
-        if requests <= self.most_requests:
+        if self.is_started(requests):
             return f"drafts of {self.tokens} tokens from n-grams of responses"
         return f"no drafts: SGLang cannot leave n-grams out while an engine has more than {self.most_requests} requests"
 

@@ -331,9 +331,7 @@ class RolloutRoleConfig(EngineRoleConfig):
     @property
     def served_draft(self) -> DraftConfig | None:
         draft = self.draft
-        # SGLang switches n-grams neither off nor on.
-        is_off = draft is not None and draft.kind == "ngram" and self.running_requests > draft.most_requests
-        return None if is_off else draft
+        return draft if draft is not None and draft.is_started(self.running_requests) else None
 
     @property
     def gives_up_memory(self) -> bool:

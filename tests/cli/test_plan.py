@@ -64,6 +64,15 @@ def test_every_role_and_its_work_is_in_the_tables(capsys: pytest.CaptureFixture[
     assert "in parallel" in out
 
 
+@pytest.mark.parametrize(("most", "is_on"), [(8, False), (4096, True)])
+def test_a_plan_says_whether_engines_draft(most: int, is_on: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = f"roles.rollout.draft={{kind: ngram, max_requests: {most}}}"
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--set", draft]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("drafts of 7 tokens from n-grams of responses; times are without drafts" in shown) is is_on
+    assert ("no drafts: SGLang cannot leave n-grams out" in shown) is not is_on
+
+
 def test_towers_and_their_images_are_in_the_tables_and_in_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_qwen25_vl_7b.yaml"), "--shape", "qwen3-vl-8b"]) == 0
     out = capsys.readouterr().out

@@ -26,6 +26,9 @@ BoolArray = npt.NDArray[np.bool_]
 PolicyVersion = NewType("PolicyVersion", int)
 """How many optimizer steps made these weights; 0 is the model the run started from."""
 
+ONE_POLICY = ""
+"""The name of the policy in a run that trains no other."""
+
 DEMONSTRATION = PolicyVersion(-1)
 """The version of tokens that no policy chose: they come from a data set or an environment."""
 

@@ -55,19 +55,22 @@ def make_console(width: int | None = None) -> Console:
 class PlainDisplay:
     """One line per step, and one per event that matters to people."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, policy: str = "") -> None:
         self._console = console
+        self._begin = f"{policy}: " if policy else ""
+        """Begins every line, where there are several policies."""
         self._progress = Progress()
 
     def record(self, record: Record) -> None:
         self._progress = advance(self._progress, record)
         match record.event:
             case StepFinished():
-                self._console.print(f"step {step_text(self._progress)}  {numbers_text(self._progress)}")
+                text = f"step {step_text(self._progress)}  {numbers_text(self._progress)}"
+                self._console.print(f"{self._begin}{text}")
             case _:
                 line = describe(record)
                 if line is not None:
-                    self._console.print(line)
+                    self._console.print(f"{self._begin}{line}")
 
     def close(self) -> None:
         """Every line is written when it comes."""

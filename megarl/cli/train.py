@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -69,7 +70,7 @@ def train(
     ignore_warnings()
 
     from megarl.cli.display import make_display, show_warnings
-    from megarl.cli.lines import make_console
+    from megarl.cli.lines import PlainDisplay, make_console
     from megarl.cli.run_folder import traced
     from megarl.run import launch
 
@@ -82,6 +83,7 @@ def train(
             launch.train(
                 checked,
                 display=make_display(console),
+                display_of=partial(PlainDisplay, console),
                 resume=_resume_choice(resume),
                 allows_data_change=allows_data_change,
                 overrides_fit=overrides_fit,
@@ -92,8 +94,9 @@ def train(
         console.print(str(error))
     from megarl.observe.report import make_report  # draws: a start need not wait for it
 
-    print_report(make_report(checked.run_folder), console)
-    print_next(checked.run_folder, console)
+    for each in checked.by_policy().values() or (checked,):
+        print_report(make_report(each.run_folder), console)
+        print_next(each.run_folder, console)
 
 
 def ignore_warnings() -> None:

@@ -208,16 +208,16 @@ def _lay_over(base: Document, own: Document) -> Document:
         for key, origin in base.origins.items()
         if not any(key[:length] in replaced for length in range(len(key) + 1))
     }
-    return Document(tree=_merged(base.tree, own.tree), origins={**inherited, **own.origins})
+    return Document(tree=merged(base.tree, own.tree), origins={**inherited, **own.origins})
 
 
-def _merged(base: dict[str, Tree], own: dict[str, Tree]) -> dict[str, Tree]:
+def merged(base: dict[str, Tree], own: dict[str, Tree]) -> dict[str, Tree]:
     """Merge sections key by key; a section of another `kind`, a list or a value replaces the inherited one."""
-    merged = dict(base)
+    tree = dict(base)
     for name, value in own.items():
-        before = merged.get(name)
-        merged[name] = _merged(before, value) if _is_merged(before, value) else value  # type: ignore[arg-type]
-    return merged
+        before = tree.get(name)
+        tree[name] = merged(before, value) if _is_merged(before, value) else value  # type: ignore[arg-type]
+    return tree
 
 
 def _replaced(base: dict[str, Tree], own: dict[str, Tree], key: Key) -> Iterator[Key]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, get_args, get_origin
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, Key, Tree, ValueOrigin, leaves, override, read_document
 from megarl.config.hub import with_local_models
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import POLICIES_FOLDER, Recipe
 from megarl.errors import ConfigError, Problem
 
 _Location: TypeAlias = tuple[str | int, ...]
@@ -150,11 +150,24 @@ def validated(document: Document, *, source: str) -> ReadRecipe:
     try:
         recipe = Recipe.model_validate(document.tree)
         problems += _impossible_paths(recipe.model_dump(), ())
+        for name in recipe.policies:
+            problems += _policy_problems(recipe.policy_tree(name), f"{POLICIES_FOLDER}.{name}")
     except ValidationError as error:
         problems += schema_problems(error, Recipe)
     if problems:
         raise ConfigError(source, _first_per_key(problems))
     return ReadRecipe(recipe=recipe, document=document)
+
+
+def _policy_problems(tree: dict[str, Tree], policy: str) -> Iterator[Problem]:
+    """Yield what the schema refuses in the recipe of a policy."""
+    for problem in misplaced_booleans(tree, Recipe):
+        yield replace(problem, key=f"{policy}.{problem.key}")
+    try:
+        Recipe.model_validate(tree)
+    except ValidationError as error:
+        for problem in schema_problems(error, Recipe):
+            yield replace(problem, key=f"{policy}.{problem.key}")
 
 
 def _impossible_paths(value: object, key: Key) -> Iterator[Problem]:

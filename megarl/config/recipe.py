@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias, cast
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.document import Tree, merged
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
@@ -404,6 +405,11 @@ class NetworkConfig(Section):
     loopback then."""
 
 
+PolicyName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
+POLICIES_FOLDER = "policies"
+"""In the folder of a run of several policies: the folders of their runs."""
+
+
 class Recipe(Section):
     run: RunConfig
     model: ModelConfig
@@ -422,6 +428,19 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
+    policies: dict[PolicyName, dict[str, object]] = Field(default={})
+    """Several adapters of one base, trained side by side and served by the same engines. Each policy has the keys of
+    this recipe, and its own `data`, `reward`, `algorithm`, `sampling`, `evaluation`, `observe`, `train.optimizer`,
+    `run.steps` and others over them; its run is in `<run>/policies/<name>`."""
+
+    def by_policy(self) -> dict[str, Recipe]:
+        """Return the recipe of each policy, by name; none where one is trained alone."""
+        return {name: Recipe.model_validate(self.policy_tree(name)) for name in self.policies}
+
+    def policy_tree(self, name: str) -> dict[str, Tree]:
+        common: dict[str, Tree] = self.model_dump(mode="json", exclude_unset=True, exclude={"policies"})
+        run: dict[str, Tree] = {"name": name, "folder": str(self.run_folder / POLICIES_FOLDER)}
+        return merged(merged(common, cast("dict[str, Tree]", self.policies[name])), {"run": run})
 
     def with_steps(self, num_prompts: int) -> Recipe:
         """Return the recipe with the number of its steps, which follows from `run.epochs` and the data."""

@@ -61,6 +61,9 @@ def reference() -> str:
     for table in tables:
         if first_of_title[table.title] is table:
             lines += _written(table, first_of_row, first_of_title)
+    for name, field in _children(schema, "properties").items():
+        if not any(_sections_of(schema, field)):
+            lines += [f"## {name}", "", " ".join(str(field["description"]).split()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

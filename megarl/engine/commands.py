@@ -52,7 +52,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Compute the plan, compare its hash, and join the transfer group; an earlier group is left first."""
+    """Compute the plan, compare its hash, and join the transfer group; an earlier one of this name is left first."""
 
     transfer: TransferSpec
     plan_hash: str
@@ -65,6 +65,8 @@ class Receive:
     """Receive a version in place; reply with a digest per tensor."""
 
     version: int
+    group: str
+    """Name of the transfer group."""
     adapter: str | None = None
     """Name of the loaded adapter that has no values yet and gets them; None: the parameters get them."""
     op: Literal["receive"] = "receive"

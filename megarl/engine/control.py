@@ -59,6 +59,8 @@ class EngineControl:
         self._flushes_cache = flushes_cache
         self._engines: Sequence[Engine] = fleet.reachable
         self._timeout_s = timeout_s
+        self._group = ""
+        """Name of the transfer group that the engines have joined."""
         self._server = StoreServer(host)
         self._mailbox = TCPStore(host, self._server.address.port, timeout=timedelta(seconds=_GRACE_S))
         self._late: dict[EngineClient, asyncio.Task[_Replies]] = {}
@@ -92,6 +94,7 @@ class EngineControl:
         engines, deadlines = (transfer.num_engines, len(self._engines)), (rendezvous.timeout_s, self._timeout_s)
         assert engines[0] == engines[1], f"{engines[0]} engines to join, {engines[1]} reachable"
         assert deadlines[0] <= deadlines[1], f"rendezvous {deadlines[0]} s, commands {deadlines[1]} s"
+        self._group = rendezvous.name
         await self.ask(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
 
     async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
@@ -101,7 +104,7 @@ class EngineControl:
         request: their weights may be of two versions. With the name of an `adapter` that is none to this adapter.
         """
         reported = version if adapter is None else None
-        replies = await self.ask(Receive(version=version, adapter=adapter), version=reported)
+        replies = await self.ask(Receive(version=version, group=self._group, adapter=adapter), version=reported)
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
     async def confirm(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
@@ -126,7 +129,8 @@ class EngineControl:
         if not succeeded:
             raise WeightSyncError(f"version {version} is served nowhere: {'; '.join(reasons)}")
         if is_catching_up:
-            assert version == self._fleet.committed_version, f"{version}, not {self._fleet.committed_version}"
+            committed = self._fleet.committed_version()
+            assert version == committed, f"{version}, not {committed}"
             for engine in succeeded:
                 await self._fleet.joined(engine)
         else:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from megarl.engine.lifecycle import (
     advance,
 )
 from megarl.errors import EngineLostError, FleetError
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,18 @@ UNFILLED = "has no weights before the first publish"
 RELEASED = "gave up its weights while trainers use its devices"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The weights of one policy that an engine serves."""
+
+    version: PolicyVersion
+    adapter: str | None = None
+    """Name of the adapter that new requests compute with; None: the weights are published."""
+
+
+_UNSERVED = Served(version=PolicyVersion(0))
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Engine:
     """The fleet's record of one engine. Only the fleet changes it."""
@@ -48,9 +60,11 @@ class Engine:
     index: int
     """Stays the same when the engine is restarted."""
     client: EngineClient
-    version: PolicyVersion
-    """The version of the weights it serves."""
     status: EngineStatus
+    served: Mapping[str, Served] = field(default_factory=dict)
+    """By policy; replaced as a whole."""
+    lacks: set[str] = field(default_factory=set)
+    """Policies that it must get before it is live."""
     num_outstanding: int = 0
     num_elsewhere: int = 0
     """Requests of rollout workers in other processes."""
@@ -64,17 +78,23 @@ class Engine:
     """Whether its scheduler waits for weights and answers nothing else."""
     leases: dict[asyncio.Timeout, None] = field(default_factory=dict)
     """In the order of their beginning: requests of an engine that dies go elsewhere in the same order in every run."""
-    adapter: str | None = None
-    """Name of the adapter that new requests compute with; None: the weights are published."""
     adapters: Counter[str | None] = field(default_factory=Counter)
     """Requests that hold each loaded adapter."""
     adapters_elsewhere: dict[int, frozenset[str]] = field(default_factory=dict)
     """Adapters that requests of rollout workers in other processes hold, by worker."""
 
+    def serves(self, policy: str = ONE_POLICY) -> Served:
+        return self.served.get(policy, _UNSERVED)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest version that it serves of any policy."""
+        return max((each.version for each in self.served.values()), default=PolicyVersion(0))
+
     @property
     def weights_version(self) -> PolicyVersion:
         """The version that the engine itself reports: under adapters the base stays what it was at the start."""
-        return self.version if self.adapter is None else PolicyVersion(0)
+        return PolicyVersion(0) if any(each.adapter for each in self.served.values()) else self.version
 
     @property
     def held_adapters(self) -> set[str]:
@@ -120,20 +140,23 @@ class Fleet:
         policy: RestartPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         lent: Set[int] = frozenset(),
+        policies: Sequence[str] = (),
     ) -> None:
         """At most `max_outstanding` requests per engine are sent; others wait here. For `lent` see `Dispatcher`.
 
         `publish_timeout_s` is the deadline for any change while no engine is live. Without a `policy` the engines are
-        not supervised: one that is lost stays lost.
+        not supervised: one that is lost stays lost. A live engine serves the committed versions of all `policies`.
         """
         assert clients, "a fleet needs an engine"
-        self.committed_version = PolicyVersion(0)
+        self._policies = tuple(policies) or (ONE_POLICY,)
+        self._committed: dict[str, PolicyVersion] = {}
+        self.publish_lock = asyncio.Lock()
+        """Held during a publish: versions are sent one after the other."""
         self.is_awake = True
         """False while trainers use the engines' devices."""
         self.policy = policy or RestartPolicy(max_restarts=0)
         self.engines = tuple(
-            Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), status=EngineStatus.begin(clock()))
-            for each in clients
+            Engine(index=each.endpoint.index, client=each, status=EngineStatus.begin(clock())) for each in clients
         )
         self.requests: RequestListener = Uncounted()
         self.num_changes = 0
@@ -157,7 +180,7 @@ class Fleet:
         """Add engines of one node that are still to be started; their indices follow those of the others."""
         status = EngineStatus.starting(self._clock(), reason)
         added = [
-            Engine(index=client.endpoint.index, client=client, version=PolicyVersion(0), status=status)
+            Engine(index=client.endpoint.index, client=client, status=status, lacks=set(self._policies))
             for client in clients
         ]
         self.engines = (*self.engines, *added)
@@ -168,7 +191,9 @@ class Fleet:
             listener(added)
 
     @asynccontextmanager
-    async def lease(self, avoid: Set[int] = frozenset(), *, prefixes: Sequence[str] = ()) -> AsyncIterator[Engine]:
+    async def lease(
+        self, avoid: Set[int] = frozenset(), *, prefixes: Sequence[str] = (), policy: str = ONE_POLICY
+    ) -> AsyncIterator[Engine]:
         """Lease the live engine with the fewest outstanding requests; one in `avoid` only if there is no other.
 
         Requests that have a prefix in common share an engine, within a bound. EngineLostError ends the block.
@@ -177,7 +202,7 @@ class Fleet:
         scope = asyncio.timeout(None)
         engine.leases[scope] = None
         # Held in variables: a restarted engine has others.
-        adapter, adapters = engine.adapter, engine.adapters
+        adapter, adapters = engine.serves(policy).adapter, engine.adapters
         adapters[adapter] += 1
         try:
             async with scope:
@@ -219,8 +244,7 @@ class Fleet:
 
     def _none_came(self) -> FleetError:
         return FleetError(
-            f"no engine has served version {self.committed_version} for {self.publish_timeout_s:.0f} s: "
-            f"{self._reasons()}"
+            f"no engine has served {self._versions()} for {self.publish_timeout_s:.0f} s: {self._reasons()}"
         )
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
@@ -273,24 +297,35 @@ class Fleet:
             for engine in busy:
                 engine.is_syncing = False
 
-    async def committed(self, version: PolicyVersion, engines: Iterable[Engine], *, adapter: str | None = None) -> None:
+    def committed_version(self, policy: str = ONE_POLICY) -> PolicyVersion:
+        return self._committed.get(policy, PolicyVersion(0))
+
+    async def committed(
+        self,
+        version: PolicyVersion,
+        engines: Iterable[Engine],
+        *,
+        adapter: str | None = None,
+        policy: str = ONE_POLICY,
+    ) -> None:
         """Record that `version` is committed and that `engines` serve it, as `adapter`; all others are stale."""
         current = set(engines)
         assert current, f"version {version} is committed, but no engine serves it"
-        self.committed_version = version
-        self.num_changes += 1
+        self._committed[policy] = version
         for engine in self.engines:
             if engine in current:
-                engine.version, engine.adapter = version, adapter
-                self.report(engine, Confirmed())
+                await self.joined(engine, adapter=adapter, policy=policy)
             else:
-                self.report(engine, FellBehind(reason=f"serves version {engine.version}"))
+                self.report(engine, FellBehind(reason=f"serves version {engine.serves(policy).version}"))
 
-    async def joined(self, engine: Engine, *, adapter: str | None = None) -> None:
-        """Record that `engine` has caught up with the committed version, and serves it as `adapter`."""
-        engine.version, engine.adapter = self.committed_version, adapter
+    async def joined(self, engine: Engine, *, adapter: str | None = None, policy: str = ONE_POLICY) -> None:
+        """Record that `engine` serves the committed version of a policy, as `adapter`."""
+        served = Served(version=self.committed_version(policy), adapter=adapter)
+        engine.served = {**engine.served, policy: served}
+        engine.lacks.discard(policy)
         self.num_changes += 1
-        self.report(engine, Confirmed())
+        if not engine.lacks:
+            self.report(engine, Confirmed())
 
     async def mark_stale(self, engine: Engine, reason: str) -> None:
         """Record that an engine serves other weights than those of its version."""
@@ -325,6 +360,8 @@ class Fleet:
     def report(self, engine: Engine, event: Event) -> None:
         """Advance the status of an engine by an event. If it is dead, its leases end."""
         before = engine.status
+        if isinstance(event, FellBehind):
+            engine.lacks = set(self._policies)
         after = advance(before, event, now=self._clock(), policy=self.policy)
         self.adopt(engine, after)
         if after.state is before.state:
@@ -355,8 +392,7 @@ class Fleet:
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
-        engine.version = PolicyVersion(0)
-        engine.adapter = None
+        engine.served, engine.lacks = {}, set(self._policies)
         engine.adapters = Counter()
         engine.throughput = Throughput()
         self.num_changes += 1
@@ -375,6 +411,10 @@ class Fleet:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
+
+    def _versions(self) -> str:
+        named = [f"version {self.committed_version(policy)}{policy and f' of {policy}'}" for policy in self._policies]
+        return " and ".join(named)
 
     def _reasons(self) -> str:
         reasons = [f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason]

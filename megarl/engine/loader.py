@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, assert_never
@@ -69,11 +70,14 @@ def _handle(message: CommandMessage, model: torch.nn.Module) -> Reply:
         from megarl.engine.tool_commands import HANDLER  # noqa: PLC0415 - no publish needs it
 
         return Reply(digests=HANDLER.handle(command, model, engine=message.engine, tp_rank=message.tp_rank))
-    return _MEMBER.handle(command, message, model)
+    name = (
+        command.rendezvous.name if isinstance(command, Join) else command.group if isinstance(command, Receive) else ""
+    )
+    return _MEMBERS[name].handle(command, message, model)
 
 
 class _Member:
-    """This process as a member of a transfer group, from one `Join` to the next."""
+    """This process as a member of the transfer groups of one name, from one `Join` to the next."""
 
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
@@ -184,7 +188,8 @@ def _derive(model: torch.nn.Module) -> None:
             derive()
 
 
-_MEMBER = _Member()
+_MEMBERS: defaultdict[str, _Member] = defaultdict(_Member)
+"""By the name of their groups."""
 
 
 def _one_line(error: BaseException) -> str:

@@ -162,6 +162,8 @@ class PlannedModel:
     placement: ModelPlacement
     tower: TowerWork | None = None
     """None for text alone."""
+    num_adapters: int = 1
+    """Adapters of policies that are trained side by side."""
     group: int = 1
     """Rows of a data-parallel rank that begin with one prompt, which is computed once; 1 where rows stay apart."""
 
@@ -173,7 +175,8 @@ class PlannedModel:
     def stages(self) -> tuple[StageMemory, ...]:
         """Memory of a trained model, per pipeline stage."""
         dtype = self.work.split.dtype_on(self.work.device)
-        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype, lora=self.work.lora)
+        shape, parallel = self.work.shape, self.placement.parallel
+        return stage_memory(shape, parallel, dtype=dtype, lora=self.work.lora, num_adapters=self.num_adapters)
 
     @property
     def bare_weights(self) -> tuple[BareWeights, ...]:
@@ -328,6 +331,7 @@ def _planned_model(
         ),
         placement=placement,
         tower=TowerWork.of(shape, recipe.data),
+        num_adapters=max(1, len(recipe.policies)),
         group=group,
     )
 
@@ -354,7 +358,7 @@ def _engines(recipe: Recipe, shapes: RoleShapes, capacity_bytes: int | None) -> 
             rollout,
             capacity_bytes,
             lora=recipe.model.served_lora,
-            num_adapters=adapter_slots(recipe.train.max_staleness),
+            num_adapters=adapter_slots(recipe),
         )
     return engines
 

@@ -9,6 +9,7 @@ from functools import cache
 from math import prod
 
 from megarl.config.lora import LoraConfig
+from megarl.config.recipe import Recipe
 from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on, round_up
 from megarl.families import family_of, uniform_shapes
@@ -82,10 +83,15 @@ class EngineMemory:
 
 @cache
 def stage_memory(
-    shape: ModelShape, parallel: MegatronParallel, *, dtype: str, lora: LoraConfig | None = None
+    shape: ModelShape,
+    parallel: MegatronParallel,
+    *,
+    dtype: str,
+    lora: LoraConfig | None = None,
+    num_adapters: int = 1,
 ) -> tuple[StageMemory, ...]:
     """Return per pipeline stage the weights in `dtype`, float32 gradients, and the distributed optimizer's shard of
-    float32 master weights and two moments. Under an adapter the model has weights alone."""
+    float32 master weights and two moments. Under adapters the model has weights alone."""
     # Float32 weights are their own master weights.
     state_bytes = 8 if dtype == "float32" else 12
     frozen_bytes = [0] * parallel.pipeline
@@ -103,10 +109,10 @@ def stage_memory(
             StageMemory(
                 stage=stage,
                 weight_bytes=frozen_bytes[stage]
-                + ITEM_BYTES[dtype] * buffers.num_elements
-                + (4 - ITEM_BYTES[dtype]) * buffers.float32,
-                gradient_bytes=4 * buffers.num_elements,
-                optimizer_bytes=state_bytes * sharded - (state_bytes - 8) * (buffers.float32 // parallel.replicas),
+                + num_adapters * (ITEM_BYTES[dtype] * buffers.num_elements + (4 - ITEM_BYTES[dtype]) * buffers.float32),
+                gradient_bytes=num_adapters * 4 * buffers.num_elements,
+                optimizer_bytes=num_adapters
+                * (state_bytes * sharded - (state_bytes - 8) * (buffers.float32 // parallel.replicas)),
             )
         )
     return tuple(stages)
@@ -270,9 +276,14 @@ def planned_cached_tokens(
     return memory.cached_tokens
 
 
-def adapter_slots(max_staleness: int) -> int:
+def adapter_versions(max_staleness: int) -> int:
     """Return the versions of an adapter that an engine has at a time: those in use, the newest, and one arriving."""
     return max_staleness + 2
+
+
+def adapter_slots(recipe: Recipe) -> int:
+    """Return the adapters that an engine has at a time: the versions of all policies."""
+    return max(1, len(recipe.policies)) * adapter_versions(recipe.train.max_staleness)
 
 
 def engine_memory(

@@ -74,7 +74,8 @@ class ForwardPasses:
                 ranks, own = self.trainers.critic, columns["values"]
             assert own is not None, "credit from columns, and none was computed"
             of_task = {name: columns[name] for name in task.columns}
-            sums, credit = await assign_credit(ranks, task, own, of_task)
+            async with ranks.device_lock:  # ranks hold the credit of one policy at a time
+                sums, credit = await assign_credit(ranks, task, own, of_task)
             columns |= credit
         estimates = Estimates(
             logprobs=fetched.get("old_logprobs"),

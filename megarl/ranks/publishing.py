@@ -26,11 +26,23 @@ class PublishingActor(ActorRank):
     """An actor rank in a transfer group with engine ranks; `ActorRank` knows neither engines nor Ray."""
 
     def __init__(
-        self, spec: RankSpec, *, algorithm: AlgorithmConfig, train: TrainConfig, total_steps: int, bind: str | None
+        self,
+        spec: RankSpec,
+        *,
+        algorithm: AlgorithmConfig,
+        train: TrainConfig,
+        total_steps: int,
+        bind: str | None,
+        beside: PublishingActor | None = None,
     ) -> None:
         """`bind` is `network.bind` of the recipe: the address at which engines reach this rank."""
         super().__init__(
-            spec, algorithm=algorithm, optimizer=train.optimizer, total_steps=total_steps, epochs=train.epochs
+            spec,
+            algorithm=algorithm,
+            optimizer=train.optimizer,
+            total_steps=total_steps,
+            epochs=train.epochs,
+            beside=beside,
         )
         self._bind = bind
         self._group: TransferGroup | None = None

@@ -35,6 +35,7 @@ from megarl.system.process_log import log_process
 from megarl.system.start_log import note_piece, process_began
 from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
+from megarl.types import ONE_POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class RankProcess(ColumnHost):
                 variable.set(variable.default)
         if log is not None:
             _log_to(log)
-        self._rank: ModelCalls | None = None
+        self._ranks: dict[str, ModelCalls] = {}
+        """By policy; the first has the name of a run's only one."""
+        self._spec: RankSpec | None = None
         self._listener: socket.socket | None = None
         """Rank 0's: another process could take a port that is only known to be free."""
         self._has_failed = False
@@ -84,7 +87,13 @@ class RankProcess(ColumnHost):
             bind_to_gpu()
         if self._listener is not None:
             spec = replace(spec, listener=self._listener.detach())
-        self._rank = build(spec)
+        self._spec, self._ranks = spec, {ONE_POLICY: build(spec)}
+
+    def start_beside(self, token: int, policy: str, build: Callable[[RankSpec, ModelCalls], ModelCalls]) -> None:
+        """Build the rank of another policy beside the first, and fill it with weights."""
+        self._fence.enter(token)
+        assert self._spec is not None, "start comes first"
+        self._ranks[policy] = build(self._spec, self._ranks[ONE_POLICY])
 
     def begin_profile(self) -> None:
         """Record what this rank computes from now on."""
@@ -110,9 +119,9 @@ class RankProcess(ColumnHost):
     def adopt(self, token: int, fill: Callable[[ModelCalls], bool]) -> bool:
         """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""
         self._fence.enter(token)
-        if self._rank is None or self._has_failed:
+        if not self._ranks or self._has_failed:
             raise WorkerError("it was left without a model, or inside a call that failed")
-        return fill(self._rank)
+        return fill(self._ranks[ONE_POLICY])
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -22,7 +23,7 @@ from megarl.ranks.rank_process import RankProcess
 from megarl.ranks.remote_columns import RemoteColumn, RemotePart
 from megarl.ranks.watched_ranks import WatchedRanks
 from megarl.tokens import ColumnName, SampleColumn
-from megarl.types import TrainBatch
+from megarl.types import ONE_POLICY, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,12 @@ BESIDE_TRAINING = "beside_training"
 class RankHost(RankProcess):
     """The process of one rank: runs its methods, which the driver calls on all ranks at once."""
 
-    def run(self, token: int, method: str, *arguments: object, **named: object) -> object:
-        """Call a method of the rank."""
+    def run(self, token: int, policy: str, method: str, *arguments: object, **named: object) -> object:
+        """Call a method of a policy's rank."""
         self._fence.enter(token)
-        assert self._rank is not None, "start comes first"
+        assert policy in self._ranks, "start comes first"
         try:
-            return getattr(self._rank, method)(*arguments, **named)
+            return getattr(self._ranks[policy], method)(*arguments, **named)
         except BaseException as error:
             self._has_failed |= not isinstance(error, WeightSyncError)  # a publish changes nothing here
             # The driver reports one rank's error; each is in the log of its rank.
@@ -50,9 +51,14 @@ class RankHost(RankProcess):
             raise
 
     def run_share(
-        self, token: int, method: str, share: Share, references: Mapping[ColumnName, Sequence[ray.ObjectRef]]
+        self,
+        token: int,
+        policy: str,
+        method: str,
+        share: Share,
+        references: Mapping[ColumnName, Sequence[ray.ObjectRef]],
     ) -> object:
-        """Call a method of the rank with its share of a step, and with columns that ranks computed before.
+        """Call a method of a policy's rank with its share of a step, and with columns that ranks computed before.
 
         The responses are loaded here. A column of tokens that the method returns stays on this node.
         """
@@ -60,7 +66,7 @@ class RankHost(RankProcess):
         if not share.is_here:
             fetch(share.sources)
         columns = {name: ray.get(list(parts)) for name, parts in references.items()}
-        result = self.run(token, method, with_columns(share.fill(), columns))
+        result = self.run(token, policy, method, with_columns(share.fill(), columns))
         return RemotePart.of(result) if isinstance(result, SampleColumn) else result
 
 
@@ -86,6 +92,13 @@ class RankGroup(WatchedRanks[Rank], Generic[Rank]):
         self._data_parallel = len(workers) // split.model_parallel
         self.device_lock = device_lock
         """Locked while the ranks compute: models of one pool compute one after the other."""
+        self._policy = ONE_POLICY
+
+    def of_policy(self, policy: str) -> Self:
+        """Return these ranks, once they have started, with the calls to those of one policy."""
+        ranks = copy(self)
+        ranks._policy = policy
+        return ranks
 
     async def compute(
         self,
@@ -133,7 +146,10 @@ class RankGroup(WatchedRanks[Rank], Generic[Rank]):
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
             started = [
                 worker.run_share.options(name=f"{self.role.capitalize()}Rank.{method}").remote(
-                    self.token, method, *stored[rank // (self._split.tensor * self._split.context) % data_parallel]
+                    self.token,
+                    self._policy,
+                    method,
+                    *stored[rank // (self._split.tensor * self._split.context) % data_parallel],
                 )
                 for rank, worker in enumerate(self.workers)
             ]
@@ -149,7 +165,9 @@ class RankGroup(WatchedRanks[Rank], Generic[Rank]):
         """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile. No deadline ends what moves."""
         shared = [ray.put(argument) for argument in arguments]
         started = [
-            worker.run.options(concurrency_group=BESIDE_TRAINING).remote(self.token, method.__name__, *shared, **named)
+            worker.run.options(concurrency_group=BESIDE_TRAINING).remote(
+                self.token, self._policy, method.__name__, *shared, **named
+            )
             for worker in self.workers
         ]
         return await self.gather(method.__name__, started, waits_for_all=True, is_moving=is_moving)
@@ -158,7 +176,7 @@ class RankGroup(WatchedRanks[Rank], Generic[Rank]):
         self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]
     ) -> ray.ObjectRef:
         call = worker.run.options(name=f"{self.role.capitalize()}Rank.{method}")
-        return call.remote(self.token, method, *arguments, **named)
+        return call.remote(self.token, self._policy, method, *arguments, **named)
 
 
 def _store(

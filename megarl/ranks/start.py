@@ -6,12 +6,12 @@ They cannot lose a member: a rank that died or hangs ends them all, and the next
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -32,6 +32,9 @@ from megarl.ranks.rank_process import ALWAYS
 from megarl.ranks.ranks import BESIDE_TRAINING, RankGroup, RankHost
 from megarl.train.rank_spec import ImageFiles, RankSpec
 
+if TYPE_CHECKING:
+    from megarl.ranks.publishing import PublishingActor
+
 logger = logging.getLogger(__name__)
 
 Rank = TypeVar("Rank", bound=ModelCalls)
@@ -50,6 +53,9 @@ class Trainers:
     """None without a reference, and where the actor's ranks have it."""
     teachers: Mapping[str, RankGroup[PolicyCalls]] = field(default_factory=dict)
     """By their key below `roles`."""
+
+    def of_policy(self, policy: str) -> Trainers:
+        return replace(self, actor=self.actor.of_policy(policy))
 
     @property
     def is_lost(self) -> bool:
@@ -72,13 +78,30 @@ class Trainers:
         return tuple(self.by_role.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStart:
+    """A policy that is trained beside the first: its adapter is on the ranks of that one."""
+
+    name: str
+    recipe: Recipe
+    resume: ResumePoint | None
+
+
 @asynccontextmanager
 async def running_trainers(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], *, resume: ResumePoint | None
+    recipe: Recipe,
+    shape: ModelShape,
+    pools: Mapping[str, Pool],
+    *,
+    resume: ResumePoint | None,
+    beside: Sequence[PolicyStart] | None = None,
 ) -> AsyncIterator[Trainers]:
-    """Start all ranks and end them after the block; a rank that dies ends the block at once."""
+    """Start all ranks and end them after the block; a rank that dies ends the block at once.
+
+    `beside` is None in a run of one policy: ranks of several are not adopted, which has which may have changed.
+    """
     async with AsyncExitStack() as stack:
-        trainers = await start_trainers(recipe, shape, pools, stack, resume=resume)
+        trainers = await start_trainers(recipe, shape, pools, stack, resume=resume, beside=beside)
         async with task_group() as tasks:
             watches = [tasks.create_task(ranks.watch()) for ranks in trainers.all]
             yield trainers
@@ -93,11 +116,12 @@ async def start_trainers(
     stack: AsyncExitStack,
     *,
     resume: ResumePoint | None,
+    beside: Sequence[PolicyStart] | None = None,
 ) -> Trainers:
     """Start all models side by side; `stack` ends them."""
     starter = _Starter(recipe=recipe, shape=shape, pools=pools, stack=stack, resume=resume)
     async with task_group() as tasks:
-        actor = tasks.create_task(starter.actor())
+        actor = tasks.create_task(starter.actors(beside))
         critic = tasks.create_task(starter.critic())
         reference = tasks.create_task(starter.reference())
         teachers = {
@@ -152,9 +176,24 @@ class _Starter:
     stack: AsyncExitStack
     resume: ResumePoint | None
 
-    async def actor(self) -> RankGroup[ActorCalls]:
+    async def actors(self, beside: Sequence[PolicyStart] | None) -> RankGroup[ActorCalls]:
+        ranks = await self._actor(may_adopt=beside is None)
+        for policy in beside or ():
+            build, _ = replace(self, recipe=policy.recipe, resume=policy.resume)._build_of_actor()
+            await ranks.start_beside(policy.name, build)
+        return ranks
+
+    async def _actor(self, *, may_adopt: bool) -> RankGroup[ActorCalls]:
+        build, refill = self._build_of_actor()
+        config, folder = self.recipe.roles.actor, self.recipe.model.path
+        return await self._start(
+            "actor", build, config, self.shape, pool=config.pool, folder=folder, refill=refill, may_adopt=may_adopt
+        )
+
+    def _build_of_actor(self) -> tuple[Callable[..., ActorCalls], Callable[[ActorCalls], bool]]:
+        """Return what builds a rank of the policy, and what refills one of an earlier driver."""
         recipe, resume = self.recipe, self.resume
-        config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
+        reference, critic = recipe.roles.reference, recipe.roles.critic
         origin = WeightOrigin(folder=recipe.model.path.absolute())
         if resume is not None:
             base = origin.folder if recipe.model.lora else None
@@ -164,6 +203,7 @@ class _Starter:
             reference_folder = (reference.path or recipe.model.path).absolute()
         build = partial(
             _build_actor,
+            seed=recipe.run.seed,
             origin=origin,
             algorithm=recipe.algorithm,
             train=recipe.train,
@@ -172,9 +212,7 @@ class _Starter:
             bind=recipe.network.bind,
         )
         is_self_play = recipe.algorithm.needs.self_play_steps is not None
-        refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
-        folder = recipe.model.path
-        return await self._start("actor", build, config, self.shape, pool=config.pool, folder=folder, refill=refill)
+        return build, partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
 
     async def critic(self) -> RankGroup[CriticCalls] | None:
         recipe, config = self.recipe, self.recipe.roles.critic
@@ -228,6 +266,7 @@ class _Starter:
         pool: str,
         folder: Path,
         refill: Callable[[Rank], bool] = lambda _: True,  # frozen models stay as they are
+        may_adopt: bool = True,
     ) -> RankGroup[Rank]:
         """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]
@@ -243,7 +282,8 @@ class _Starter:
         workers = [worker for worker in left if worker is not None]
         if workers:
             adopted = grouped(workers)
-            if len(workers) == len(left) and await adopt_ranks(adopted, refill, is_shared=places.is_shared):
+            is_whole = may_adopt and len(workers) == len(left)
+            if is_whole and await adopt_ranks(adopted, refill, is_shared=places.is_shared):
                 self.stack.push_async_callback(adopted.end)
                 return adopted
             await adopted.end()
@@ -301,7 +341,9 @@ def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) ->
 
 def _build_actor(
     spec: RankSpec,
+    beside: PublishingActor | None = None,
     *,
+    seed: int,
     origin: WeightOrigin,
     algorithm: AlgorithmConfig,
     train: TrainConfig,
@@ -311,7 +353,9 @@ def _build_actor(
 ) -> ActorCalls:
     from megarl.ranks.publishing import PublishingActor  # noqa: PLC0415 - Megatron, which only a rank loads
 
-    rank = PublishingActor(spec, algorithm=algorithm, train=train, total_steps=total_steps, bind=bind)
+    rank = PublishingActor(
+        replace(spec, seed=seed), algorithm=algorithm, train=train, total_steps=total_steps, bind=bind, beside=beside
+    )
     origin.fill(rank)
     if reference_folder is not None:
         rank.load_reference(reference_folder)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Generic, TypeVar
 
 import ray
@@ -42,10 +43,15 @@ class WatchedRanks(WorkerGroup[Rank], Generic[Rank]):
     def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float, run_folder: Path) -> None:
         """A call that does not end leaves a file in `run_folder`."""
         super().__init__(role, workers, timeout_s=timeout_s, run_folder=run_folder)
-        self.is_lost = False
+        self._loss = Event()
         self._run_folder = run_folder
         self.processes: list[RemoteProcess] = []
         """The processes of the ranks, in order; empty until they have started."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be dead."""
+        return self._loss.is_set()
 
     async def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build every rank in its process; comes first. `spec` is that of rank 0, without the rendezvous."""
@@ -57,6 +63,11 @@ class WatchedRanks(WorkerGroup[Rank], Generic[Rank]):
         specs = [replace(spec, rank=rank, master_address=address, master_port=port) for rank in range(len(self))]
         starting = [worker.start.remote(build, spec) for worker, spec in zip(self.workers, specs, strict=True)]
         await self.gather("start", starting, timeout_s=max(self.timeout_s, START_TIMEOUT_S))
+
+    async def start_beside(self, policy: str, build: Callable[[RankSpec, ModelCalls], ModelCalls]) -> None:
+        """Build another policy's ranks in the processes of these."""
+        starting = [worker.start_beside.remote(self.token, policy, build) for worker in self.workers]
+        await self.gather("start_beside", starting, timeout_s=max(self.timeout_s, START_TIMEOUT_S))
 
     def node_of(self, rank: int) -> str:
         return address_of(self.processes[rank].node)
@@ -70,7 +81,7 @@ class WatchedRanks(WorkerGroup[Rank], Generic[Rank]):
         try:
             await asyncio.gather(*watches)
         except WorkerError:
-            self.is_lost = True
+            self._loss.set()
             raise
         finally:
             for watch in watches:

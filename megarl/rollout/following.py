@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.dispatch import Throughput
-from megarl.engine.fleet import Engine, Fleet
+from megarl.engine.fleet import Engine, Fleet, Served
 from megarl.engine.lifecycle import Answered, EngineState, EngineStatus, FellBehind, RestartPolicy
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
@@ -26,11 +26,10 @@ class EngineView:
     """An engine as the driver's fleet records it."""
 
     endpoint: EngineEndpoint
-    version: PolicyVersion
+    served: Mapping[str, Served]
+    """By policy."""
     status: EngineStatus
     num_pauses: int
-    adapter: str | None
-    """The one that requests compute with."""
     number: int
     """Grows with every view; a view that arrives after a later one is ignored."""
 
@@ -38,17 +37,22 @@ class EngineView:
     def of(cls, engine: Engine, *, number: int) -> EngineView:
         return cls(
             endpoint=engine.client.endpoint,
-            version=engine.version,
+            served=engine.served,
             status=engine.status,
             num_pauses=engine.num_pauses,
-            adapter=engine.adapter,
             number=number,
         )
 
     @property
     def key(self) -> tuple[object, ...]:
         """All that a worker needs to know."""
-        return self.endpoint, self.version, self.status.state, self.status.is_over, self.num_pauses, self.adapter
+        served = tuple(self.served.items())
+        return self.endpoint, served, self.status.state, self.status.is_over, self.num_pauses
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that requests compute with."""
+        return tuple(each.adapter for each in self.served.values() if each.adapter is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +191,7 @@ class FollowingFleet:
         engine, before = self._engines[index], None
         if engine.client.endpoint != view.endpoint:
             before = self.fleet.replace_client(engine, self._connect(view.endpoint))
-        engine.version, engine.num_pauses, engine.adapter = view.version, view.num_pauses, view.adapter
+        engine.served, engine.num_pauses = view.served, view.num_pauses
         for name in [name for name, count in engine.adapters.items() if not count]:
             del engine.adapters[name]
         # The driver's clock is another one.
@@ -223,7 +227,7 @@ class FollowingFleet:
             adapters={
                 index: (self._numbers.get(index, 0), tuple(engine.held_adapters))
                 for index, engine in self._engines.items()
-                if engine.adapter is not None
+                if any(each.adapter for each in engine.served.values())
             },
             retries=dict(self._requests.causes),
             num_prompt_tokens=self._requests.num_prompt_tokens,

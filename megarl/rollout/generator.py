@@ -30,7 +30,7 @@ from megarl.rollout.turns import Context, TurnSampler, hear
 from megarl.routes import RouteRequest, prompt_digest
 from megarl.system.faults import reach
 from megarl.tokens import Content, repeated, shared_if_equal
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
+from megarl.types import ONE_POLICY, FinishReason, Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class FleetGenerator:
     vocabulary: Vocabulary
     seed: int
     max_attempts: int
+    policy: str = ONE_POLICY
     in_flight: InFlight | None = None
     """How engines are paused where weights may change during a request."""
     player: Player | None = None
@@ -122,7 +123,7 @@ class FleetGenerator:
         tried: set[int] = set()
         while len(failures) < self.max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self.fleet.lease(avoid=tried, prefixes=context.prefixes) as engine:
+                async with self.fleet.lease(avoid=tried, prefixes=context.prefixes, policy=self.policy) as engine:
                     try:
                         rest = await self._respond(engine, context, so_far)
                         so_far = so_far.then(rest.response)
@@ -163,8 +164,8 @@ class FleetGenerator:
 
     async def _respond(self, engine: Engine, context: Context, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
-        sampling, in_flight, version = self.sampling, self.in_flight, engine.version
-        base_version = None if engine.adapter is None else engine.weights_version
+        sampling, in_flight, served = self.sampling, self.in_flight, engine.serves(self.policy)
+        base_version = None if served.adapter is None else engine.weights_version
         num_pauses = engine.num_pauses
         max_new_tokens = context.max_tokens - len(so_far.token_ids)
         num_sent = len(context.token_ids) + len(so_far.token_ids)
@@ -182,9 +183,9 @@ class FleetGenerator:
             stop_token_ids=self.vocabulary.eos_ids,
             sampling_seed=context.seed,
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
-            adapter=engine.adapter,
+            adapter=served.adapter,
             session_id=context.prefixes[0] if context.is_echoed else None,
-            cache_key=str(version) if in_flight == "in_place" else None,
+            cache_key=str(served.version) if in_flight == "in_place" else None,
             returns_prompt=context.is_echoed,
             routes=routes,
             images=context.prompt.images,
@@ -202,8 +203,8 @@ class FleetGenerator:
             vocab=self.vocabulary.size,
             max_response_tokens=max_new_tokens,
             eos_ids=frozenset(self.vocabulary.eos_ids),
-            version=version,
-            newest_version=engine.version if is_interrupted else version,
+            version=served.version,
+            newest_version=engine.serves(self.policy).version if is_interrupted else served.version,
             base_version=base_version,
             is_interrupted=is_interrupted or reply.is_cut or engine.status.hands_over,
             in_flight=in_flight,
@@ -212,7 +213,7 @@ class FleetGenerator:
             images=tuple(image.digest for image in context.prompt.images),
             num_prompt=num_sent if context.prompt.images else None,
         )
-        reach("generating", step=engine.version, engine=engine.index)
+        reach("generating", step=engine.serves(self.policy).version, engine=engine.index)
         try:
             response = read_response(reply.content, expected)
         except BadReplyError as error:

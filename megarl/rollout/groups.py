@@ -66,7 +66,7 @@ class SampledGroups:
             if self.retained is None or self.fleet is None:
                 scored = await self._sample(prompt)
             else:
-                scored = await self.retained.get(prompt, self.fleet.committed_version, self._sample)
+                scored = await self.retained.get(prompt, self.fleet.committed_version(self.task.policy), self._sample)
         except QuarantineError as error:
             self._quarantine(prompt, error)
             return None

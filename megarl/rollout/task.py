@@ -13,7 +13,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.families.shape import ModelShape
 from megarl.routes import RouteShape
 from megarl.stages import Generator, Scorer
-from megarl.types import Prompt, RolloutGroup, ScoredGroup, TokenArray
+from megarl.types import ONE_POLICY, Prompt, RolloutGroup, ScoredGroup, TokenArray
 
 _NEARLY_ZERO = 1e-4
 """A temperature at which a token 0.01 nats behind is never chosen, and which SGLang does not treat as zero."""
@@ -83,6 +83,7 @@ class RolloutTask:
 
     sampling: Sampling
     seed: int
+    policy: str = ONE_POLICY
     in_flight: InFlight | None = None
     generator: str | None = None
     """The user's code that makes a generator of ours (`sampling.generator`)."""
@@ -94,13 +95,14 @@ class RolloutTask:
     """The numbers that teachers on engines compute for the rollouts."""
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: ModelShape) -> RolloutTask:
+    def of(cls, recipe: Recipe, shape: ModelShape, *, policy: str = ONE_POLICY) -> RolloutTask:
         """Return how the prompts of a recipe are sampled for training."""
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
         return cls(
             sampling=Sampling.of(recipe.sampling, max_response_tokens=max_tokens),
             seed=recipe.run.seed,
+            policy=policy,
             in_flight=recipe.in_flight,
             generator=recipe.sampling.generator,
             baseline=nearly_greedy if recipe.algorithm.needs.has_baseline else None,

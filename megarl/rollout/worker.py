@@ -83,6 +83,7 @@ class RolloutWorker:
             sampling=sampling,
             vocabulary=self.vocabulary,
             seed=task.seed,
+            policy=task.policy,
             max_attempts=self.max_attempts,
             in_flight=task.in_flight,
             player=self._player,

@@ -479,8 +479,8 @@ class WorkerRecord:
         if self.sent_views.get(engine.index) == view.key:
             return None
         self.sent_views[engine.index] = view.key
-        if view.adapter is not None:
-            self._adapters[engine.index].append((number, view.adapter))
+        if view.adapters:
+            self._adapters[engine.index] += [(number, name) for name in view.adapters]
             self._note_adapters(engine)
         return view
 

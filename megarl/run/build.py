@@ -25,7 +25,7 @@ from megarl.run.rollout_samples import RolloutSampler, SampledTrainer, sample_wr
 from megarl.run.saver import RunSaver
 from megarl.serving.connect import Roles, publisher_of
 from megarl.stages import Publisher, Stages, Trainer
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 
 if TYPE_CHECKING:
     from megarl.rollout.journal import GroupJournal
@@ -47,6 +47,7 @@ class LoopBuilder:
     """Called with every saved step."""
     journal: GroupJournal
     """Has groups of the step that the ranks or the driver before these were lost in."""
+    policy: str = ONE_POLICY
 
     def loop(self) -> Loop:
         recipe, resume = self.recipe, self.resume
@@ -92,6 +93,7 @@ class LoopBuilder:
             phases=self.roles.phases,
             observer=self.observer,
             saver=saver,
+            policy=self.policy,
         )
         return Loop(
             stages,
@@ -132,7 +134,7 @@ class LoopBuilder:
             self._take_left(prompts)
         return SampledGroups(
             self.workers,
-            RolloutTask.of(self.recipe, self.inputs.shape),
+            RolloutTask.of(self.recipe, self.inputs.shape, policy=self.policy),
             self.observer,
             retained=self.journal.retained if is_synchronous else None,
             fleet=self.roles.serving.fleet,

@@ -279,6 +279,7 @@ def build_evaluation(
     phases: Phases,
     observer: Observer,
     saver: Saver,
+    policy: str,
 ) -> Evaluation | None:
     """Return the evaluation of a run; None without held-out data, or where only engines could answer it."""
     config, samples_per_call = recipe.evaluation, recipe.train.prompts_per_step
@@ -286,7 +287,7 @@ def build_evaluation(
         return None
     evaluator = Evaluator(config=config, phases=phases)
     if inputs.eval and workers is not None:
-        evaluator.answers = _held_out_answers(recipe, config, inputs, workers)
+        evaluator.answers = _held_out_answers(recipe, config, inputs, workers, policy)
     if inputs.eval_demonstrations:
         evaluator.demonstrations = HeldOutDemonstrations(
             prompts=inputs.eval_demonstrations,
@@ -316,14 +317,15 @@ def build_evaluation(
 
 
 def _held_out_answers(
-    recipe: Recipe, config: EvaluationConfig, inputs: Inputs, workers: RolloutSource
+    recipe: Recipe, config: EvaluationConfig, inputs: Inputs, workers: RolloutSource, policy: str
 ) -> HeldOutAnswers:
     max_tokens = recipe.evaluation_response_tokens
     # A greedy request would change what the seeds of rollouts beside it mean.
-    greedy = Sampling.nearly_greedy if recipe.train.max_staleness else Sampling.greedy
+    greedy = Sampling.nearly_greedy if recipe.train.max_staleness or policy else Sampling.greedy
 
     def sampled_with(sampling: Sampling) -> Answer:
-        task = RolloutTask(sampling=sampling, seed=evaluation_seed(recipe.run.seed), in_flight=recipe.in_flight)
+        seed = evaluation_seed(recipe.run.seed)
+        task = RolloutTask(sampling=sampling, seed=seed, policy=policy, in_flight=recipe.in_flight)
 
         async def answer(prompt: Prompt) -> ScoredGroup:
             return (await workers.answer(prompt, task)).scored

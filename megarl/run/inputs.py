@@ -22,7 +22,6 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer, without_torch
 from megarl.episodes.play import tools_of
 from megarl.errors import CheckpointError, first_few
 from megarl.families.shape import ModelShape
-from megarl.system.lease import digest_program
 from megarl.system.user_code import digest_sources, source_of
 from megarl.types import Prompt
 from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
@@ -55,10 +54,6 @@ class Inputs:
         """Return a digest of what answers to prompts and their scores depend on, beside the weights."""
         parts = (recipe, self.train.digest, self.tools_digest, self.code, __version__)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-    def program_digest(self, recipe: str) -> str:
-        """Return a digest of what running processes are made of: they keep what they have loaded of the user's code."""
-        return digest_program(recipe + self.code)
 
 
 def digest_code(recipe: Recipe) -> str:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
-from megarl.checkpoint.mirror import claim_mirror, refuse_occupied
-from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.local_ray import end_left, private_ray, run_lease
-from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
+from megarl.config.recipe import POLICIES_FOLDER, ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
     LOCAL_RAY_ENVIRONMENT,
@@ -25,19 +21,20 @@ from megarl.env import (
     update_environment,
 )
 from megarl.errors import ConfigError, FinishedError, MachineError, Problem, naming_disk_faults
-from megarl.observe.events import Noted, Record, Sink
-from megarl.observe.observing import observing
+from megarl.observe.events import Sink
+from megarl.observe.shared import SharedObserver
 from megarl.planner.fit import check_fit
 from megarl.planner.hardware import GpuModel, gpu_named, gpu_of
+from megarl.run.begin import PolicyInputs, begin
 from megarl.run.driver_process import drive_again, exit_notice
-from megarl.run.inputs import Inputs
 from megarl.run.preemption import ending_on_signals
 from megarl.run.preflight import check_start
-from megarl.run.resume import ResumeChoice, checked_resume_point, choose, is_of_run
+from megarl.run.resume import ResumeChoice
 from megarl.system.gpu_health import names_of_driver
-from megarl.system.lease import JoinedLease, Lease
+from megarl.system.lease import JoinedLease, Lease, digest_program
 from megarl.system.run_lock import refuse_locked, run_lock
 from megarl.system.start_log import note_piece, process_began
+from megarl.types import ONE_POLICY
 
 
 @ending_on_signals()
@@ -45,6 +42,7 @@ def train(
     recipe: Recipe,
     *,
     display: Sink,
+    display_of: Callable[[str], Sink] | None = None,
     resume: ResumeChoice = "auto",
     allows_data_change: bool = False,
     overrides_fit: bool = False,
@@ -54,9 +52,13 @@ def train(
     """Run a recipe to its end; everything it started has ended when this returns or raises.
 
     A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
-    the GPU or this machine has it, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`. With
-    `notify`, the driver is a forked process, and another one takes over if it is killed; `notify` gets a sentence then.
+    the GPU or this machine has it, else once Ray reports it. `display_of` returns the display of one of several
+    policies; without it they are refused. A trace of Ray's tasks is written to `tasks_file`. With `notify`, the driver
+    is a forked process, and another one takes over if it is killed; `notify` gets a sentence then.
     """
+    if recipe.policies and display_of is None:
+        message = "this trains or evaluates one; train several with the command `megarl train`"
+        raise ConfigError(recipe.run.name, (Problem(key=POLICIES_FOLDER, message=message),))
     address = ray_address_of(recipe.run)
     gpu = _known_gpu(recipe.cluster, address)
     if recipe.run.device != "cpu" and gpu is not None and not overrides_fit:
@@ -65,13 +67,19 @@ def train(
     ray_environment(address, recipe.cluster)  # a missing token is refused first
     refuse_locked(recipe.run_folder)
     # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-    inputs = check_start(recipe, address=address)
-    recipe = recipe.with_steps(len(inputs.train.prompts))
+    policies = {}
+    for name, each in (recipe.by_policy() or {ONE_POLICY: recipe}).items():
+        inputs = check_start(each, address=address)
+        complete = each.with_steps(len(inputs.train.prompts))
+        policies[name] = PolicyInputs(name=name, recipe=complete, inputs=inputs)
+    if not recipe.policies:
+        recipe = policies[ONE_POLICY].recipe
     driver = _Driver(
         recipe=recipe,
-        inputs=inputs,
-        program=inputs.program_digest(recipe.model_dump_json()),
+        policies=policies,
+        program=_program(recipe, policies),
         display=display,
+        display_of=display_of,
         address=address,
         allows_data_change=allows_data_change,
         asks_ray_for_gpu=recipe.run.device != "cpu" and gpu is None and not overrides_fit,
@@ -96,13 +104,20 @@ def _known_gpu(cluster: ClusterConfig, address: str | None) -> GpuModel | None:
     return min((gpu for gpu in named if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
 
 
+def _program(recipe: Recipe, policies: Mapping[str, PolicyInputs]) -> str:
+    """Return a digest of what running processes are made of: they keep what they have loaded of the user's code."""
+    return digest_program(recipe.model_dump_json() + "".join(each.inputs.code for each in policies.values()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Driver:
     recipe: Recipe
-    inputs: Inputs
+    policies: Mapping[str, PolicyInputs]
+    """By name."""
     program: str
-    """`Inputs.program_digest` of the run when its code was loaded."""
+    """The digest of all programs of the run when their code was loaded."""
     display: Sink
+    display_of: Callable[[str], Sink] | None
     address: str | None
     allows_data_change: bool
     asks_ray_for_gpu: bool
@@ -112,60 +127,38 @@ class _Driver:
 
     def drive(self, resume: ResumeChoice) -> None:
         """Take the steps of the run that are left."""
-        recipe, inputs = self.recipe, self.inputs
-        with naming_disk_faults(recipe.run_folder), run_lock(recipe.run_folder):
-            notify = _notify_on(self.display)
+        folder = self.recipe.run_folder
+        with naming_disk_faults(folder), ExitStack() as stack:
+            for each in dict.fromkeys((folder, *(policy.recipe.run_folder for policy in self.policies.values()))):
+                stack.enter_context(run_lock(each))
             try:
-                decision, tools = choose(recipe, resume, notify=notify), inputs.tools_digest
+                begun = begin(self.policies, resume, display=self.display, allows_data_change=self.allows_data_change)
             except FinishedError:
-                end_left(recipe.run_folder)
+                end_left(folder)
                 raise
-            allows = self.allows_data_change
-            check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows)
-            notes = [*decision.notes]
-            point = decision.point and check(decision.point, warn=notes.append)
-            is_continued = point is not None and is_of_run(point, recipe.run_folder)
-            claim = self._claim(is_continued=is_continued, warn=notes.append)
-            lease, environment = self._lease(is_continued=is_continued)
-            resumed_step = 0 if point is None else point.step
-            started = observing(
-                recipe, display=self.display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
+            lease, environment = self._lease(is_continued=any(policy.is_continued for policy in begun))
+            observers = [policy.observing(self._display(policy.name), stack) for policy in begun]
+            observer = observers[0] if len(observers) == 1 else SharedObserver(observers)
+            stack.enter_context(environment)
+            note_piece("imports and checks", began=time.time() - self.check_seconds)
+
+            from megarl.run.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment
+
+            left = {
+                policy.name: keys for policy in begun if (keys := self.recipe.policies.get(policy.name)) is not None
+            }
+            run_recipe(
+                self.recipe.model_copy(update={"policies": left}),
+                list(zip(begun, observers, strict=True)),
+                observer,
+                ray_address=self.address,
+                lease=lease,
+                asks_ray_for_gpu=self.asks_ray_for_gpu,
+                tasks_file=self.tasks_file,
             )
-            with started as observer, environment:
-                note_piece("imports and checks", began=time.time() - self.check_seconds)
-                for note in notes:
-                    observer.warned(note)
 
-                def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
-                    earlier = choose(recipe, resume, damaged=damaged, notify=notify).point
-                    return earlier and check(earlier, warn=observer.warned)
-
-                from megarl.run.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment
-
-                run_recipe(
-                    recipe,
-                    inputs,
-                    observer,
-                    ray_address=self.address,
-                    lease=lease,
-                    resume=point,
-                    choose_earlier=choose_earlier,
-                    mirror_claim=claim,
-                    asks_ray_for_gpu=self.asks_ray_for_gpu,
-                    tasks_file=self.tasks_file,
-                )
-
-    def _claim(self, *, is_continued: bool, warn: Callable[[str], None]) -> str | None:
-        """Make this driver the owner of the run's mirror; refuse one with checkpoints of another run."""
-        mirror, folder = self.recipe.checkpoint.mirror, self.recipe.run_folder
-        if mirror is None:
-            return None
-        if not is_continued:
-            refuse_occupied(mirror, folder.name)
-        claim, problem = claim_mirror(mirror, folder)
-        if problem:
-            warn(f"checkpoint.mirror {mirror.url} cannot be claimed now, and is when it can be reached: {problem}")
-        return claim
+    def _display(self, policy: str) -> Sink:
+        return self.display_of(policy) if policy and self.display_of is not None else self.display
 
     def _lease(self, *, is_continued: bool) -> tuple[Lease, AbstractContextManager[None]]:
         """Return the lease of the run, and the settings of its Ray."""
@@ -175,11 +168,6 @@ class _Driver:
             return private, private_ray(private)
         lease = JoinedLease(folder, self.address, program=program, seconds=cluster.lease_s, is_continued=is_continued)
         return lease, ray_environment(self.address, cluster)
-
-
-def _notify_on(display: Sink) -> Callable[[str], None]:
-    """Return what shows a line before the run has an observer: fetching a checkpoint takes long."""
-    return lambda text: display.record(Record(sequence=0, time=datetime.now(UTC), event=Noted(text=text)))
 
 
 def ray_address_of(run: RunConfig) -> str | None:

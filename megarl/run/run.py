@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.checkpoint.resume import ResumePoint
 from megarl.cluster.cluster import Cluster, Pool, accelerators, nodes_of, open_cluster
 from megarl.cluster.gpu_watch import watched_gpus
 from megarl.cluster.tasks import task_group
@@ -24,7 +23,8 @@ from megarl.planner.fit import check_fit, planned, planned_limits
 from megarl.planner.hardware import GpuModel, gpu_of, other_gpu, reported_gpu
 from megarl.planner.limits import with_limits
 from megarl.rollout.frozen import FrozenRole
-from megarl.run.inputs import Inputs
+from megarl.run.begin import BegunPolicy
+from megarl.run.policy_run import PolicyRun
 from megarl.run.preemption import preemptible
 from megarl.run.rank_sets import RankSets, StartedRoles
 from megarl.run.start_workers import start_workers
@@ -36,40 +36,37 @@ from megarl.system.start_log import note_piece
 
 def run_recipe(
     recipe: Recipe,
-    inputs: Inputs,
+    policies: Sequence[tuple[BegunPolicy, Observer]],
     observer: Observer,
     *,
     ray_address: str | None,
     lease: Lease | None,
-    resume: ResumePoint | None,
-    choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
-    mirror_claim: str | None,
     asks_ray_for_gpu: bool,
     tasks_file: Path | None,
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
-    With a `lease` a private Ray outlives this process if it is killed. `choose_earlier` returns another checkpoint
-    where ranks find some damaged. `mirror_claim` is this driver's, None where its mirror could not be reached. With
-    `asks_ray_for_gpu` a run that does not fit the GPUs that Ray reports is refused before a role starts. `tasks_file`
-    gets a trace of Ray's tasks.
+    Each policy has an observer; the other one gets what they share. With a `lease` a private Ray outlives this process
+    if it is killed. With `asks_ray_for_gpu` a run that does not fit the GPUs that Ray reports is refused before a role
+    starts. `tasks_file` gets a trace of Ray's tasks.
     """
-    observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
-    if inputs.train.num_dropped:
-        observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
+    for policy, own in policies:
+        train = policy.inputs.train
+        own.data_read(num_prompts=len(train.prompts), num_dropped=train.num_dropped)
+        if train.num_dropped:
+            own.warned(f"{train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     cluster = open_cluster(recipe.run, recipe.pools, address=ray_address, lease=lease, tasks_file=tasks_file)
-    rank_sets = RankSets(recipe, inputs, observer, choose_earlier, mirror_claim)
-    asyncio.run(_take_steps(rank_sets, resume, cluster, asks_ray_for_gpu=asks_ray_for_gpu))
+    asyncio.run(_take_steps(recipe, policies, observer, cluster, asks_ray_for_gpu=asks_ray_for_gpu))
 
 
 async def _take_steps(
-    rank_sets: RankSets,
-    resume: ResumePoint | None,
+    recipe: Recipe,
+    begun: Sequence[tuple[BegunPolicy, Observer]],
+    observer: Observer,
     opening: AbstractContextManager[Cluster],
     *,
     asks_ray_for_gpu: bool,
 ) -> None:
-    recipe, inputs, observer = rank_sets.recipe, rank_sets.inputs, rank_sets.observer
     grace_s = recipe.checkpoint.time_to_save_s
     began = time.time()
     with opening as cluster, preemptible(grace_s=grace_s, run_folder=recipe.run_folder) as preemption:
@@ -80,12 +77,14 @@ async def _take_steps(
         gpu = gpu_of(recipe.cluster, kinds)
         recipe = _limited(recipe, gpu, observer)
         recipe = planned(recipe, gpu)
-        rank_sets, preemption.grace_s = replace(rank_sets, recipe=recipe), recipe.checkpoint.time_to_save_s
+        policies, preemption.grace_s = _planned(begun, recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
         note_piece("Ray", began=began)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         watched = watched_gpus(nodes_of(pools.values()) if recipe.run.device == "cuda" else [], observer)
-        async with watched, rank_sets.mirroring, AsyncExitStack() as stack, task_group() as tasks:
+        async with watched, AsyncExitStack() as stack, task_group() as tasks:
+            for policy in policies:
+                await stack.enter_async_context(policy.mirroring)
             frozen = tasks.create_task(
                 start_frozen(
                     recipe.roles.frozen,
@@ -98,8 +97,13 @@ async def _take_steps(
                     temperature=recipe.sampling.temperature,
                 )
             )
-            serving = tasks.create_task(_start_serving(recipe, inputs, frozen, pools, stack, observer))
-            workers = tasks.create_task(start_workers(recipe, inputs, serving, frozen, stack, observer))
+            serving = tasks.create_task(_start_serving(recipe, policies[0], frozen, pools, stack, observer))
+            workers = {
+                each.name: tasks.create_task(
+                    start_workers(each.recipe, each.inputs, serving, frozen, stack, each.observer)
+                )
+                for each in policies
+            }
             started = StartedRoles(
                 pools=pools,
                 serving=serving,
@@ -108,7 +112,18 @@ async def _take_steps(
                 preemption=preemption,
                 outlive_driver=cluster.outlive_driver,
             )
-            await rank_sets.take_steps(resume, started)
+            await RankSets(recipe, policies, observer).take_steps(started)
+
+
+def _planned(begun: Sequence[tuple[BegunPolicy, Observer]], recipe: Recipe) -> list[PolicyRun]:
+    """Return the policies with what the plan has completed in the recipe of all."""
+    recipes = recipe.by_policy()
+    planned = []
+    for policy, observer in begun:
+        # The number of steps may follow from the policy's data.
+        own = recipes.get(policy.name, recipe).model_copy(update={"run": policy.recipe.run})
+        planned.append(PolicyRun(replace(policy, recipe=own), observer))
+    return planned
 
 
 def _limited(recipe: Recipe, gpu: GpuModel, observer: Observer) -> Recipe:
@@ -125,7 +140,7 @@ def _limited(recipe: Recipe, gpu: GpuModel, observer: Observer) -> Recipe:
 
 async def _start_serving(
     recipe: Recipe,
-    inputs: Inputs,
+    policy: PolicyRun,
     frozen: asyncio.Task[dict[str, FrozenRole]],
     pools: Mapping[str, Pool],
     stack: AsyncExitStack,
@@ -137,7 +152,7 @@ async def _start_serving(
     if recipe.roles.scores_after_generation:
         # These models have the engines' devices until they sleep.
         await asyncio.shield(frozen)
-    return await start_serving(recipe, inputs.shape, pools, stack, observer=observer)
+    return await start_serving(recipe, policy.inputs.shape, pools, stack, observer=observer)
 
 
 def _roles_of(roles: RolesConfig) -> str:

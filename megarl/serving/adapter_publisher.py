@@ -13,16 +13,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from megarl.config.recipe import ModelConfig
+from megarl.config.recipe import Recipe
 from megarl.engine import admin
 from megarl.engine.fleet import Engine
 from megarl.engine.lifecycle import FellBehind
 from megarl.engine.process import EngineSpec
 from megarl.errors import EngineError, WeightSyncError, WorkerError, first_few
 from megarl.families.shape import ModelShape
+from megarl.planner.memory import adapter_versions
 from megarl.results import PublishResult
 from megarl.serving.publisher import TransferPublisher
 from megarl.types import PolicyVersion
@@ -43,16 +45,16 @@ class ServedAdapters:
     fields: Mapping[str, object]
     """PEFT's configuration of each."""
     num_loaded: int
-    """Versions that an engine has at most at a time."""
+    """Versions of a policy that an engine has at most at a time."""
 
     @classmethod
-    def of(cls, model: ModelConfig, shape: ModelShape, spec: EngineSpec) -> ServedAdapters | None:
-        """Return the adapters of a model; None where engines get whole weights."""
-        lora = model.served_lora
+    def of(cls, recipe: Recipe, shape: ModelShape, spec: EngineSpec) -> ServedAdapters | None:
+        """Return the adapters of a run; None where engines get whole weights."""
+        lora = recipe.model.served_lora
         if lora is None or spec.adapters is None:
             return None
         fields = lora.peft_fields(base=spec.model_folder, modules=lora.served_modules(shape))
-        return cls(fields=fields, num_loaded=spec.adapters.num_loaded)
+        return cls(fields=fields, num_loaded=adapter_versions(recipe.train.max_staleness))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,7 +83,7 @@ class AdapterPublisher(TransferPublisher):
         reasons = {engine.index: why for engine, why in zip(roster, outcomes, strict=True) if why is not None}
         loaded = [engine for engine in roster if engine.index not in reasons]
         try:
-            plan = await self._fill(loaded, version, name) if loaded else None
+            plan = await self._fill(loaded, version, name, is_locked=is_catching_up) if loaded else None
             if loaded and not is_catching_up:
                 reasons |= await self._differences(loaded, version, name)
             serving = [engine for engine in loaded if engine.index not in reasons]
@@ -96,10 +98,10 @@ class AdapterPublisher(TransferPublisher):
                 self.fleet.report(engine, FellBehind(reason=reasons[engine.index]))
         if is_catching_up:
             for engine in serving:
-                await self.fleet.joined(engine, adapter=name)
+                await self.fleet.joined(engine, adapter=name, policy=self.policy)
         else:
-            await self.fleet.committed(version, serving, adapter=name)
-        self._num_alive = max(len(_names(engine)) for engine in serving)
+            await self.fleet.committed(version, serving, adapter=name, policy=self.policy)
+        self._num_alive = max(len(self._names(engine)) for engine in serving)
         await asyncio.gather(*(self._unload_unused(engine) for engine in serving))
         return len(serving), plan
 
@@ -114,9 +116,12 @@ class AdapterPublisher(TransferPublisher):
             return str(error)
         return None
 
-    async def _fill(self, loaded: Sequence[Engine], version: PolicyVersion, name: str) -> Plan:
+    async def _fill(
+        self, loaded: Sequence[Engine], version: PolicyVersion, name: str, *, is_locked: bool = False
+    ) -> Plan:
         try:
-            async with admin.held(loaded):
+            # Requests do not wait until ranks have updated another policy; `is_locked` says that they compute nothing.
+            async with nullcontext() if is_locked else self.ranks.device_lock, admin.held(loaded):
                 link = await self._linked(loaded)
                 await self._exchange(link, version, adapter=name)
         except (EngineError, WeightSyncError, WorkerError) as error:
@@ -132,16 +137,16 @@ class AdapterPublisher(TransferPublisher):
         """Wait until one more version can be loaded: SGLang would refuse one beyond its slots."""
         deadline = time.monotonic() + wait_s
         await self._unload_unused(engine)
-        while len(_names(engine)) >= self.adapters.num_loaded:
+        while len(self._names(engine)) >= self.adapters.num_loaded:
             if time.monotonic() > deadline:
-                held = sorted(engine.held_adapters)
+                held = sorted(engine.held_adapters.intersection(self._names(engine)))
                 raise WeightSyncError(f"{engine}: no room for another adapter within {wait_s:g} s: {held}")
             await asyncio.sleep(_POLL_S)
             await self._unload_unused(engine)
 
     async def _unload_unused(self, engine: Engine) -> None:
-        used = {engine.adapter, *engine.held_adapters}
-        for name in [name for name in _names(engine) if name not in used]:
+        used = {engine.serves(self.policy).adapter, *engine.held_adapters}
+        for name in [name for name in self._names(engine) if name not in used]:
             await self._unload(engine, name)
 
     async def _unload(self, engine: Engine, name: str) -> None:
@@ -155,13 +160,17 @@ class AdapterPublisher(TransferPublisher):
 
     def _new_name(self, version: int) -> str:
         """Return a name that no engine has loaded: ranks that resumed publish some versions again."""
-        loaded = {name for engine in self.fleet.engines for name in _names(engine)}
-        name, number = f"policy@{version}", 1
+        loaded = {name for engine in self.fleet.engines for name in self._names(engine)}
+        name, number = f"{self._prefix}{version}", 1
         while name in loaded:
             number += 1
-            name = f"policy@{version}.{number}"
+            name = f"{self._prefix}{version}.{number}"
         return name
 
+    def _names(self, engine: Engine) -> list[str]:
+        """Return the names of this policy's versions that the engine has loaded."""
+        return [name for name in engine.adapters if name is not None and name.startswith(self._prefix)]
 
-def _names(engine: Engine) -> list[str]:
-    return [name for name in engine.adapters if name is not None]
+    @property
+    def _prefix(self) -> str:
+        return f"{self.policy or 'policy'}@"

@@ -134,7 +134,7 @@ class Canary:
         """
         async with self.phases.generating():
             answers = await asyncio.gather(
-                *(self._send(engine, version, adapter or engine.adapter) for engine in engines)
+                *(self._send(engine, version, adapter or engine.serves().adapter) for engine in engines)
             )
         answered = [
             (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)

@@ -35,7 +35,7 @@ from megarl.serving.serving import (
     start_serving,
 )
 from megarl.stages import Phases, Publisher, SeparatePhases
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,15 @@ async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
 
 
 async def connect(
-    roles: RolesConfig, trainers: Trainers, serving: Serving, stack: AsyncExitStack, *, observer: Observer
+    roles: RolesConfig,
+    trainers: Trainers,
+    serving: Serving,
+    stack: AsyncExitStack,
+    *,
+    observer: Observer,
+    policy: str = ONE_POLICY,
 ) -> Roles:
-    """Check that these ranks can publish to the engines. `stack` ends the connection."""
+    """Check that these ranks can publish a policy to the engines. `stack` ends the connection."""
     publisher: EnginePublisher | NoPublisher
     phases: Phases = SeparatePhases()
     match serving:
@@ -77,19 +83,19 @@ async def connect(
             await files.connect()
             publisher = EnginePublisher(transport=files, fleet=fleet, phases=SeparatePhases())
         case ManagedServing(phases=phases):
-            publisher = await _connect_managed(roles, trainers, serving, observer)
-            stack.callback(serving.supervisor.attach, None)
+            publisher = await _connect_managed(roles, trainers, serving, observer, policy)
+            stack.callback(serving.supervisor.attach, None, policy=policy)
         case _:
             assert_never(serving)
     return Roles(trainers=trainers, serving=serving, publisher=publisher, phases=phases)
 
 
 async def _connect_managed(
-    roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
+    roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer, policy: str
 ) -> EnginePublisher:
     phases = serving.phases
     ranks = trainers.actor
-    transport = _transport(ranks, serving, observer)
+    transport = _transport(ranks, serving, observer, policy)
     publisher = EnginePublisher(transport=transport, fleet=serving.fleet, phases=phases)
     catch_up = transport.catch_up
     if isinstance(phases, SharedPhases):
@@ -103,11 +109,13 @@ async def _connect_managed(
         catch_up = partial(phases.send_to_one, transport.catch_up)
     if serving.adapters is None:
         await transport.connect()
-    serving.supervisor.attach(catch_up)
+    serving.supervisor.attach(catch_up, policy=policy)
     return publisher
 
 
-def _transport(ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer) -> TransferPublisher:
+def _transport(
+    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer, policy: str
+) -> TransferPublisher:
     config = serving.config
     timeout_s = config.publish_timeout_s
     control = EngineControl(
@@ -123,6 +131,7 @@ def _transport(ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: 
         transfer=serving.transfer,
         timeout_s=timeout_s,
         host=serving.host,
+        policy=policy,
         failed=observer.publish_failed,
     )
 

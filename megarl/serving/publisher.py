@@ -31,7 +31,7 @@ from megarl.ranks.ranks import RankGroup
 from megarl.results import PublishResult
 from megarl.serving.canary import Canary
 from megarl.stages import Phases, Publisher
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Link
@@ -117,13 +117,12 @@ class TransferPublisher:
     """Returns the one to all engines of the fleet, where they are then."""
     timeout_s: float
     host: str
+    policy: str = ONE_POLICY
     failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None
     """Called before an attempt is repeated."""
     _link: _Link | None = field(default=None, init=False)
     _farthest_read: Link = field(default=Link.NODE, init=False)
     _has_published: bool = field(default=False, init=False)
-    _publish_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Held during a publish: versions are sent one after the other."""
 
     async def connect(self) -> None:
         """Check the parameters of all reachable engines against the layout, whatever version they serve."""
@@ -138,7 +137,7 @@ class TransferPublisher:
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         """Publish to all reachable engines; if there is none, to the first that is restarted."""
-        async with self._publish_lock:
+        async with self.fleet.publish_lock:
             started = time.monotonic()
             num_engines, plan = await self._publish_somewhere(version)
             self._has_published = True
@@ -160,9 +159,9 @@ class TransferPublisher:
         It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
         send the version it holds. The next publish includes this engine.
         """
-        async with self._publish_lock, self.ranks.device_lock:
-            version = self.fleet.committed_version
-            if not self._has_published or engine.state is not EngineState.STALE:
+        async with self.fleet.publish_lock, self.ranks.device_lock:
+            version = self.fleet.committed_version(self.policy)
+            if not self._has_published or engine.state is not EngineState.STALE or self.policy not in engine.lacks:
                 return False
             if (await self.ranks.call(ActorCalls.version))[0] != version:
                 return False
@@ -275,7 +274,7 @@ class TransferPublisher:
         store = StoreServer(self.host)
         rendezvous = Rendezvous(
             address=store.address,
-            name=_GROUP,
+            name=self._group,
             timeout_s=self.timeout_s,
             backend=_backend(transfer, plan),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
@@ -287,6 +286,11 @@ class TransferPublisher:
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
+
+    @property
+    def _group(self) -> str:
+        """The name of the transfer group: ranks and engines have one for each policy."""
+        return f"{_GROUP} {self.policy}" if self.policy else _GROUP
 
     def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
         transfer = replace(self.transfer(), farthest_read=self._farthest_read)
@@ -303,13 +307,13 @@ class TransferPublisher:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             # The ranks are about to end; without this an engine would wait for them until its deadline.
-            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was cancelled")
+            await asyncio.to_thread(abandon_group, store.address, name=self._group, reason="the publish was cancelled")
             tasks[0].cancel()
             await asyncio.wait(tasks, timeout=_GIVE_UP_S)
             raise
         failures = [error for task in done if (error := task.exception()) is not None]
         if failures:
-            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason=str(failures[0]))
+            await asyncio.to_thread(abandon_group, store.address, name=self._group, reason=str(failures[0]))
             await asyncio.wait(tasks)
             # Engines lose the connection to a rank that died or refused before the driver hears of it.
             loss = tasks[0].exception()

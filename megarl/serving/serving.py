@@ -153,6 +153,7 @@ async def _start_managed(
         # The longest time without news of an engine that is being restarted.
         publish_timeout_s=publish_timeout_s + deadlines.start_s,
         policy=restart_policy(config, deadlines.start_s),
+        policies=tuple(recipe.policies),
     )
     watching = watched_engines(
         recipe.run_folder,
@@ -173,7 +174,7 @@ async def _start_managed(
         if gives_up_memory
         else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
-        adapters=ServedAdapters.of(recipe.model, shape, first),
+        adapters=ServedAdapters.of(recipe, shape, first),
     )
 
 
@@ -186,12 +187,14 @@ def _open_fleet(
     *,
     publish_timeout_s: float,
     policy: RestartPolicy | None = None,
+    policies: Sequence[str] = (),
 ) -> Fleet:
     fleet = Fleet(
         [EngineClient(endpoint, request_timeout_s=deadlines.request_s) for endpoint in endpoints],
         max_outstanding=config.outstanding_requests,
         publish_timeout_s=publish_timeout_s,
         policy=policy,
+        policies=policies,
     )
     stack.push_async_callback(fleet.close)
     if policy is not None:

@@ -27,7 +27,7 @@ def rollout_engine(
 ) -> EngineSpec:
     """Return the spec of the first engine of rollout; the others differ by their index."""
     lora = recipe.model.served_lora
-    num_adapters = adapter_slots(recipe.train.max_staleness)
+    num_adapters = adapter_slots(recipe)
     adapters = None
     if lora is not None:
         adapters = EngineAdapters(rank=lora.rank, modules=lora.served_modules(shape), num_loaded=num_adapters)

@@ -37,6 +37,7 @@ from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.observe.events import EngineChanged
 from megarl.observe.observer import Observer
 from megarl.serving.processes import Engines
+from megarl.types import ONE_POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,19 @@ class Supervisor:
         self._fleet = fleet
         self._processes = processes
         self._connect = connect
-        self._catch_up: CatchUp | None = None
+        self._catch_ups: dict[str, CatchUp] = {}
+        """By policy."""
         self._tasks: asyncio.TaskGroup | None = None
         self._changes: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         fleet.listen(self._note_change)
         fleet.join_listeners.append(self._welcome)
 
-    def attach(self, catch_up: CatchUp | None) -> None:
-        """Set how stale engines catch up; None while there are no trainer ranks."""
-        self._catch_up = catch_up
+    def attach(self, catch_up: CatchUp | None, *, policy: str = ONE_POLICY) -> None:
+        """Set how stale engines catch up with a policy; None while there are no trainer ranks."""
+        if catch_up is None:
+            self._catch_ups.pop(policy, None)
+        else:
+            self._catch_ups[policy] = catch_up
 
     def retire(self, index: int, reason: str = "retired by the operator") -> None:
         """Take an engine out: it gets no further request, and ends when it has returned the tokens of those it has."""
@@ -220,9 +225,9 @@ class Supervisor:
 
     async def _sync(self, engine: Engine) -> None:
         while engine.status.action in (Action.WATCH, Action.SYNC):
-            if engine.status.action is Action.SYNC and self._catch_up is not None:
+            if engine.status.action is Action.SYNC:
                 try:
-                    if await self._catch_up(engine):
+                    if await self._catches_up(engine):
                         continue
                 except WeightSyncError as error:
                     self._fleet.report(engine, SyncFailed(reason=str(error)))
@@ -232,6 +237,13 @@ class Supervisor:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._until(engine, {Action.START, Action.END})
+
+    async def _catches_up(self, engine: Engine) -> bool:
+        """Send the engine one of the policies that it lacks; return False if that is not possible now."""
+        for policy in sorted(engine.lacks & self._catch_ups.keys()):
+            if await self._catch_ups[policy](engine):
+                return True
+        return False
 
     async def _until(self, engine: Engine, actions: set[Action]) -> None:
         changed = self._changes[engine.index]

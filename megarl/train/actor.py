@@ -39,8 +39,9 @@ class ActorRank(TrainedRank):
         optimizer: OptimizerConfig,
         total_steps: int,
         epochs: int = 1,
+        beside: ActorRank | None = None,
     ) -> None:
-        super().__init__(spec, optimizer, total_steps=total_steps)
+        super().__init__(spec, optimizer, total_steps=total_steps, beside=beside)
         self._algorithm = algorithm
         self._is_from_engine = algorithm.needs.has_engines
         self._epochs = epochs

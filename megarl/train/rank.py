@@ -28,7 +28,7 @@ from megarl.train.build import build_chunks, forget_buffers, forget_scales
 from megarl.train.logprob import TokenScores
 from megarl.train.model import DeviceMicroBatch, Model, named_weights, to_device, whole_column
 from megarl.train.rank_spec import RankSpec
-from megarl.train.topology import free_cache, initialize, shut_down
+from megarl.train.topology import Topology, free_cache, initialize, shut_down
 from megarl.train.tower import Tower
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
@@ -52,24 +52,11 @@ class ModelRank:
 
     ROLE = "reference"
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, beside: ModelRank | None = None) -> None:
+        """`beside` is a rank of this process with the same model, whose weights this one computes with as well."""
         self._spec = spec
-        if spec.device == "cpu":
-            cpu.install()
-            # One thread: sums must not depend on the number of cores.
-            torch.set_num_threads(1)
-        with self._on_device(), noted_piece("process groups"):
-            self._topology = initialize(
-                spec.split,
-                rank=spec.rank,
-                world=spec.world,
-                master_address=spec.master_address,
-                master_port=spec.master_port,
-                listener=spec.listener,
-                device=spec.device,
-                seed=spec.seed,
-                timeout_s=spec.timeout_s,
-            )
+        self._beside = beside
+        self._topology: Topology = self._joined() if beside is None else beside._topology
         with self._on_device(), noted_piece("model"):
             self._models: list[Model] = build_chunks(
                 spec.shape,
@@ -80,6 +67,11 @@ class ModelRank:
                 adapts_experts=spec.lora is not None and spec.lora.is_merged,
                 has_float32_head=spec.has_float32_head,
             )
+        if beside is not None:
+            theirs = beside.tensors()
+            for name, weight in named_weights(self._models).items():
+                weight.data = theirs[name]
+            free_cache(self._topology.device)
         if spec.images is not None and spec.shape.vision is not None:
             dtype = torch_dtype(spec.split.dtype_on(spec.device))
             tower = Tower(spec.shape, spec.images, device=self._topology.device, dtype=dtype)
@@ -92,11 +84,32 @@ class ModelRank:
         self._holding = self._layout.by_rank[spec.rank]
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 
+    def _joined(self) -> Topology:
+        spec = self._spec
+        if spec.device == "cpu":
+            cpu.install()
+            # One thread: sums must not depend on the number of cores.
+            torch.set_num_threads(1)
+        with self._on_device(), noted_piece("process groups"):
+            return initialize(
+                spec.split,
+                rank=spec.rank,
+                world=spec.world,
+                master_address=spec.master_address,
+                master_port=spec.master_port,
+                listener=spec.listener,
+                device=spec.device,
+                seed=spec.seed,
+                timeout_s=spec.timeout_s,
+            )
+
     def load(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder; each rank reads only its part.
 
         A critic may start from a language model; its value head is then zero.
         """
+        if self._beside is not None:
+            return  # they are those of the other rank
         with noted_piece("weights"):
             self._read(folder, self.tensors())
 
@@ -135,6 +148,8 @@ class ModelRank:
 
     def close(self) -> None:
         """Leave the groups of ranks; no method may be called afterwards."""
+        if self._beside is not None:
+            return
         if self._spec.split.precision == "fp8":
             forget_scales()
         if self._spec.split.dispatcher == "deepep":

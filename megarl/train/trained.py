@@ -34,8 +34,10 @@ MAX_SKIPPED_UPDATES = 3
 
 
 class TrainedRank(ModelRank):
-    def __init__(self, spec: RankSpec, optimizer: OptimizerConfig, *, total_steps: int) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, spec: RankSpec, optimizer: OptimizerConfig, *, total_steps: int, beside: TrainedRank | None = None
+    ) -> None:
+        super().__init__(spec, beside)
         self._trained_layout = self._layout
         if spec.lora is not None:
             dtype = dtype_on(spec.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,9 +199,9 @@ def one_by_one(ask: Callable[[str, str, Mapping[str, str], bytes | None], Awaita
     return send
 
 
-def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:
+def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8, policies: Sequence[str] = ()) -> Fleet:
     clients = [scripted_client(handler, index=index) for index, handler in enumerate(handlers)]
-    return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2)
+    return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2, policies=policies)
 
 
 def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:

@@ -35,7 +35,7 @@ COMMANDS: list[Command] = [
         plan_hash="abc",
         rendezvous=Rendezvous(address=ADDRESS, name="publish-1", timeout_s=5.0, backend="gloo", bucket_bytes=1024),
     ),
-    Receive(version=3),
+    Receive(version=3, group="publish"),
     Fingerprint(),
     StartRecording(transfer=placed_transfer()),
 ]

@@ -80,7 +80,7 @@ async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = 
             {**new, **{name: value for name, value in old.items() if name.startswith(own)}}
             for old, new in zip(before, expected, strict=True)
         ]
-        assert fleet.committed_version == 1
+        assert fleet.committed_version() == 1
         tokens, versions = await greedy(fleet)
         assert tokens == expected_tokens
         assert set(versions) == {1}
@@ -174,11 +174,11 @@ async def test_a_corrupted_publish_is_found_and_the_next_one_repairs_it(served: 
         await trainers.join()
         with pytest.raises(WeightSyncError, match=r"target rank \d: .* has digest .*, the senders' is"):
             await trainers.publish(PolicyVersion(1))
-        assert fleet.committed_version == 0
+        assert fleet.committed_version() == 0
         # The wire is honest from now on.
         await trainers.publish(PolicyVersion(2))
         served_now = await control.fingerprints()
-        assert fleet.committed_version == 2
+        assert fleet.committed_version() == 2
         assert await fingerprints_from_disk(control, fleet, served.other_folder) == served_now
         trainers.close()
 

@@ -90,16 +90,19 @@ def test_tensors_that_a_model_derives_from_its_parameters_are_those_of_the_versi
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Latent()
-    monkeypatch.setattr(loader._MEMBER, "_receiver", Filling(model))
+    monkeypatch.setattr(loader._MEMBERS["publish"], "_receiver", Filling(model))
     for version in (3, 5):
-        reply = give(Receive(version=version), model, server)
+        reply = give(Receive(version=version, group="publish"), model, server)
         assert reply.error is None
         assert model.w_kc.tolist() == [2.0 * version] * 2
         assert not model.w_kc.requires_grad
 
 
 def test_a_version_cannot_be_received_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
-    assert give(Receive(version=1), model, server).error == "not in a transfer group for weights; join comes first"
+    assert (
+        give(Receive(version=1, group="publish"), model, server).error
+        == "not in a transfer group for weights; join comes first"
+    )
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:
@@ -111,7 +114,7 @@ def test_adapters_need_an_engine_that_was_started_with_them(model: torch.nn.Modu
     transfer = replace(transfer_spec(), lora=LoraShape(rank=2, modules=frozenset({"o_proj"})))
     join = replace(join_of(server, transfer.plan().hash), transfer=transfer)
     assert give(join, model, server).error == "this engine was started without adapters"
-    error = give(Receive(version=1, adapter="policy@1"), model, server).error
+    error = give(Receive(version=1, group="publish", adapter="policy@1"), model, server).error
     assert error == "not in a transfer group for adapters; join comes first"
 
 

@@ -89,13 +89,13 @@ async def test_an_accident_of_a_sender_is_noticed_and_the_next_publish_succeeds(
             await publish(qwen2_tp1, control, tmp_path, accidents={1: accident}, timeout_s=timeout_s)
         # What is not a matter of the deadline is noticed before it.
         assert accident in ENDED_BY_DEADLINE or time.monotonic() - start < DEADLINE_S
-        assert fleet.committed_version == 0
+        assert fleet.committed_version() == 0
 
         with honest(qwen2_tp1, control) as trainers:
             await trainers.join()
             await trainers.publish(PolicyVersion(2))
         assert await control.fingerprints() == expected
-        assert fleet.committed_version == 2
+        assert fleet.committed_version() == 2
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def test_a_publish_between_two_turns_changes_the_version_of_the_later_ones(qwen2
                 engine.client, qwen2_tp1.other_folder, version=PolicyVersion(1), timeout_s=600
             )
             await engine.client.flush_cache()
-            engine.version = PolicyVersion(1)
+            await fleet.committed(PolicyVersion(1), [engine])
 
     (rollout,) = play(qwen2_tp1, publish)
     sampled = [turn for turn in rollout.episode.turns if turn.kind is TurnKind.SAMPLED]

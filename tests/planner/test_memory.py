@@ -15,6 +15,7 @@ from megarl.families import PUBLIC_MODELS
 from megarl.planner.hardware import GPUS
 from megarl.planner.memory import (
     ENGINE_CONTEXT_BYTES,
+    adapter_slots,
     bare_weights,
     engine_memory,
     planned_cached_tokens,
@@ -52,6 +53,18 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
         assert 2 * parameters <= stage.weight_bytes <= 2 * (parameters + padding)
         assert stage.gradient_bytes == 2 * stage.weight_bytes
         assert stage.optimizer_bytes == 6 * stage.weight_bytes // parallel.data
+
+
+def test_adapters_of_policies_are_counted_beside_one_base() -> None:
+    parallel, lora = MegatronParallel(), LoraConfig(rank=8)
+    one, four = (stage_memory(SHAPE, parallel, dtype="bfloat16", lora=lora, num_adapters=num)[0] for num in (1, 4))
+    base = bare_weights(SHAPE, parallel, dtype="bfloat16")[0].num_bytes
+    assert four.weight_bytes - base == 4 * (one.weight_bytes - base)
+    assert four.gradient_bytes == 4 * one.gradient_bytes
+    assert four.optimizer_bytes == 4 * one.optimizer_bytes
+    recipe = make_recipe()
+    assert adapter_slots(recipe) == 2
+    assert adapter_slots(recipe.model_copy(update={"policies": {"a": {}, "b": {}, "c": {}}})) == 6
 
 
 def test_slots_have_room_for_the_matrices_of_a_stack_that_have_no_adapter() -> None:

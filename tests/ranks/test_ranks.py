@@ -42,7 +42,7 @@ from megarl.system.run_lock import run_lock
 from megarl.tokens import SampleColumn
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.train.rank_spec import RankSpec
-from megarl.types import TrainBatch, TrainSample
+from megarl.types import ONE_POLICY, TrainBatch, TrainSample
 from tests.cluster.worker_setup import quick_ray
 from tests.run.runs import write_recipe
 from tests.system.test_run_lock import ELSEWHERE, write
@@ -333,12 +333,12 @@ def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.M
     monkeypatch.setattr("megarl.ranks.rank_process.own_address", lambda _: "127.0.0.1")
     host, rank = RankHost("127.0.0.0/8"), CountingRank()
     host.start(lambda _spec: rank, spec(1))  # type: ignore[arg-type,return-value]
-    assert host.run(1, "update") == 1
+    assert host.run(1, ONE_POLICY, "update") == 1
     host.follow(2)
     shares: list[object] = [[], {}]
     late: list[Callable[[], object]] = [
-        lambda: host.run(1, "update"),
-        lambda: host.run_share(1, "update", *shares),  # type: ignore[arg-type]
+        lambda: host.run(1, ONE_POLICY, "update"),
+        lambda: host.run_share(1, ONE_POLICY, "update", *shares),  # type: ignore[arg-type]
         lambda: host.adopt(1, lambda _rank: True),
         lambda: host.follow(1),
         lambda: host.leave(1),
@@ -350,7 +350,7 @@ def test_a_rank_refuses_a_driver_that_another_has_followed(monkeypatch: pytest.M
             call()
     assert rank.num_updates == 1
     assert host.adopt(2, lambda _rank: True), "a refused call does not count as one that failed"
-    assert host.run(2, "update") == 2
+    assert host.run(2, ONE_POLICY, "update") == 2
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

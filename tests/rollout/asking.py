@@ -13,7 +13,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.groups import RetainedGroups, SampledGroups
 from megarl.rollout.journal import GroupJournal
 from megarl.rollout.task import AnsweredPrompt, RolloutTask, Sampling
-from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from megarl.types import ONE_POLICY, PolicyVersion, Prompt, ScoredGroup
 from tests.engine.engines import scripted_fleet
 from tests.values import versioned_group
 
@@ -32,11 +32,11 @@ class Engines:
 
     @property
     def version(self) -> PolicyVersion:
-        return self.fleet.committed_version
+        return self.fleet.committed_version()
 
     @version.setter
     def version(self, version: PolicyVersion) -> None:
-        self.fleet.committed_version = version
+        self.fleet._committed[ONE_POLICY] = version
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
         self.asked.append(prompt.position)

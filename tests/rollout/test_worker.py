@@ -11,14 +11,14 @@ import pytest
 
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.dispatch import Throughput
-from megarl.engine.fleet import Fleet
+from megarl.engine.fleet import Fleet, Served
 from megarl.engine.lifecycle import Doubted, EngineState, EngineStatus
 from megarl.errors import EngineLostError, FleetError
 from megarl.observe.observer import Observer
 from megarl.rollout.following import EngineProbe, EngineView, FollowingFleet, RequestCounts, apply_report
 from megarl.rollout.task import WithGreedyRollout, WithGreedyScore
 from megarl.rollout.workers import divide_engines, lent_engines
-from megarl.types import PolicyVersion, Prompt, RolloutGroup, Score, ScoredGroup
+from megarl.types import ONE_POLICY, PolicyVersion, Prompt, RolloutGroup, Score, ScoredGroup
 from tests.algo.groups import scored_group
 from tests.engine.engines import scripted_client
 from tests.rollout.endpoints import ENDPOINTS, connect
@@ -39,12 +39,11 @@ def view(
 ) -> EngineView:
     return EngineView(
         endpoint=ENDPOINTS[index],
-        version=PolicyVersion(version),
+        served={ONE_POLICY: Served(version=PolicyVersion(version), adapter=adapter)},
         status=replace(
             EngineStatus.begin(0.0), state=state, reason="" if state is EngineState.HEALTHY else "the driver says so"
         ),
         num_pauses=num_pauses,
-        adapter=adapter,
         number=number,
     )
 

@@ -201,7 +201,7 @@ async def test_an_adapter_is_held_until_the_worker_uses_another_and_no_request_h
 
     await tell("policy@1", 1)
     async with following.fleet.lease() as leased:
-        assert leased.adapter == "policy@1"
+        assert leased.serves().adapter == "policy@1"
         stale = await following.report(within_s=0)
         await tell("policy@2", 2)
         worker.note_adapters(replace(stale, adapters={0: (0, ())}))  # made before it knew any

@@ -14,7 +14,7 @@ from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import ConfigError, MachineError, PreemptedError
-from megarl.run import launch
+from megarl.run import begin, launch
 from megarl.run.launch import find_token, ray_environment, refuse_nodes_without_cluster, train
 from megarl.system.run_lock import run_lock
 from tests.observe.samples import ListSink, make_recipe
@@ -79,9 +79,9 @@ def test_a_signal_before_ray_starts_is_a_preemption(
         time.sleep(60)
 
     train_data = SimpleNamespace(prompts=range(8))
-    inputs = SimpleNamespace(tools_digest=None, train=train_data, program_digest=lambda _recipe: "")
+    inputs = SimpleNamespace(tools_digest=None, train=train_data, code="")
     monkeypatch.setattr(launch, "check_start", lambda *_words, **_options: inputs)
-    monkeypatch.setattr(launch, place, wait)
+    monkeypatch.setattr(launch if place == "check_start" else begin, place, wait)
     with pytest.raises(PreemptedError, match="stopped by SIGUSR1"):
         train(make_recipe(tmp_path / "runs"), display=ListSink())
 

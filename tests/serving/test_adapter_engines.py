@@ -257,7 +257,7 @@ async def test_slots_have_what_sglang_loads_itself(adapted: AdaptedEngine, tmp_p
         await engine.client.control("unload", "/unload_lora_adapter", {"lora_name": "folder"})
         for version, is_same in ((1, True), (2, False), (5, True)):
             await publisher.publish(PolicyVersion(version))
-            await control.dump(tmp_path, adapter=engine.adapter)
+            await control.dump(tmp_path, adapter=engine.serves().adapter)
             for found, of_sglang in zip(dumped(), expected, strict=True):
                 assert found.keys() == of_sglang.keys()
                 same = {torch.equal(tensor, of_sglang[name]) for name, tensor in found.items()}
@@ -277,7 +277,7 @@ async def test_a_damaged_adapter_is_not_served_and_the_version_before_serves_on(
         (engine,) = fleet.engines
         with pytest.raises(WeightSyncError, match="engines keep the one before"):
             await adapted.publisher(fleet, group_type=LyingGroup).publish(PolicyVersion(1))
-        assert (engine.adapter, engine.is_live, set(engine.adapters)) == ("policy@0", True, {"policy@0"})
+        assert (engine.serves().adapter, engine.is_live, set(engine.adapters)) == ("policy@0", True, {"policy@0"})
         (rollout,) = (await generator_of(fleet).generate(prompt_of(*PROMPT, uid="row-2"))).rollouts
         assert np.abs(rollout.logprobs - adapted.logprobs(rollout, 0)).max() < 1e-4
 

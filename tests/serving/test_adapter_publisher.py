@@ -17,7 +17,7 @@ from megarl.engine.lifecycle import EngineState, FellBehind
 from megarl.errors import MegarlError, NumericsError, WeightSyncError, WorkerError
 from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 from megarl.weights.layouts.lora import LoraShape
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.engine.engines import scripted_fleet
@@ -117,10 +117,12 @@ def publisher_of(
     num_loaded: int = 3,
     timeout_s: float = 60,
     damages: set[int] | None = None,
+    policy: str = ONE_POLICY,
 ) -> AdapterPublisher:
     return AdapterPublisher(
         ranks=LocalRanks(ranks or FakeRanks()),
         fleet=fleet,
+        policy=policy,
         control=FakeControl(fleet, engines, set() if damages is None else damages),
         transfer=lambda: replace(ADAPTERS, num_engines=len(fleet.engines)),
         timeout_s=timeout_s,
@@ -130,7 +132,7 @@ def publisher_of(
 
 
 def served(fleet: Fleet) -> list[tuple[int, str | None]]:
-    return [(engine.version, engine.adapter) for engine in fleet.engines]
+    return [(engine.version, engine.serves().adapter) for engine in fleet.engines]
 
 
 async def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_unloaded() -> None:
@@ -200,7 +202,7 @@ async def test_an_engine_that_refuses_a_version_is_stale_and_catches_up() -> Non
     assert await publisher.catch_up(second)
     assert second.is_live
     assert second.version == 1
-    assert engines.loaded[1] == [second.adapter]
+    assert engines.loaded[1] == [second.serves().adapter]
 
 
 async def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
@@ -302,6 +304,60 @@ async def test_fifty_publishes_beside_requests_leave_nothing_behind() -> None:
         assert dict(engine.adapters) == {"policy@50": 0}
 
 
+async def test_policies_have_versions_names_and_room_of_their_own() -> None:
+    engines = FakeEngines()
+    fleet = scripted_fleet(engines.answer, policies=("a", "b"))
+    (engine,) = fleet.engines
+    fleet.report(engine, FellBehind(reason="new"))
+    first, second = (publisher_of(engines, fleet, policy=name, num_loaded=2) for name in ("a", "b"))
+    await first.publish(PolicyVersion(4))
+    assert not engine.is_live, "it lacks the other policy"
+    await second.publish(PolicyVersion(0))
+    assert engine.is_live
+    assert (engine.serves("a").adapter, engine.serves("b").adapter) == ("a@4", "b@0")
+    async with fleet.lease(policy="a"):
+        await first.publish(PolicyVersion(5))
+        for version in (1, 2):
+            await second.publish(PolicyVersion(version))
+        assert engines.loaded == {0: ["a@4", "a@5", "b@2"]}, "a request of one policy holds none of another's"
+        assert (fleet.committed_version("a"), fleet.committed_version("b")) == (5, 2)
+    await first.publish(PolicyVersion(6))
+    assert engines.loaded == {0: ["b@2", "a@6"]}
+
+
+async def test_an_engine_that_restarted_is_live_when_it_has_all_policies() -> None:
+    engines = FakeEngines()
+    fleet = scripted_fleet(engines.answer, policies=("a", "b"))
+    (engine,) = fleet.engines
+    fleet.report(engine, FellBehind(reason="new"))
+    ranks = {name: FakeRanks() for name in ("a", "b")}
+    publishers = {name: publisher_of(engines, fleet, policy=name, ranks=ranks[name]) for name in ranks}
+    for name, version in (("a", 3), ("b", 7)):
+        await publishers[name].publish(PolicyVersion(version))
+    fleet.report(engine, FellBehind(reason="restarted"))
+    fleet.replace_client(engine, engine.client)
+    engines.loaded = {}
+    ranks["b"].held = 8  # trained since; its next publish reaches the engine
+    assert await publishers["a"].catch_up(engine)
+    assert not await publishers["a"].catch_up(engine), "it has this one"
+    assert not await publishers["b"].catch_up(engine)
+    assert not engine.is_live
+    await publishers["b"].publish(PolicyVersion(8))
+    assert engine.is_live
+    assert engines.loaded == {0: ["a@3", "b@8"]}
+
+
+async def test_requests_wait_for_no_update_of_another_policy() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet)
+    async with publisher.ranks.device_lock:
+        waiting = asyncio.create_task(publisher.publish(PolicyVersion(1)))
+        await asyncio.sleep(0.05)
+        assert engines.loaded == {0: ["policy@1"]}
+        assert not engines.held, "requests go on while the ranks compute"
+    await waiting
+
+
 async def test_an_engine_that_restarted_has_no_adapters_until_it_caught_up() -> None:
     engines, fleet = scene(1)
     publisher = publisher_of(engines, fleet)
@@ -310,6 +366,6 @@ async def test_an_engine_that_restarted_has_no_adapters_until_it_caught_up() -> 
     fleet.replace_client(engine, engine.client)
     engines.loaded = {}
     fleet.report(engine, FellBehind(reason="restarted"))
-    assert engine.adapter is None
+    assert engine.serves().adapter is None
     assert await publisher.catch_up(engine)
     assert served(fleet) == [(3, "policy@3")]

@@ -73,7 +73,7 @@ async def test_an_engine_loads_each_version_and_old_folders_are_removed(qwen2_tp
             served = await control.fingerprints()
             write_tiny_model(tmp_path / "same", "qwen2", layers=2, seed=100 + version)
             assert served == await fingerprints_from_disk(control, fleet, tmp_path / "same")
-            assert fleet.committed_version == version
+            assert fleet.committed_version() == version
             assert [path.name for path in (tmp_path / "published").iterdir()] == [f"version_0000000{version}"]
 
 

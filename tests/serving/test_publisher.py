@@ -200,7 +200,7 @@ async def test_an_engine_at_fault_is_found_by_asking_each_alone_and_is_stale() -
         "receive 0",
         "receive 1",
     ]
-    assert scene.fleet.committed_version == 4
+    assert scene.fleet.committed_version() == 4
 
 
 async def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor_and_nothing_is_served() -> None:
@@ -209,7 +209,7 @@ async def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor
         await scene.publisher.publish(PolicyVersion(4))
     assert not [call for call in scene.calls if call.startswith("confirm")]
     assert scene.states == [EngineState.STALE, EngineState.STALE]
-    assert scene.fleet.committed_version == 0
+    assert scene.fleet.committed_version() == 0
 
 
 async def test_a_sender_that_dies_stays_the_trainers_error_and_its_engines_serve_nothing() -> None:

@@ -14,6 +14,8 @@ from megarl.errors import FinishedError, MegarlError
 from megarl.observe.events import CheckpointSaved, Record
 from megarl.observe.observer import Observer
 from megarl.run import launch
+from megarl.run.begin import PolicyInputs
+from megarl.types import ONE_POLICY
 from tests.simulation.sample_run import sample_inputs
 from tests.simulation.world import Process, calling_process, current_process
 
@@ -71,9 +73,10 @@ class Driver:
         try:
             driver = launch._Driver(
                 recipe=self.recipe,
-                inputs=sample_inputs(),
+                policies={ONE_POLICY: PolicyInputs(name=ONE_POLICY, recipe=self.recipe, inputs=sample_inputs())},
                 program="program",
                 display=cast("Any", Sink(self.process.name)),
+                display_of=None,
                 address="ray:6379",
                 allows_data_change=False,
                 asks_ray_for_gpu=False,

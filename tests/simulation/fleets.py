@@ -270,7 +270,7 @@ class Scene:
         server = self._engines.servers[engine.index]
         if server.ended.done() or server.is_frozen:
             return False
-        server.version = int(self._fleet.committed_version)
+        server.version = int(self._fleet.committed_version())
         await self._fleet.joined(engine)
         return True
 

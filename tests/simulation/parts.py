@@ -28,14 +28,14 @@ from megarl.ranks.calls import ActorCalls
 from megarl.ranks.start import Trainers
 from megarl.results import PublishResult, UpdateResult
 from megarl.rollout.task import AnsweredPrompt, RolloutTask
-from megarl.run import build, launch, preemption, rank_sets
+from megarl.run import begin, build, launch, preemption, rank_sets
 from megarl.run import run as run_module
 from megarl.run.build import LoopBuilder
 from megarl.run.saver import RunSaver
 from megarl.serving.connect import Roles
 from megarl.stages import SeparatePhases
 from megarl.system import lease, run_lock
-from megarl.types import Estimates, PolicyVersion, Prompt, ScoredGroup, TrainSample
+from megarl.types import ONE_POLICY, Estimates, PolicyVersion, Prompt, ScoredGroup, TrainSample
 from tests.simulation.actors import START_STATE, IntegerRank, SimulatedRay
 from tests.simulation.disk import SHARED, disk_of_caller
 from tests.simulation.drivers import observing_driver
@@ -55,7 +55,10 @@ class Engines:
     """Stands for the serving side of a driver: they serve what was published last."""
 
     weights: str = START_STATE
-    committed_version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0))
+    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0))
+
+    def committed_version(self, _policy: str = ONE_POLICY) -> PolicyVersion:
+        return self.version
 
     @property
     def fleet(self) -> Engines:
@@ -66,7 +69,7 @@ class Engines:
         return [SimpleNamespace(is_live=True)]
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
-        weights, version = self.weights, self.committed_version
+        weights, version = self.weights, self.version
         await asyncio.sleep(_ANSWER_S * calling_process().world.random.random())
         return AnsweredPrompt(scored=answer_of(prompt, weights, version), seconds=1.0)
 
@@ -84,7 +87,7 @@ class Publishing:
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         weights: str = await self.trainers.actor.compute(cast("Any", IntegerRank.weights))
-        self.engines.weights, self.engines.committed_version = weights, version
+        self.engines.weights, self.engines.version = weights, version
         return PublishResult(version=version, num_bytes=1, busiest_bytes=1, floor_bytes=1, seconds=0.0, num_engines=1)
 
 
@@ -122,7 +125,7 @@ def _reserve_pools(opened: cluster.Cluster, *_: object) -> dict[str, Any]:
     return {"train": pool, "rollout": pool}
 
 
-async def _connect(_roles: object, trainers: Trainers, serving: Engines, _stack: object, *, observer: object) -> Roles:
+async def _connect(_roles: object, trainers: Trainers, serving: Engines, _stack: object, **_: object) -> Roles:
     return Roles(
         trainers=trainers,
         serving=cast("Any", serving),
@@ -261,7 +264,7 @@ def replacements() -> list[_Replacement]:
     names += [(store, "print_line", _print_line)]
     names += [(module, "secrets", SimpleNamespace(token_hex=_token)) for module in (run_lock, mirror_owner)]
     names += [(mirror, "sys", SimpleNamespace(stderr=_Stderr()))]
-    names += [(launch, "observing", observing_driver), (launch, "checked_resume_point", lambda point, **_: point)]
+    names += [(begin, "observing", observing_driver), (begin, "checked_resume_point", lambda point, **_: point)]
     names += [(launch, "ray_environment", lambda *_: nullcontext())]
     names += [(run_module, "accelerators", list), (run_module, "gpu_of", lambda *_: None)]
     names += [(run_module, "other_gpu", lambda *_: None), (run_module, "_limited", lambda recipe, *_: recipe)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
@@ -22,6 +23,7 @@ from megarl.config.checks.files import (
     shape_or_problem,
 )
 from megarl.config.checks.frozen import check_frozen, check_frozen_models, check_teachers
+from megarl.config.checks.policies import check_policies, check_seen
 from megarl.config.checks.roles import (
     check_dropout,
     check_endpoints,
@@ -38,6 +40,7 @@ from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import read_model_shape
 from megarl.config.native import check_native
 from megarl.config.recipe import (
+    POLICIES_FOLDER,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
@@ -56,6 +59,14 @@ _HOT = 1.5
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Return every problem that can be found without starting anything, and without the machines of the run."""
+    problems = _check_recipe(recipe)
+    for name, policy in recipe.by_policy().items():
+        own = [problem for problem in _check_recipe(policy) if problem not in problems]
+        problems += [replace(problem, key=f"{POLICIES_FOLDER}.{name}.{problem.key}") for problem in own]
+    return problems
+
+
+def _check_recipe(recipe: Recipe) -> list[Problem]:
     problems = [
         *check_data_files(recipe.data),
         *check_run_folder(recipe.run_folder),
@@ -90,6 +101,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             device=recipe.run.device,
         ),
         *check_adapter_file(recipe.model.lora, shape),
+        *check_seen(recipe, shape),
     ]
 
 
@@ -158,6 +170,7 @@ def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape
 def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     if recipe.run.steps is None and recipe.run.epochs is None:
         yield Problem(key="run.steps", message="missing; set run.steps or run.epochs")
+    yield from check_policies(recipe)
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)

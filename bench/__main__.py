@@ -277,12 +277,13 @@ def bench_adapter(
     model: Annotated[str, typer.Option(help="A public Qwen2 model with the size to measure.")] = "qwen2.5-0.5b",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
 ) -> None:
-    """Time publishing an adapter and its whole model to a real engine on the CPU, with and without running requests.
+    """Time publishing an adapter and its whole model to a real engine on the CPU, with and without running requests;
+    and requests of four policies beside those of one.
 
     Exit code 1 if a figure could not be measured.
     """
     from bench.gpu_figures import print_results
-    from bench.gpu_pieces import Outcome, PieceOptions, Results, report_adapter
+    from bench.gpu_pieces import Outcome, PieceOptions, Results, report_adapter, report_policies
 
     results = Results(machine={"device": "cpu", "model": model})
 
@@ -290,7 +291,9 @@ def bench_adapter(
         print(outcome, file=sys.stderr, flush=True)
         results.add(outcome)
 
-    report_adapter(PieceOptions(engine_model=model, engine_options={}), report, device="cpu", rank=rank)
+    options = PieceOptions(engine_model=model, engine_options={})
+    report_adapter(options, report, device="cpu", rank=rank)
+    report_policies(options, report, device="cpu", rank=rank)
     print_results(results)
     if results.failures:
         raise typer.Exit(1)

@@ -37,11 +37,12 @@ from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine
 from megarl.engine.process import EngineAdapters
 from megarl.errors import MegarlError
+from megarl.planner.memory import adapter_versions
 from megarl.ranks.calls import ActorCalls
 from megarl.ranks.ranks import RankGroup
 from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
-from megarl.types import PolicyVersion
+from megarl.types import ONE_POLICY, PolicyVersion
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import TransferGroup
@@ -56,6 +57,10 @@ GOAL = 20
 """An adapter should be published this many times as fast as its whole model."""
 _NUM_LOADED = 3
 _NUM_TURNS = 2
+MOST_TIMES = 1.3
+"""Several policies should take at most this many times as long as one for the same tokens."""
+_POLICIES = ("first", "second", "third", "fourth")
+_POLICY_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +102,67 @@ async def measure_adapter(
         yield Failure(part="adapter", reason=f"{type(error).__name__}: {error}"[:500])
 
 
+async def measure_policies(
+    model: str, folder: Path, options: Mapping[str, object], *, device: Device, rank: int
+) -> AsyncIterator[Outcome]:
+    """Measure the time of the same requests to one engine, of one policy and of four, in turn."""
+    lora, requests = LoraConfig(rank=rank, alpha=2 * rank), REQUESTS[device]
+    num_loaded = len(_POLICIES) * adapter_versions(0)
+    adapters = EngineAdapters(rank=rank, modules=lora.modules, num_loaded=num_loaded)
+    try:
+        async with AsyncExitStack() as stack:
+            serving_all = serving(model, folder, options, device=device, adapters=adapters)
+            server = await stack.enter_async_context(serving_all)
+            for policy in _POLICIES:
+                bench = _Bench.of(server, lora, folder, policy=policy)
+                stack.callback(bench.ranks.close)
+                await bench.publish()
+            seconds = await _generate_in_turn(server, requests)
+    except (MegarlError, RuntimeError, TimeoutError) as error:
+        yield Failure(part="policies", reason=f"{type(error).__name__}: {error}"[:500])
+        return
+    of_one, of_all = (min(seconds[num]) for num in (1, len(_POLICIES)))
+    tokens = f"{requests.num} requests of {requests.response_tokens} tokens"
+    yield Figure(
+        key="policies",
+        name=f"{tokens}, by {len(_POLICIES)} adapters of rank {rank} at once (goal: ratio {1 / MOST_TIMES:.2f})",
+        value=of_all,
+        unit="s",
+        against=f"by one of them, {of_one:.2f} s",
+        ratio=of_one / of_all,
+    )
+
+
+async def _generate_in_turn(server: Server, requests: Requests) -> dict[int, list[float]]:
+    """Return the seconds of the same prompts, by the number of policies that they are divided among."""
+    prompts = random_prompts(requests.num, requests.prompt_tokens)
+    generators = [
+        replace(
+            generator_of(server, num_rollouts=1, max_response_tokens=requests.response_tokens),
+            policy=policy,
+        )
+        for policy in _POLICIES
+    ]
+    seconds: dict[int, list[float]] = {1: [], len(_POLICIES): []}
+    for turn in range(1 + _POLICY_TURNS):
+        for num, times in seconds.items():
+            start = time.perf_counter()
+            await asyncio.gather(*(generators[index % num].generate(prompt) for index, prompt in enumerate(prompts)))
+            if turn:  # kernels are compiled in the first
+                times.append(time.perf_counter() - start)
+    return seconds
+
+
 @dataclass(eq=False, kw_only=True)
 class _TimedPublisher(AdapterPublisher):
     held_s: list[float] = field(default_factory=list)
     """Seconds in which the requests of the engine waited."""
 
-    async def _fill(self, loaded: Sequence[Engine], version: PolicyVersion, name: str) -> Plan:
+    async def _fill(
+        self, loaded: Sequence[Engine], version: PolicyVersion, name: str, *, is_locked: bool = False
+    ) -> Plan:
         start = time.perf_counter()
-        plan = await super()._fill(loaded, version, name)
+        plan = await super()._fill(loaded, version, name, is_locked=is_locked)
         self.held_s.append(time.perf_counter() - start)
         return plan
 
@@ -117,7 +175,7 @@ class _Bench:
     version: int = 0
 
     @classmethod
-    def of(cls, server: Server, lora: LoraConfig, folder: Path) -> _Bench:
+    def of(cls, server: Server, lora: LoraConfig, folder: Path, *, policy: str = ONE_POLICY) -> _Bench:
         ranks = _OneRank(server.device)
         transfer = replace(transfer_to(server), lora=LoraShape.of(lora))
         publisher = _TimedPublisher(
@@ -127,6 +185,7 @@ class _Bench:
             transfer=lambda: transfer,
             timeout_s=TIMEOUT_S,
             host=LOOPBACK,
+            policy=policy,
             adapters=ServedAdapters(fields=lora.peft_fields(base=folder, modules=lora.modules), num_loaded=_NUM_LOADED),
         )
         return cls(server=server, publisher=publisher, ranks=ranks)

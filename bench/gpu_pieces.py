@@ -267,6 +267,18 @@ def _adapter(options: PieceOptions, report: Report) -> None:
     report_adapter(options, report, device="cuda", rank=_LORA_RANK)
 
 
+def _policies(options: PieceOptions, report: Report) -> None:
+    report_policies(options, report, device="cuda", rank=_LORA_RANK)
+
+
+def report_policies(options: PieceOptions, report: Report, *, device: Literal["cpu", "cuda"], rank: int) -> None:
+    """Measure generation by several adapters of one engine."""
+    from bench.adapter import measure_policies
+
+    model, native = options.engine_model, options.engine_options
+    _report_all(report, lambda folder: measure_policies(model, folder, native, device=device, rank=rank))
+
+
 def report_adapter(options: PieceOptions, report: Report, *, device: Literal["cpu", "cuda"], rank: int) -> None:
     """Measure publishes of adapters."""
     from bench.adapter import measure_adapter
@@ -317,4 +329,5 @@ PIECES: Mapping[str, GpuPiece] = {
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
     "drafts": GpuPiece(timeout_s=540, measure=_drafts),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
+    "policies": GpuPiece(timeout_s=240, measure=_policies),
 }

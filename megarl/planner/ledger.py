@@ -160,7 +160,7 @@ class _PoolLedgers:
             beside = [*self._all(lambda model: model.resting), *self._engine_items()]
             models = [item for frozen in self._frozen for item in self._frozen_items(frozen)]
             yield self._ledger(MemoryPhase.JUDGING, [*beside, *models])
-        if is_shared:
+        if is_shared or any(model.shares_base for model in self._models.values()):
             yield self._ledger(MemoryPhase.STARTING, [*self._all(lambda model: model.built), *asleep])
         if self._engine is not None and (alternates or not is_shared):
             yield self._ledger(MemoryPhase.GENERATING, [*self._all(lambda model: model.resting), *awake])
@@ -252,8 +252,14 @@ class _ModelMemory:
         return max(self._held, key=_total)
 
     @property
+    def shares_base(self) -> bool:
+        """Whether several policies share it."""
+        return self._model.num_adapters > 1
+
+    @property
     def built(self) -> tuple[LedgerItem, ...]:
-        """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer."""
+        """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer. A further
+        policy has a base of its own until it computes with that of the first."""
         trained = self._model.stages if self._model.is_trained else []
         size = 4 if self._work.device == "cpu" else 2  # of a weight; gradients are float32
         copied = [
@@ -263,6 +269,11 @@ class _ModelMemory:
             )
             for stage in trained
         ]
+        if self.shares_base:
+            copied += [
+                (*held, self._item("base before it is shared", bare.num_bytes))
+                for held, bare in zip(self._held, self._model.bare_weights, strict=True)
+            ]
         return max((self.held, *copied), key=_total)
 
     @property

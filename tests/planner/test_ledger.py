@@ -83,6 +83,22 @@ def test_a_model_is_built_with_its_weights_twice_before_there_is_an_optimizer() 
     assert starting["weights before their buffer"] == starting["weights"]
 
 
+def test_policies_share_a_base_that_the_next_one_has_for_itself_while_it_starts() -> None:
+    adapted = ("model.lora={rank: 8}",)
+    one = found_in(make_recipe(*adapted))
+    four = found_in(make_recipe(*adapted, "policies={a: {}, b: {}, c: {}, d: {}}"))
+    (base,) = {each.num_bytes for each in bare_weights(SHAPE, SPLIT, dtype="bfloat16")[:1]}
+    starting = four["actor", MemoryPhase.STARTING]
+    assert ("actor", MemoryPhase.STARTING) not in one
+    assert starting["base before it is shared"] <= starting["weights"]
+    assert abs(starting["base before it is shared"] - base) < base / 4, "that of the fullest stage"
+    for phase, times in ((MemoryPhase.TRAINING, 4), (MemoryPhase.STARTING, 4)):
+        assert four["actor", phase]["optimizer"] == times * one["actor", MemoryPhase.TRAINING]["optimizer"]
+    slots = ("engine", MemoryPhase.GENERATING)
+    # One more is for requests without an adapter.
+    assert 3 * four[slots]["adapter slots"] == 9 * one[slots]["adapter slots"]
+
+
 def test_no_bucket_is_held_where_engines_find_the_whole_model_on_their_node() -> None:
     recipe = make_recipe("roles.rollout={pool: train, tensor: 4}", "roles.actor.pipeline=1")
     for items in found_in(recipe).values():

@@ -19,8 +19,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 COMMON = (
     "model.lora={rank: 8, alpha: 16}",
-    "pools={train: {gpus_per_node: 1}, rollout: {gpus_per_node: 1}}",
-    "roles.actor={pool: train}",
     "roles.rollout.canary_every=1",
     "checkpoint={save_every_steps: 1, keep_last: 4}",
     "data.eval=[]",

@@ -33,7 +33,7 @@ from megarl.errors import MegarlError
 from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import ModelShape
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
-from megarl.types import PolicyVersion
+from megarl.types import FloatArray, PolicyVersion
 from megarl.weights.layouts.canonical import canonical_tensors
 
 _BATCHES = (1, 32, 256)
@@ -53,8 +53,8 @@ _NUM_DRAWN = 400
 """Responses of the comparison of distributions: 102,400 tokens."""
 _NUM_SCORED = 32
 _NUM_BUCKETS = 64
-_DOUBT = 1e-3
-"""A probability of the difference below which two samples are not of one distribution."""
+_DOUBT = 3.7
+"""Standard errors from which two samples are not of one distribution: once in 1,500 tests of three numbers."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ async def measure_drafts(
     ways: list[tuple[str, DraftConfig | None]] = [
         ("none", None),
         ("model", ModelDraftConfig(kind="model", path=folder / "draft")),
-        ("ngram", NgramDraftConfig(kind="ngram")),
+        ("ngram", NgramDraftConfig(kind="ngram", max_requests=32)),
         ("eagle", EagleDraftConfig(kind="eagle", path=folder / "head")),
     ]
     for name, draft in ways:
@@ -263,43 +263,54 @@ def _greedy(measured: _Measured, plain: _Measured) -> dict[str, object]:
 
 
 def _distribution(measured: _Measured, plain: _Measured) -> dict[str, object]:
-    """Compare the kinds of tokens: representative of the next class, token 0, or one of the rest, in buckets."""
-    counts = [_counts(each.drawn) for each in (measured, plain)]
-    kinds = np.stack(counts)[:, np.add(*counts) > 0]
+    """Compare the kinds of tokens: representative of the next class, token 0, or one of the rest, in buckets.
+
+    The tokens of a response have their context in common, so differences are counted in standard errors of responses.
+    """
+    both = (measured, plain)
+    counts = [np.stack([_counts(response) for response in each.drawn]) for each in both]
+    kinds = np.stack([each.sum(axis=0) for each in counts])
+    kinds = kinds[:, kinds.sum(axis=0) > 0]
     totals = kinds.sum(axis=1, keepdims=True)
     expected = totals * kinds.sum(axis=0) / kinds.sum()
     chi2, freedom = float(((kinds - expected) ** 2 / expected).sum()), kinds.shape[1] - 1
-    probability = _tail(chi2, freedom)
-    logprobs = [np.concatenate([response.logprobs for response in each.drawn]) for each in (measured, plain)]
-    spread = math.sqrt(sum(float(np.var(each)) / len(each) for each in logprobs))
+    logprobs = [np.array([response.logprobs.mean() for response in each.drawn]) for each in both]
+    shares = [each[:, :2] / np.maximum(1, each.sum(axis=1, keepdims=True)) for each in counts]
+    apart = {
+        "share of the representative": _apart(shares[0][:, 0], shares[1][:, 0]),
+        "share of token 0": _apart(shares[0][:, 1], shares[1][:, 1]),
+        "mean log-probability": _apart(*logprobs),
+    }
     return {
         "tokens": [int(total) for total in totals[:, 0]],
-        "share of the representative": [round(float(each[0] / each.sum()), 5) for each in counts],
-        "share of token 0": [round(float(each[1] / each.sum()), 5) for each in counts],
-        "chi2": round(chi2, 1),
-        "degrees of freedom": freedom,
-        "probability": round(probability, 4),
+        "share of the representative": [round(float(each[0] / each.sum()), 5) for each in kinds],
+        "share of token 0": [round(float(each[1] / each.sum()), 5) for each in kinds],
         "mean log-probability": [round(float(each.mean()), 4) for each in logprobs],
-        "their difference in standard errors": round(float(logprobs[0].mean() - logprobs[1].mean()) / spread, 2),
+        "apart, in standard errors": {name: round(each, 2) for name, each in apart.items()},
+        "chi2, as if tokens were independent": round(chi2, 1),
+        "degrees of freedom": freedom,
+        "probability": round(_tail(chi2, freedom), 4),
         "tokens per pass": round(
             sum(len(each.token_ids) for each in measured.drawn)
             / max(1, sum(each.num_passes for each in measured.drawn)),
             3,
         ),
-        "is of one distribution": probability > _DOUBT,
+        "is of one distribution": max(map(abs, apart.values())) < _DOUBT,
     }
 
 
-def _counts(responses: Sequence[Response]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    counts = np.zeros(2 + _NUM_BUCKETS, np.int64)
-    for response in responses:
-        before, after = response.token_ids[:-1], response.token_ids[1:]
-        is_next = after == _FIRST + (before + 1) % _NUM_CLASSES
-        is_zero = after == 0
-        rest = after[~is_next & ~is_zero]
-        counts[:2] += is_next.sum(), is_zero.sum()
-        counts[2:] += np.bincount(rest % _NUM_BUCKETS, minlength=_NUM_BUCKETS)
-    return counts
+def _apart(one: FloatArray, other: FloatArray) -> float:
+    """Return the difference of two means in its standard errors."""
+    spread = math.sqrt(sum(float(np.var(each)) / len(each) for each in (one, other)))
+    return float(one.mean() - other.mean()) / max(spread, 1e-12)
+
+
+def _counts(response: Response) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    before, after = response.token_ids[:-1], response.token_ids[1:]
+    is_next = after == _FIRST + (before + 1) % _NUM_CLASSES
+    is_zero = after == 0
+    rest = np.bincount(after[~is_next & ~is_zero] % _NUM_BUCKETS, minlength=_NUM_BUCKETS)
+    return np.concatenate([[is_next.sum(), is_zero.sum()], rest])
 
 
 def _tail(chi2: float, freedom: int) -> float:

@@ -15,8 +15,8 @@ MODEL = ModelDraftConfig(kind="model", path=Path("small"), num_tokens=7)
 @pytest.mark.parametrize(
     ("draft", "requests", "expected"),
     [
-        (NgramDraftConfig(kind="ngram"), 32, "drafts of 7 tokens from n-grams of responses"),
-        (NgramDraftConfig(kind="ngram"), 33, "no drafts: SGLang cannot leave n-grams out while an engine has more"),
+        (NgramDraftConfig(kind="ngram"), 2, "drafts of 7 tokens from n-grams of responses"),
+        (NgramDraftConfig(kind="ngram"), 3, "no drafts: SGLang cannot leave n-grams out while an engine has more"),
         (NgramDraftConfig(kind="ngram", max_requests=64), 33, "drafts of 7 tokens from n-grams"),
         (MODEL, 256, "drafts of 7 tokens from small, which stays as it is, while an engine has up to 32 requests"),
         (MODEL, 32, "drafts of 7 tokens from small, which stays as it is"),

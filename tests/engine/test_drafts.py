@@ -20,7 +20,7 @@ from megarl.env import engine_environment
 from tests.engine.engines import engine_spec
 from tests.engine.test_process import words_of
 
-NGRAM = NgramDraftConfig(kind="ngram")
+NGRAM = NgramDraftConfig(kind="ngram", max_requests=32)
 MODEL = ModelDraftConfig(kind="model", path=Path("/small"))
 
 

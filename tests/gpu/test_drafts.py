@@ -44,7 +44,6 @@ def test_drafts_change_how_fast_tokens_come_and_not_which(tmp_path: Path) -> Non
         assert isinstance(distribution, dict)
         assert isinstance(scored, dict)
         assert distribution["is of one distribution"], distribution
-        assert abs(distribution["their difference in standard errors"]) < 4, distribution
         assert scored["99 % are below"] < TOLERANCE, scored
     ratios = {figure.key: figure.ratio for figure in figures}
     assert min(ratios["drafts, model, 32"], ratios["drafts, eagle, 32"]) >= 1.4, ratios

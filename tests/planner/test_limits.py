@@ -19,12 +19,14 @@ from tests.repository import ROOT
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 ON_GPUS = [path for path in RECIPES if read_recipe(path, []).recipe.run.device != "cpu"]
-SMALL = ("gpu_rehearsal", "gpu_smoke", "gpu_smoke_sft", "gsm8k_smollm")
-"""Recipes of models that another run writes."""
+MADE = dict.fromkeys(("gpu_rehearsal", "gpu_smoke", "gpu_smoke_sft"), "qwen2.5-0.5b")
+MADE |= dict.fromkeys(("gsm8k_smollm", "gsm8k_smollm_tool", "gsm8k_smollm_tool_sft"), "smollm2-135m")
+MADE |= dict.fromkeys(("gpu_images", "gpu_images_sft"), "qwen2.5-vl-3b")
+"""Recipes of models that something writes, and a public model of about that size."""
 
 
 def shape_of(name: str) -> str | None:
-    return "qwen2.5-0.5b" if name in SMALL else None
+    return MADE.get(name)
 
 
 @cache

@@ -98,9 +98,10 @@ def test_policies_side_by_side_end_with_the_bits_of_each_alone(
     assert len(_check_equal("many", folder, alone, again.output)) == len(own)
 
 
-@pytest.mark.fault("kill -9 of a driver with several policies", "each goes on from its own checkpoint; the same bits")
-@pytest.mark.fault("SIGTERM of a driver with several policies", "each is saved; each goes on; the same bits")
-@pytest.mark.fault("a rank dies under several policies", "each goes back to its own checkpoint; the same bits")
+@pytest.mark.fault(
+    "kill -9 or SIGTERM of a driver with several policies, then kill -9 of a rank",
+    "each goes on from its own checkpoint; the same bits",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_policies_go_on_from_checkpoints_of_their_own(

@@ -46,7 +46,7 @@ _SHARES = (0.8, 0.03)
 """Probabilities of the representative and of token 0."""
 _LAYER_SCALE = 0.05
 _NOISE = 0.71
-"""Of all layers together, next to the embedding."""
+"""The size of what all layers together add, relative to the embedding."""
 _PROMPT_TOKENS = 32
 _RESPONSE_TOKENS = 256
 _NUM_DRAWN = 400
@@ -59,7 +59,7 @@ _DOUBT = 3.7
 
 @dataclass(slots=True)
 class _Measured:
-    """What one engine gave."""
+    """The rates and responses of one engine."""
 
     rates: dict[int, float] = field(default_factory=dict)
     tokens_per_pass: dict[int, float] = field(default_factory=dict)

@@ -85,11 +85,17 @@ class RankSets:
                 await wait_for_nodes(of_ranks, timeout_s=cluster.node_timeout_s, waiting=self.observer.warned)
                 await asyncio.to_thread(nodes.leave_excluded)
             except DamagedError as error:
-                damaged = [each for each in self.policies if each.point and str(each.point.folder) in str(error)]
-                if not damaged:
-                    raise
-                await damaged[0].pass_over(error)
+                await self._damaged(error).pass_over(error)
                 self._restarted(error)
+
+    def _damaged(self, error: DamagedError) -> PolicyRun:
+        """Return the policy whose checkpoint is damaged; raise the error where none is known."""
+        resumed = {str(each.point.folder): each for each in self.policies if each.point is not None}
+        # Of several the message names a file.
+        found = [each for folder, each in resumed.items() if len(resumed) == 1 or folder in str(error)]
+        if not found:
+            raise error
+        return found[0]
 
     def _restarted(self, error: MegarlError) -> None:
         for policy in self.policies:

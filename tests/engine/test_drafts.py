@@ -1,4 +1,4 @@
-"""What SGLang is told about drafts, and the hooks in its schedulers."""
+"""Drafts: the options that SGLang gets, and the hooks in its schedulers."""
 
 from __future__ import annotations
 

@@ -136,11 +136,11 @@ def write_model(folder: Path, shape: ModelShape, tokenizer: Path) -> None:
     save_file(as_files(weights), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def recipe(name: str, folder: Path, files: ArithmeticFiles, *, steps: int, device: str) -> dict[str, object]:
+def recipe(name: str, folder: Path, prompts: Path, *, steps: int, device: str) -> dict[str, object]:
     return {
         "run": {"name": name, "folder": str(folder / "runs"), "steps": steps, "device": device},
         "model": {"path": str(folder / name)},
-        "data": {"train": [str(files.train)], "max_prompt_tokens": 16},
+        "data": {"train": [str(prompts)], "max_prompt_tokens": 16},
         "pools": {"card": {"gpus_per_node": 1}},
         "roles": {
             "actor": {"pool": "card"},
@@ -167,13 +167,18 @@ def recipe(name: str, folder: Path, files: ArithmeticFiles, *, steps: int, devic
 def train(
     family: str, folder: Path, files: ArithmeticFiles, *settings: str, steps: int, device: Literal["cpu", "cuda"]
 ) -> FamilyRun:
-    """Make a model and run the recipe on it; an error is a part of the outcome."""
-    began, name = time.monotonic(), family + "".join(f"_{word.rpartition('=')[2]}" for word in settings)
+    """Make a model and run the recipe on it."""
+    name = family + "".join(f"_{word.rpartition('=')[2]}" for word in settings)
     dtype = "bfloat16" if device == "cuda" else "float32"
     vocab = json.loads((files.model / "config.json").read_text())["vocab_size"]
     write_model(folder / name, narrow(family, vocab=vocab, dtype=dtype), files.model)
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe(name, folder, files, steps=steps, device=device)))
+    return run(name, folder, recipe(name, folder, files.train, steps=steps, device=device), *settings)
+
+
+def run(name: str, folder: Path, content: Mapping[str, object], *settings: str) -> FamilyRun:
+    """Run a recipe of this folder; an error is a part of the outcome."""
+    began, path = time.monotonic(), folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
     words = [word for setting in settings for word in ("--set", setting)]
     with (folder / f"{name}.log").open("w+") as log:
         try:

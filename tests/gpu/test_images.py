@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForImageTextToText
 
-from megarl.observe.event_file import EVENTS_FILE, read_events
-from megarl.observe.events import StepFinished
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.squares import make_squares
-from tests.gpu.family_runs import ENGINE, MAIN, REWARD, ROOT, TIMEOUT_S
+from tests.gpu.family_runs import REWARD, recipe, run
 from tests.tiny_models import TOWERS, write_tiny_model
 
 logger = logging.getLogger(__name__)
@@ -33,7 +27,7 @@ STEPS = 6
 LAYERS = 3
 TASKS = ("squares", "arithmetic")
 MOST = 1.5
-"""Of what text has; with angles of other tokens images had twenty times as much."""
+"""A multiple of the mismatch about text. With the angles of other tokens, images had twenty times as much."""
 
 
 @pytest.fixture(scope="module")
@@ -69,51 +63,14 @@ def write_model(model: Path, family: str, made: Path) -> None:
 
 
 def train(family: str, task: str, folder: Path) -> float:
-    name = f"{family}_{task}"
-    path = folder / f"{name}.yaml"
-    recipe: dict[str, object] = {
-        "run": {"name": name, "folder": str(folder / "runs"), "steps": STEPS},
-        "model": {"path": str(folder / family)},
-        "data": {"train": [str(folder / task / "train.parquet")], "max_prompt_tokens": 32},
-        "pools": {"card": {"gpus_per_node": 1}},
-        "roles": {
-            "actor": {"pool": "card"},
-            "rollout": {
-                "pool": "card",
-                "max_cached_tokens": 20000,
-                "max_running_requests": 128,
-                "sglang": {**ENGINE, "mm_attention_backend": "triton_attn"},
-            },
-        },
-        "algorithm": {"kind": "grpo", "correction": {"kind": "tis"}},
-        "sampling": {"rollouts_per_prompt": 8, "max_response_tokens": 32},
-        "reward": {"kind": "function", "path": str(folder / "reward.py"), "workers": 1},
-        "train": {
-            "prompts_per_step": 16,
-            "tokens_per_micro_batch": 4096,
-            "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
-        },
-        "checkpoint": {"save_every_steps": None, "save_at_end": False},
-    }
-    path.write_text(yaml.safe_dump(recipe))
-    paths = os.pathsep.join((str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "train", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    content = recipe(f"{family}_{task}", folder, folder / task / "train.parquet", steps=STEPS, device="cuda")
+    backend = "roles.rollout.sglang.mm_attention_backend=triton_attn"
+    done = run(
+        f"{family}_{task}", folder, content, f"model.path={folder / family}", "data.max_prompt_tokens=32", backend
     )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    steps = [
-        each.event.summary
-        for each in read_events(folder / "runs" / name / EVENTS_FILE)
-        if isinstance(each.event, StepFinished)
-    ]
-    assert len(steps) == STEPS
-    return float(np.mean([step.update.mismatch_mean for step in steps if step.update is not None]))
+    assert done.error is None, done.error
+    assert len(done.updates) == STEPS
+    return float(np.mean([update.mismatch_mean for update in done.updates]))
 
 
 @pytest.mark.parametrize("family", TOWERS)

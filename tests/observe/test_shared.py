@@ -1,4 +1,4 @@
-"""What policies share is in the run of each; a text for people is in the first alone."""
+"""The run of each policy shows engines and nodes; texts for people are in the first alone."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ COMMON = (
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> dict[str, dict[str, object]]:
-    """What each of two policies has of its own."""
+    """The keys that each of two policies sets for itself."""
     make_arithmetic(folder / "other", num_train=64, num_sft=16, num_eval=16)
     (folder / "distinct.py").write_text(REWARD)
     return {

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.errors import MegarlError, PreemptedError, RewardError, WorkerError
+from megarl.errors import DamagedError, MegarlError, PreemptedError, RewardError, WorkerError
 from megarl.run.rank_sets import RankSets
 from megarl.serving.serving import NoServing
 
@@ -63,3 +63,18 @@ async def test_at_a_preemption_each_policy_leaves_when_it_can() -> None:
     with pytest.raises(PreemptedError, match="after step 3"):
         await run(loops)
     assert loops[1].has_ended
+
+
+def test_the_damaged_checkpoint_of_one_policy_needs_no_name_and_of_several_has_one() -> None:
+    def sets_of(*folders: str | None) -> RankSets:
+        points = [None if folder is None else SimpleNamespace(folder=folder) for folder in folders]
+        policies = [cast("Any", SimpleNamespace(point=point)) for point in points]
+        return RankSets(recipe=cast("Any", None), policies=policies, observer=cast("Any", None))
+
+    unnamed, named = DamagedError("rank 1: a tensor is damaged"), DamagedError("runs/code/step_2/model: damaged")
+    one, two = sets_of("runs/maths/step_2"), sets_of("runs/maths/step_2", "runs/code/step_2")
+    assert one._damaged(unnamed) is one.policies[0]
+    assert two._damaged(named) is two.policies[1]
+    for sets in (two, sets_of(None)):
+        with pytest.raises(DamagedError, match="a tensor is damaged"):
+            sets._damaged(unnamed)

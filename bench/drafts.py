@@ -39,7 +39,7 @@ from megarl.weights.layouts.canonical import canonical_tensors
 _BATCHES = (1, 32, 256)
 _GRAPHS = (1, 8, 32, 64, 128, 256)
 """Sizes of batches that graphs are captured for: few, which takes a third of the time of all."""
-_NUM_CLASSES = 64
+_NUM_CLASSES = 16
 _FIRST = 64
 """The representative of class 0; tokens before it are special ones."""
 _SHARES = (0.8, 0.03)
@@ -50,11 +50,10 @@ _NOISE = 0.71
 _PROMPT_TOKENS = 32
 _RESPONSE_TOKENS = 256
 _NUM_DRAWN = 400
-"""Responses of the comparison of distributions: 102,400 tokens."""
-_NUM_SCORED = 32
-_NUM_BUCKETS = 64
-_DOUBT = 3.7
-"""Standard errors from which two samples are not of one distribution: once in 1,500 tests of three numbers."""
+"""Responses whose tokens are compared with the probabilities of the policy: 102,400 tokens."""
+_SCORED_AT_ONCE = 32
+_DOUBT = 3.5
+"""Standard errors from which tokens are not the policy's: once in 1,000 tests of two numbers."""
 
 
 @dataclass(slots=True)
@@ -120,10 +119,9 @@ async def _measure_engine(
         measured.greedy = await _ask(server, 32, at_once=32, tokens=128, temperature=0.0)
         at_once = 128 if draft is None else draft.most_requests  # with more there are no drafts to compare
         measured.drawn = await _ask(server, _NUM_DRAWN, at_once=at_once, tokens=_RESPONSE_TOKENS)
-        if draft is not None and plain.drawn:
+        if draft is not None and plain.greedy:
             yield {f"drafts, {name}, greedy": _greedy(measured, plain)}
-            yield {f"drafts, {name}, distribution": _distribution(measured, plain)}
-        yield {f"drafts, {name}, scored again": await _scored(server, measured.drawn[:_NUM_SCORED])}
+        yield {f"drafts, {name}, scored again": await _scored(server, measured.drawn)}
 
 
 async def _measure_rate(server: Server, size: int, measured: _Measured) -> None:
@@ -262,88 +260,53 @@ def _greedy(measured: _Measured, plain: _Measured) -> dict[str, object]:
     return {"responses": len(pairs), "equal": sum(equal)}
 
 
-def _distribution(measured: _Measured, plain: _Measured) -> dict[str, object]:
-    """Compare the kinds of tokens: representative of the next class, token 0, or one of the rest, in buckets.
-
-    The tokens of a response have their context in common, so differences are counted in standard errors of responses.
-    """
-    both = (measured, plain)
-    counts = [np.stack([_counts(response) for response in each.drawn]) for each in both]
-    kinds = np.stack([each.sum(axis=0) for each in counts])
-    kinds = kinds[:, kinds.sum(axis=0) > 0]
-    totals = kinds.sum(axis=1, keepdims=True)
-    expected = totals * kinds.sum(axis=0) / kinds.sum()
-    chi2, freedom = float(((kinds - expected) ** 2 / expected).sum()), kinds.shape[1] - 1
-    logprobs = [np.array([response.logprobs.mean() for response in each.drawn]) for each in both]
-    shares = [each[:, :2] / np.maximum(1, each.sum(axis=1, keepdims=True)) for each in counts]
-    apart = {
-        "share of the representative": _apart(shares[0][:, 0], shares[1][:, 0]),
-        "share of token 0": _apart(shares[0][:, 1], shares[1][:, 1]),
-        "mean log-probability": _apart(*logprobs),
-    }
-    return {
-        "tokens": [int(total) for total in totals[:, 0]],
-        "share of the representative": [round(float(each[0] / each.sum()), 5) for each in kinds],
-        "share of token 0": [round(float(each[1] / each.sum()), 5) for each in kinds],
-        "mean log-probability": [round(float(each.mean()), 4) for each in logprobs],
-        "apart, in standard errors": {name: round(each, 2) for name, each in apart.items()},
-        "chi2, as if tokens were independent": round(chi2, 1),
-        "degrees of freedom": freedom,
-        "probability": round(_tail(chi2, freedom), 4),
-        "tokens per pass": round(
-            sum(len(each.token_ids) for each in measured.drawn)
-            / max(1, sum(each.num_passes for each in measured.drawn)),
-            3,
-        ),
-        "is of one distribution": max(map(abs, apart.values())) < _DOUBT,
-    }
-
-
-def _apart(one: FloatArray, other: FloatArray) -> float:
-    """Return the difference of two means in its standard errors."""
-    spread = math.sqrt(sum(float(np.var(each)) / len(each) for each in (one, other)))
-    return float(one.mean() - other.mean()) / max(spread, 1e-12)
-
-
-def _counts(response: Response) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    before, after = response.token_ids[:-1], response.token_ids[1:]
-    is_next = after == _FIRST + (before + 1) % _NUM_CLASSES
-    is_zero = after == 0
-    rest = np.bincount(after[~is_next & ~is_zero] % _NUM_BUCKETS, minlength=_NUM_BUCKETS)
-    return np.concatenate([[is_next.sum(), is_zero.sum()], rest])
-
-
-def _tail(chi2: float, freedom: int) -> float:
-    """Return the probability of a larger chi2, by Wilson and Hilferty's cube root."""
-    scale = 2 / (9 * freedom)
-    return 0.5 * math.erfc(((chi2 / freedom) ** (1 / 3) - 1 + scale) / math.sqrt(2 * scale))
-
-
 async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, object]:
-    """Compare the log-probabilities that came with tokens with those of the same tokens as a prompt."""
+    """Score the responses as prompts: their log-probabilities, and whether tokens are as frequent as the policy says.
+
+    Given what came before, a token is drawn anew; so the sum of what differs from its probability has a known spread,
+    whatever the tokens of a response have in common.
+    """
     prompts = random_prompts(len(responses), _PROMPT_TOKENS, vocab=server.shape.vocab)
+    under_way = asyncio.Semaphore(_SCORED_AT_ONCE)
 
-    async def one(index: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    async def one(index: int) -> tuple[FloatArray, FloatArray]:
         ids = [*prompts[index].token_ids.tolist(), *responses[index].token_ids.tolist()]
-        content = await server.client.post(
-            "score",
-            "/generate",
-            {
-                "rid": f"score-{index}",
-                "input_ids": ids,
-                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": _PROMPT_TOKENS - 1,
-            },
-        )
-        scores = msgspec.json.decode(content)["meta_info"]["input_token_logprobs"][1:]
-        given = np.array([entry[0] for entry in scores], np.float64)
-        return np.abs(given[: len(responses[index].logprobs)] - responses[index].logprobs)
+        body = {
+            "rid": f"score-{index}",
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": _PROMPT_TOKENS - 1,
+            "token_ids_logprob": [0, *range(_FIRST, _FIRST + _NUM_CLASSES)],
+        }
+        async with under_way:
+            meta = msgspec.json.decode(await server.client.post("score", "/generate", body))["meta_info"]
+        chosen = np.array([entry[0] for entry in meta["input_token_logprobs"][1:]], np.float64)
+        asked = [[entry[0] for entry in position] for position in meta["input_token_ids_logprobs"][1:]]
+        return chosen, np.array(asked, np.float64)
 
-    differences = np.concatenate(await asyncio.gather(*(one(index) for index in range(len(responses)))))
+    scored = await asyncio.gather(*(one(index) for index in range(len(responses))))
+    differences = np.concatenate([each.logprobs - chosen for each, (chosen, _) in zip(responses, scored, strict=True)])
+    kinds = [_kinds(each, asked) for each, (_, asked) in zip(responses, scored, strict=True)]
+    is_kind, probabilities = (np.concatenate(each, axis=1) for each in zip(*kinds, strict=True))
+    apart = (is_kind - probabilities).sum(axis=1) / np.sqrt((probabilities * (1 - probabilities)).sum(axis=1))
     return {
         "tokens": len(differences),
-        "median difference": round(float(np.median(differences)), 5),
-        "99 % are below": round(float(np.quantile(differences, 0.99)), 5),
-        "largest": round(float(differences.max()), 4),
+        "mean difference": round(float(differences.mean()), 5),
+        "99 % are within": round(float(np.quantile(np.abs(differences), 0.99)), 5),
+        "largest": round(float(np.abs(differences).max()), 4),
+        "share of the representative and of token 0": np.round(is_kind.mean(axis=1), 5).tolist(),
+        "so the policy": np.round(probabilities.mean(axis=1), 5).tolist(),
+        "standard errors between": np.round(apart, 2).tolist(),
+        "are the policy's": bool(np.abs(apart).max() < _DOUBT),
+        "tokens per pass": round(len(differences) / max(1, sum(each.num_passes for each in responses)), 3),
     }
+
+
+def _kinds(response: Response, asked: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return of all tokens but the first whether they are the representative and token 0, and how likely both were."""
+    before, after = response.token_ids[:-1], response.token_ids[1:]
+    following = (before + 1) % _NUM_CLASSES
+    is_kind = np.stack([after == _FIRST + following, after == 0]).astype(np.float64)
+    likely = np.exp(asked[1:])
+    return is_kind, np.stack([likely[np.arange(len(after)), 1 + following], likely[:, 0]])

@@ -257,6 +257,12 @@ def _generation(options: PieceOptions, report: Report, *, model: str) -> None:
     _report_all(report, lambda folder: measure_generation(model, folder, options.engine_options))
 
 
+def _tail(options: PieceOptions, report: Report) -> None:
+    from bench.tail_engine import measure_tail_engine
+
+    _report_all(report, lambda folder: measure_tail_engine("qwen2.5-1.5b", folder, options.engine_options))
+
+
 def _drafts(options: PieceOptions, report: Report) -> None:
     from bench.drafts import measure_drafts
 
@@ -327,6 +333,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "generation-135m": GpuPiece(timeout_s=400, measure=partial(_generation, model="smollm2-135m")),
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
+    "tail": GpuPiece(timeout_s=300, measure=_tail),
     "drafts": GpuPiece(timeout_s=540, measure=_drafts),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
     "policies": GpuPiece(timeout_s=240, measure=_policies),

@@ -92,9 +92,11 @@ async def serving(
     has_base = adapters is not None
     if has_base:
         _write_weights(folder / "model" / "model.safetensors", canonical_tensors(shape), dtype_on(device))
-    config = role_of(folder / "model") if role_of is not None else _publish_role(device, options, precision)
+    config = (
+        role_of(folder / "model") if role_of is not None else _publish_role(device, options, precision, max_requests)
+    )
     if draft is not None:
-        config = config.model_copy(update={"draft": draft, "max_running_requests": max_requests})
+        config = config.model_copy(update={"draft": draft})
     spec = EngineSpec(
         index=0,
         model_folder=folder / "model",
@@ -123,12 +125,12 @@ async def serving(
 
 
 def _publish_role(
-    device: Device, options: Mapping[str, object], precision: Literal["bf16", "fp8"]
+    device: Device, options: Mapping[str, object], precision: Literal["bf16", "fp8"], max_requests: int
 ) -> RolloutRoleConfig:
     return RolloutRoleConfig(
         pool="pool",
         precision=precision,
-        max_running_requests=_MAX_REQUESTS,
+        max_running_requests=max_requests,
         max_cached_tokens=_CACHED_TOKENS[device],
         memory_fraction=0.5,
         is_deterministic=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -67,16 +67,32 @@ class _Engine:
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """Numbers and lengths of requests that it has no room for."""
     num_changes: int = 0
+    has_begun: bool = False
+    """Whether requests began that have not cost time yet."""
 
 
-class _World:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """What engines of one kind take, and have room for."""
+
+    step_s: Callable[[int, float], float]
+    """The time of a token for each of some running requests, whose contexts have so many tokens together."""
+    begin_s: float = 0.0
+    """Time that the running requests of an engine wait for those that begin in one moment."""
+    num: int
+    num_running: int
+    """Requests that an engine computes at a time."""
+    most_outstanding: int
+
+
+class World:
     """Engines that answer requests of a step, given to them in one order."""
 
-    def __init__(self, times: RolloutTime, *, prompt_tokens: int, most_outstanding: int) -> None:
-        self._times = times
+    def __init__(self, kind: Engines, *, prompt_tokens: int) -> None:
+        self._kind = kind
         self._prompt_tokens = prompt_tokens
-        self._engines = [_Engine(index) for index in range(times.num_engines)]
-        self._dispatcher = Dispatcher(self._engines, max_outstanding=most_outstanding)
+        self._engines = [_Engine(index) for index in range(kind.num)]
+        self._dispatcher = Dispatcher(self._engines, max_outstanding=kind.most_outstanding)
         self._ends: list[tuple[float, int, int]] = []
         """A heap of the times at which a request of an engine ends, if nothing changes before."""
         self._now = 0.0
@@ -117,13 +133,16 @@ class _World:
             self._expect(self._engines[index])
 
     def _begin(self, engine: _Engine) -> None:
-        while engine.waiting and len(engine.running) < self._times.num_running:
+        while engine.waiting and len(engine.running) < self._kind.num_running:
             number, length = engine.waiting.popleft()
             heapq.heappush(engine.running, (engine.position + length, number, engine.position))
             engine.sum_began += engine.position
+            engine.has_begun = True
 
     def _advance(self, engine: _Engine) -> None:
         """Let the engine compute until now."""
+        if engine.time > self._now:
+            return  # requests begin
         if engine.running:
             engine.position += (self._now - engine.time) / self._step_s(engine, engine.position)
         engine.time = self._now
@@ -131,15 +150,17 @@ class _World:
     def _expect(self, engine: _Engine) -> None:
         """Note when its next request ends."""
         engine.num_changes += 1
+        engine.time += self._kind.begin_s if engine.has_begun else 0.0
+        engine.has_begun = False
         if engine.running:
             left = max(0.0, engine.running[0][0] - engine.position)
             step_s = self._step_s(engine, engine.position + left / 2)
-            heapq.heappush(self._ends, (self._now + left * step_s, engine.index, engine.num_changes))
+            heapq.heappush(self._ends, (engine.time + left * step_s, engine.index, engine.num_changes))
 
     def _step_s(self, engine: _Engine, position: float) -> float:
         num_running = len(engine.running)
         context = num_running * (self._prompt_tokens + position) - engine.sum_began
-        return self._times.step_s(num_running, context)
+        return self._kind.step_s(num_running, context)
 
 
 Order = Callable[[Step], list[int]]
@@ -181,16 +202,35 @@ def measure_tail(
     else:
         steps = recorded_steps(run_folder)
     times = RolloutTime(deployment, workload, num_sequences=num_prompts * num_rollouts)
+    engines = Engines(
+        step_s=times.step_s,
+        num=times.num_engines,
+        num_running=times.num_running,
+        most_outstanding=rollout.outstanding_requests,
+    )
+    return simulate(engines, steps, prompt_tokens=workload.mean_prompt_tokens)
+
+
+def simulate(engines: Engines, steps: Sequence[Step], *, prompt_tokens: int) -> list[TailFigure]:
+    """Return the time of steps in each order."""
+    ended = {
+        name: [World(engines, prompt_tokens=prompt_tokens).answer(requests_of(step, order)) for step in steps]
+        for name, order in ORDERS.items()
+    }
+    return tail_figures(ended)
+
+
+def requests_of(step: Step, order: Order) -> list[tuple[int, int]]:
+    """Return the number of the prompt and the length of each answer, in the order in which they are asked."""
+    return [(prompt, length) for prompt in order(step) for length in step.lengths[prompt]]
+
+
+def tail_figures(ended: Mapping[str, Sequence[Sequence[float]]]) -> list[TailFigure]:
+    """Compare orders by the times at which the answers of each step ended; the first one is that of the data."""
     figures: list[TailFigure] = []
-    for name, order in ORDERS.items():
-        spent = tail = 0.0
-        for step in steps:
-            world = _World(
-                times, prompt_tokens=workload.mean_prompt_tokens, most_outstanding=rollout.outstanding_requests
-            )
-            ended = world.answer([(prompt, length) for prompt in order(step) for length in step.lengths[prompt]])
-            spent += ended[-1]
-            tail += ended[-1] - ended[int((1 - LAST) * len(ended)) - 1]
+    for name, steps in ended.items():
+        spent = sum(step[-1] for step in steps)
+        tail = sum(step[-1] - step[int((1 - LAST) * len(step)) - 1] for step in steps)
         seconds = spent / len(steps)
         first = figures[0].seconds if figures else seconds
         figures.append(TailFigure(order=name, seconds=seconds, tail=tail / spent, ratio=seconds / first))

@@ -1,13 +1,14 @@
 """Generation by megarl with default settings, next to SGLang's offline engine and next to its server asked directly.
 
-The same prompts, seeds and lengths three times. Weights are random, so that every token is about equally likely: a
-share of the vocabulary ends a response, which gives lengths with the mean and the limit of the workload.
+The same prompts, seeds and distribution of lengths three times. All tokens are about equally likely but the one that
+ends a response: embedding and head are made so that responses have the mean length of the workload.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,24 +17,28 @@ from importlib import import_module
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import torch
 
 from bench.figures import Figure
 from bench.one_engine import Server, full_publish, random_prompts, serving
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
+from megarl.config.section import Device, dtype_on
 from megarl.engine.client import GenerateRequest
 from megarl.engine.process import graph_sizes
 from megarl.env import kernel_caches, update_environment
 from megarl.families import PUBLIC_MODELS
+from megarl.families.shape import ModelShape
 from megarl.planner.complete import complete
 from megarl.planner.deployment import find_shapes
 from megarl.planner.hardware import gpu_of
 from megarl.rollout.generator import FleetGenerator, sampling_seed
 from megarl.rollout.task import Sampling, Vocabulary
 from megarl.types import Prompt
+from megarl.weights.executors.tensors import torch_dtype
 
+_END = 1
+"""The token that ends a response."""
 _NUM_RUNS = 2
 """Runs of a step, here and there, of which the better one counts: the first one compiles kernels."""
 _NUM_STEPS = 2
@@ -82,15 +87,11 @@ def default_role(folder: Path, options: Mapping[str, object], load: GenerationLo
 class _Workload:
     load: GenerationLoad
     prompts: Sequence[Prompt]
-    stop_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, vocab: int, load: GenerationLoad, *, num_steps: int) -> _Workload:
-        """Choose as many tokens that end a response as give its mean length."""
-        stop_share = 1 / load.mean_response_tokens
-        stop_ids = np.random.default_rng(1).choice(vocab, size=max(1, round(stop_share * vocab)), replace=False)
         prompts = random_prompts(num_steps * load.num_prompts, load.prompt_tokens, vocab=vocab)
-        return cls(load=load, prompts=prompts, stop_ids=tuple(int(each) for each in stop_ids))
+        return cls(load=load, prompts=prompts)
 
     def first(self, num_prompts: int) -> _Workload:
         return replace(self, prompts=self.prompts[:num_prompts])
@@ -102,7 +103,7 @@ class _Workload:
                 input_ids=tuple(prompt.token_ids.tolist()),
                 max_new_tokens=self.load.max_response_tokens,
                 temperature=1.0,
-                stop_token_ids=self.stop_ids,
+                stop_token_ids=(_END,),
                 sampling_seed=sampling_seed(1, prompt.uid, epoch=0, index=index),
             )
             for prompt in self.prompts
@@ -125,17 +126,21 @@ async def measure_generation(
     async with serving(model, folder, options, role_of=lambda path: default_role(path, options, LOAD)) as server:
         role = server.role
         yield {f"{model}, seconds until the server was ready": round(time.perf_counter() - began, 1)}
-        full = await full_publish(server)
+        ends = _ending(shape, LOAD, server.device)
+        full = await full_publish(server, fill=partial(_fill, ends))
         await full.send()
         del full
         await importing
         await _through(server, works[0][0].first(_NUM_FIRST))
-        through = [await _best(server, partial(_through, server, work), runs) for work, runs in works]
+        results = [await _best(server, partial(_through, server, work), runs) for work, runs in works]
+        through = [rate for rate, _ in results]
         yield {f"{model}, tokens/s of a step and of {_NUM_STEPS} without a pause": [round(rate) for rate in through]}
-        straight = await _best(server, partial(_straight, server, works[0][0]), 1)
+        straight, _ = await _best(server, partial(_straight, server, works[0][0]), 1)
     gc.collect()
     torch.cuda.empty_cache()
-    offline = await asyncio.to_thread(_offline, folder / "model", role, works)
+    offline, length = await asyncio.to_thread(_offline, folder / "model", role, works, ends)
+    lengths = [results[-1][1] / len(works[-1][0].requests()), length]
+    yield {f"{model}, tokens of a response, ours and the offline engine's": [round(each, 1) for each in lengths]}
     for kind, ours, theirs in zip(("a step", "steps without a pause"), through, offline, strict=True):
         directly = f" (its server asked directly: {straight:.0f})" if kind == "a step" else ""
         yield Figure(
@@ -149,14 +154,41 @@ async def measure_generation(
         )
 
 
-async def _best(server: Server, call: Callable[[], Awaitable[int]], num_runs: int) -> float:
-    rates = list[float]()
+def _ending(shape: ModelShape, load: GenerationLoad, device: Device) -> dict[str, torch.Tensor]:
+    """Return embedding (and head) and last norm, by SGLang's names, that end a response at each token alike.
+
+    All embeddings have a direction in common, which the row of the end token is a multiple of; other logits differ by
+    at most 1.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.randn(shape.vocab + 1, shape.hidden, generator=generator, device=device) / math.sqrt(2)
+    embedding, common = rows[:-1] + rows[-1], rows[-1]
+    embedding[_END] = common * (1 + 2 * math.log(shape.vocab / load.mean_response_tokens))
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": torch.full_like(common, 1 / shape.hidden)}
+    tensors |= {} if shape.has_tied_embeddings else {"lm_head.weight": embedding}
+    return {name: tensor.to(torch_dtype(dtype_on(device))) for name, tensor in tensors.items()}
+
+
+def _fill(ends: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    embedding = ends["model.embed_tokens.weight"]
+    for name, tensor in weights.items():
+        if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            tensor.mul_(1e-3)
+        elif name.endswith("final_layernorm.weight"):
+            tensor.copy_(ends["model.norm.weight"])
+        elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            tensor[: len(embedding)].copy_(embedding)
+
+
+async def _best(server: Server, call: Callable[[], Awaitable[int]], num_runs: int) -> tuple[float, int]:
+    """Return the best rate, and the tokens of the last run."""
+    rates, num_tokens = list[float](), 0
     for _ in range(num_runs):
         await server.client.flush_cache()
         start = time.perf_counter()
         num_tokens = await call()
         rates.append(num_tokens / (time.perf_counter() - start))
-    return max(rates)
+    return max(rates), num_tokens
 
 
 async def _through(server: Server, work: _Workload) -> int:
@@ -172,7 +204,7 @@ async def _through(server: Server, work: _Workload) -> int:
         ),
         vocabulary=Vocabulary(
             size=server.shape.vocab,
-            eos_ids=work.stop_ids,
+            eos_ids=(_END,),
             max_context_tokens=server.shape.max_context_tokens,
             decode=lambda _: "",
         ),
@@ -204,8 +236,13 @@ async def _straight(server: Server, work: _Workload) -> int:
         return sum(await asyncio.gather(*(one(request) for request in work.requests())))
 
 
-def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[tuple[_Workload, int]]) -> list[float]:
-    """Return tokens/s of SGLang's own engine for each workload, with the options of ours."""
+def _offline(
+    folder: Path,
+    role: RolloutRoleConfig,
+    works: Sequence[tuple[_Workload, int]],
+    ends: Mapping[str, torch.Tensor],
+) -> tuple[list[float], float]:
+    """Return tokens/s of SGLang's own engine for each workload, with the options of ours, and its mean length."""
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(
@@ -219,6 +256,8 @@ def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[tuple[_Workl
         **({"cuda_graph_bs_decode": graph_sizes(role.running_requests)} | dict(role.sglang)),
     )
 
+    lengths = list[float]()
+
     def rate_of(work: _Workload) -> float:
         requests = work.requests()
         engine.flush_cache()
@@ -228,10 +267,19 @@ def _offline(folder: Path, role: RolloutRoleConfig, works: Sequence[tuple[_Workl
             sampling_params=[request.to_json()["sampling_params"] for request in requests],
             return_logprob=True,
         )
-        return sum(len(reply["output_ids"]) for reply in replies) / (time.perf_counter() - start)
+        seconds, num_tokens = time.perf_counter() - start, sum(len(reply["output_ids"]) for reply in replies)
+        lengths.append(num_tokens / len(requests))
+        return num_tokens / seconds
 
     try:
+        has_sessions = hasattr(engine, "begin_weight_update")  # from 0.5.21
+        if has_sessions:
+            engine.begin_weight_update()
+        done, message = engine.update_weights_from_tensor(list(ends.items()))
+        assert done, message
+        if has_sessions:
+            engine.end_weight_update()
         rate_of(works[0][0].first(_NUM_FIRST))
-        return [max(rate_of(work) for _ in range(runs)) for work, runs in works]
+        return [max(rate_of(work) for _ in range(runs)) for work, runs in works], lengths[-1]
     finally:
         engine.shutdown()

@@ -412,9 +412,9 @@ def _read_bytes(shape: ModelShape, engine: EngineMemory, running: int) -> float:
 
 
 def _in_fp8(work: ForwardWork, shape: ModelShape, speedup: float, *, num_tokens: float) -> ForwardWork:
-    """Return the work in bfloat16 that takes as long; the head is not in FP8."""
+    """Return the work in bfloat16 that takes as long; the head is not in FP8, and experts gain nothing by it."""
     head = 0.0 if shape.has_value_head else 2.0 * shape.vocab * shape.hidden * num_tokens
-    return replace(work, dense=head + (work.dense - head) / speedup, expert=work.expert / speedup)
+    return replace(work, dense=head + (work.dense - head) / speedup)
 
 
 class TrainingTime:

@@ -320,9 +320,9 @@ def replace_kernels() -> None:
         (kernels, "rotate"): lambda values, *_, **__: torch.empty_like(values),
         (kernels, "gate"): lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
         (attention, "rotated"): lambda values, by: _apply(attention._Rotated, values, by.cosines, by.sines),
-        (attention, "attend_to_all"): _attend_to_all,
-        (attention, "_group_by_length"): lambda _: None,
-        (attention, "_attend_by_length"): lambda q, k, v, _, softmax: _flash(q, k, v, len(q), softmax),
+        (attention, "attend_to_seen"): _attend_to_seen,
+        (attention, "group_by_length"): lambda _: None,
+        (attention, "attend_by_length"): lambda q, k, v, _, softmax: _flash(q, k, v, len(q), softmax),
         (layers, "gated"): lambda gate_up, **_: _apply(layers._Gated, gate_up),
         (layers.RMSNorm, "forward"): _norm,
         (token_dispatcher, "permute"): _permute,
@@ -330,6 +330,7 @@ def replace_kernels() -> None:
         (Model, "to"): lambda model, *_, **__: model,  # it is there already
     }
     for (owner, name), function in functions.items():
+        assert owner is kernels or hasattr(owner, name), f"{owner} has no {name}"
         setattr(owner, name, function)
     sys.modules[kernels.__name__] = kernels
 
@@ -386,10 +387,11 @@ def _permute(
     return tokens.index_select(0, places), weights, places
 
 
-def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, softmax: Softmax) -> Tensor:
-    gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=part.group)
-    keys, values = gathered.index_select(0, part.seen.places).split((key.shape[-1], value.shape[-1]), dim=-1)
-    return _flash(query, keys, values, part.seen.spans.most_keys, softmax)
+def _attend_to_seen(query: Tensor, key: Tensor, value: Tensor, seen: SeenKeys, softmax: Softmax) -> Tensor:
+    whole = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=seen.group)
+    parts = whole.split((key.shape[-1], value.shape[-1]), dim=-1)
+    keys, values = (part.index_select(0, seen.places) for part in parts)
+    return _flash(query, keys, values, seen.spans.most_keys, softmax)
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, longest: int, softmax: Softmax) -> Tensor:

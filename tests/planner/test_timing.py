@@ -70,6 +70,21 @@ def test_fp8_shortens_the_products_of_layers_and_not_the_head() -> None:
     assert update_s("fp8") / update_s("bf16") == pytest.approx(expected, rel=0.03)
 
 
+def test_fp8_shortens_no_products_of_experts() -> None:
+    mixture = PUBLIC_MODELS["qwen3-30b-a3b"]
+
+    def timing_in(precision: str) -> Timing:
+        actor = f"roles.actor={{pool: train, precision: {precision}}}"
+        return time_of(make_recipe("pools.train={gpus_per_node: 1}", actor), shape=mixture)
+
+    wide, narrow = timing_in("bf16"), timing_in("fp8")
+    work = forward_work(mixture, num_tokens=wide.computed_tokens, num_squared_tokens=0)
+    in_fp8 = work.dense - 2 * mixture.vocab * mixture.hidden * wide.computed_tokens
+    saved_s = 3 * in_fp8 * (1 - 1 / FP8_SPEEDUP["tensorwise"]) / (989e12 * DENSE_EFFICIENCY)
+    gained_s = wide.seconds(PhaseName.UPDATE) - narrow.seconds(PhaseName.UPDATE)
+    assert gained_s == pytest.approx(saved_s, rel=1e-3)
+
+
 def test_attention_is_the_causal_half_of_the_squared_lengths() -> None:
     work = forward_work(SHAPE, num_tokens=0, num_squared_tokens=1100**2)
     assert work.total == work.attention == 2 * 28 * 3584 * 1100**2

@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
@@ -33,8 +34,10 @@ from megarl.errors import MegarlError
 from megarl.families import PUBLIC_MODELS
 from megarl.families.shape import ModelShape
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
-from megarl.types import FloatArray, PolicyVersion
+from megarl.types import JsonValue, PolicyVersion
 from megarl.weights.layouts.canonical import canonical_tensors
+
+_Floats = npt.NDArray[np.float64]
 
 _BATCHES = (1, 32, 256)
 _GRAPHS = (1, 8, 32, 64, 128, 256)
@@ -69,18 +72,11 @@ class _Measured:
 async def measure_drafts(
     model: str, folder: Path, options: Mapping[str, object]
 ) -> AsyncIterator[Figure | Failure | dict[str, object]]:
-    """Measure an engine without drafts, then one with a draft model, one with n-grams and one with an EAGLE head."""
+    """Measure an engine without drafts, then one for each kind of them."""
     shape = PUBLIC_MODELS[model]
-    _write_draft(folder / "draft", shape)
-    _write_head(folder / "head", shape)
     plain, options = _Measured(), {"cuda_graph_bs_decode": list(_GRAPHS), **options}
-    ways: list[tuple[str, DraftConfig | None]] = [
-        ("none", None),
-        ("model", ModelDraftConfig(kind="model", path=folder / "draft")),
-        ("ngram", NgramDraftConfig(kind="ngram", max_requests=32)),
-        ("eagle", EagleDraftConfig(kind="eagle", path=folder / "head")),
-    ]
-    for name, draft in ways:
+    for name in ("none", "ngram", "model", "eagle"):
+        draft = _draft(name, folder, shape)
         place = folder / name
         place.mkdir()
         measured = plain if draft is None else _Measured()
@@ -93,6 +89,22 @@ async def measure_drafts(
         yield {f"drafts, {name}, seconds": round(time.perf_counter() - began, 1)}
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _draft(kind: str, folder: Path, shape: ModelShape) -> DraftConfig | None:
+    """Return the draft of a kind, whose weights are written."""
+    path = folder / f"draft_{kind}"
+    match kind:
+        case "model":
+            _write_draft(path, shape)
+            return ModelDraftConfig(kind="model", path=path)
+        case "eagle":
+            _write_head(path, shape)
+            return EagleDraftConfig(kind="eagle", path=path)
+        case "ngram":
+            return NgramDraftConfig(kind="ngram", max_requests=32)
+        case _:
+            return None
 
 
 async def _measure_engine(
@@ -269,9 +281,9 @@ async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, ob
     prompts = random_prompts(len(responses), _PROMPT_TOKENS, vocab=server.shape.vocab)
     under_way = asyncio.Semaphore(_SCORED_AT_ONCE)
 
-    async def one(index: int) -> tuple[FloatArray, FloatArray]:
+    async def one(index: int) -> tuple[_Floats, _Floats]:
         ids = [*prompts[index].token_ids.tolist(), *responses[index].token_ids.tolist()]
-        body = {
+        body: dict[str, JsonValue] = {
             "rid": f"score-{index}",
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -303,7 +315,7 @@ async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, ob
     }
 
 
-def _kinds(response: Response, asked: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _kinds(response: Response, asked: _Floats) -> tuple[_Floats, _Floats]:
     """Return of all tokens but the first whether they are the representative and token 0, and how likely both were."""
     before, after = response.token_ids[:-1], response.token_ids[1:]
     following = (before + 1) % _NUM_CLASSES

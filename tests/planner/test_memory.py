@@ -115,6 +115,20 @@ def test_engine_weights_are_those_of_the_full_layout(tensor: int) -> None:
     assert engine.cached_tokens == 5000
 
 
+@pytest.mark.parametrize(("split", "num_bytes"), [(1, 31_174_545_408), (4, 7_812_827_136)])
+def test_engines_hold_experts_in_fp8_in_the_shapes_of_sglang(split: int, num_bytes: int) -> None:
+    """Blocks of 128 x 128 have a scale in float32; a rank has whole experts, and rows or columns of the rest."""
+    shape = PUBLIC_MODELS["qwen3-30b-a3b"]
+    rollout = RolloutRoleConfig(pool="rollout", precision="fp8", tensor=split, expert=split)
+    engine = engine_memory(shape, rollout, H100.memory_bytes)
+    experts = 128 // split * (3 * 768 * 2048 + 4 * (12 * 16 + 16 * 6))
+    attention = (5120 + 4096) // split * 2048 + 4 * (40 + 32) // split * 16
+    in_bf16 = 128 * 2048 + 2 * 2048 + 2 * 128  # router and norms
+    assert engine.expert_bytes == 48 * experts
+    vocabulary = 2 * 2 * 151_936 // split * 2048
+    assert engine.weight_bytes == 48 * (experts + attention + 2 * in_bf16) + vocabulary + 2 * 2048 == num_bytes
+
+
 def test_the_cache_takes_what_the_fraction_leaves() -> None:
     recipe = make_recipe()
     assert recipe.roles.rollout is not None

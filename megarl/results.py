@@ -78,6 +78,17 @@ class CriticStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """Statistics of the updates of the model that drafts: means over the updates, each over all loss tokens."""
+
+    loss: float
+    """Cross-entropy with the policy's responses: their own entropy, and the distance from the policy."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceStats:
     """Means over pairs of answers, with the rewards that the model before the step gives them implicitly."""
 
@@ -141,10 +152,12 @@ class UpdateResult:
     stats: UpdateStats | None
     """None if no update of the actor was applied, as while only the critic learns."""
     critic: CriticStats | None = None
+    draft: DraftStats | None = None
+    """None if the model that drafts has not learned in this step."""
     preference: PreferenceStats | None = None
     """The step's pairs; None if the algorithm compares none."""
     num_skipped_updates: int = 0
-    """Updates of actor and critic that were not applied, because loss or gradient was not finite."""
+    """Updates of all models that were not applied, because loss or gradient was not finite."""
     work: TrainingWork | None = None
     usage: Mapping[str, RankUsage] = field(default_factory=dict, compare=False)
     """By role that was updated."""

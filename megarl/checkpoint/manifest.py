@@ -33,8 +33,10 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
-CRITIC_FOLDER = "critic"
-"""Has a `model` and an `optimizer` of its own."""
+CRITIC_FOLDER, DRAFTER_FOLDER = "critic", "drafter"
+"""Each has a `model` and an `optimizer` of its own."""
+
+_WITH_WEIGHTS = (MODEL_FOLDER, OPTIMIZER_FOLDER, CRITIC_FOLDER, DRAFTER_FOLDER)
 
 TENSOR_SUFFIX = ".safetensors"
 
@@ -236,7 +238,7 @@ def _check_all(check: Callable[[str], None], names: Iterable[str], num_threads: 
 
 
 def _has_weights(name: str, file: FileDigest) -> bool:
-    return bool(file.tensors) and name.partition("/")[0] in (MODEL_FOLDER, OPTIMIZER_FOLDER, CRITIC_FOLDER)
+    return bool(file.tensors) and name.partition("/")[0] in _WITH_WEIGHTS
 
 
 def check_sizes(folder: Path) -> Manifest:

@@ -39,12 +39,14 @@ Layout, length, paths and output are left out. Prompts are compared by content w
 
 _MODELS = ("model.path", "roles.critic.path", "roles.reference.path")
 """Folders of weights. A checkpoint has its own weights: another folder here would be recorded and never read."""
+_DRAFT = "roles.rollout.draft.path"
+"""The same where a drafter trains it."""
 _MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """State of the actor or the critic; the same on every rank."""
+    """State of the actor, the critic or the drafter; the same on every rank."""
 
     num_steps: int
     """Steps taken: the position in the learning-rate schedule."""
@@ -92,6 +94,7 @@ class RunState:
     best: Best | None = None
     """None without `checkpoint.keep_best`."""
     critic: TrainerState | None = None
+    drafter: TrainerState | None = None
     kl_coef: float | None = None
     """KL coefficient of the next step."""
     versions: tuple[int, ...] = ()
@@ -226,7 +229,8 @@ def list_changes(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) 
     )
     keys = list(dict.fromkeys((*leaves_now, *leaves_before)))
     changed = [key for key in keys if leaves_before.get(key) != leaves_now.get(key)]
-    changed += [key for key in _MODELS if _changed_path(key, before, now)]
+    models = (*_MODELS, _DRAFT) if _find(before, "roles.drafter") and _find(now, "roles.drafter") else _MODELS
+    changed += [key for key in models if _changed_path(key, before, now)]
     return [f"{key} is {_shown(now, key)}, was {_shown(before, key)}" for key in changed]
 
 

@@ -219,6 +219,8 @@ def _update_numbers(summary: StepSummary) -> Iterator[str]:
         yield f"loss {summary.update.loss:.4f}"
     if summary.critic is not None:
         yield f"value loss {summary.critic.loss:.4f}"
+    if summary.draft is not None:
+        yield f"draft loss {summary.draft.loss:.4f}"
     if summary.preference is not None:
         yield f"pairs right {summary.preference.accuracy:.2f}"
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from megarl.cli.lines import make_console
 from megarl.cli.recipe import Overrides, RecipePath, ShapeName
 from megarl.config.checks.recipe import advise
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError
 from megarl.observe.progress import HOUR_S, describe_cost
 from megarl.planner.deployment import Placement, PublishWay, RankPlace, engine_requests
@@ -312,7 +312,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{timing.num_micro_batches} micro-batches of up to {plan.tokens_per_micro_batch:,} tokens per rank and "
         f"update, a pipeline bubble of {timing.bubble:.0%}, "
         f"{timing.running_requests} requests per engine{_why_so_many(answer)}",
-        *_draft_notes(answer.recipe.roles.rollout, timing),
+        *_draft_notes(answer.recipe.roles, timing),
         *_sharing_notes(answer, timing),
         *_image_notes(answer, timing),
     ]
@@ -328,10 +328,11 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
     return [*notes, f"change first: {advice}"] if advice else notes
 
 
-def _draft_notes(rollout: RolloutRoleConfig | None, timing: Timing) -> list[str]:
+def _draft_notes(roles: RolesConfig, timing: Timing) -> list[str]:
+    rollout = roles.rollout
     if rollout is None or rollout.draft is None:
         return []
-    note = rollout.draft.note(timing.running_requests)
+    note = rollout.draft.note(timing.running_requests, learns_every=roles.draft_learns_every)
     if not rollout.draft.is_started(timing.running_requests):
         return [note]
     return [f"{note}; times are without drafts: only a run shows how many are kept (megarl_tokens_per_pass)"]
@@ -434,6 +435,8 @@ def _lever(phase: PhaseTime, timing: Timing) -> str:
             return "more GPUs for the actor"
         case PhaseName.VALUES | PhaseName.CRITIC_UPDATE:
             return "more GPUs for the critic"
+        case PhaseName.DRAFT_UPDATE:
+            return "more GPUs for the drafter, or more steps from one of its updates to the next"
         case PhaseName.REFERENCE:
             return "a pool for the reference, or more GPUs in it"
         case PhaseName.TEACHER:

@@ -45,14 +45,19 @@ class _WeightsConfig(_DraftConfig):
     path: Path
     """Its folder."""
 
-    def note(self, requests: int) -> str:
-        """Return what engines with so many requests at a time do with it."""
-        start = f"drafts of {self.tokens} tokens from {self.path}, which stays as it is"
+    def note(self, requests: int, *, learns_every: int | None = None) -> str:
+        """Return what engines with so many requests at a time do with it; it learns after so many steps."""
+        fate = "which stays as it is" if learns_every is None else f"which learns {_every(learns_every)}"
+        start = f"drafts of {self.tokens} tokens from {self.path}, {fate}"
         return (
             start
             if requests <= self.most_requests
             else f"{start}, while an engine has up to {self.most_requests} requests"
         )
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
 
 
 class NgramDraftConfig(_DraftConfig):
@@ -71,15 +76,16 @@ class NgramDraftConfig(_DraftConfig):
     def is_started(self, requests: int) -> bool:
         return requests <= self.most_requests
 
-    def note(self, requests: int) -> str:
-        """Return what engines with so many requests at a time do with it."""
+    def note(self, requests: int, *, learns_every: int | None = None) -> str:
+        """Return what engines with so many requests at a time do with it; n-grams are always those of responses."""
         if self.is_started(requests):
             return f"drafts of {self.tokens} tokens from n-grams of responses"
         return f"no drafts: SGLang cannot leave n-grams out while an engine has more than {self.most_requests} requests"
 
 
 class ModelDraftConfig(_WeightsConfig):
-    """A small model of the same vocabulary guesses. It stays as it is while the policy learns."""
+    """A small model of the same vocabulary guesses. It stays as it is while the policy learns, or learns its responses
+    with `roles.drafter`."""
 
     kind: Literal["model"]
 

@@ -170,6 +170,19 @@ class CriticConfig(TrainedModelConfig):
     """How far an update may move a value before its loss stops falling."""
 
 
+class DrafterConfig(TrainedModelConfig):
+    """Teaches `rollout.draft`, of kind model, what the policy answers; its ranks are processes of their own."""
+
+    pool: str
+    """The GPUs of its ranks, a name of `pools`."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    every_steps: PositiveInt = 1
+    """Steps from one update to the next. Each learns the responses of its step, and the next publish sends the draft
+    to the engines as well."""
+    epochs: PositiveInt = 1
+    """How often it sees these responses."""
+
+
 class ReferenceConfig(ModelParallelConfig):
     """The policy that `algorithm.kl` measures the distance to; never trained."""
 
@@ -321,7 +334,8 @@ class RolloutRoleConfig(EngineRoleConfig):
     end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
     that is computed again; `in_place`: they go on with the one they have, of the weights before."""
     draft: DraftConfig | None = None
-    """Speculative decoding: several tokens for one pass of the policy, with the policy's probabilities. GPUs only."""
+    """Speculative decoding: several tokens for one pass of the policy, with the policy's probabilities. On a CPU, one
+    token that a model guesses."""
     canary_every: PositiveInt | None = 10
     """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
     workers: NonNegativeInt | None = None
@@ -346,6 +360,8 @@ class RolesConfig(Section):
     actor: ActorConfig
     critic: CriticConfig | None = None
     """Needed by `gae`, and by `prime` as its reward model; only they use it."""
+    drafter: DrafterConfig | None = None
+    """null: `rollout.draft` stays as it is while the policy learns."""
     reference: ReferenceConfig | None = None
     """Needed by `algorithm.kl`; only `algorithm.kl` uses it."""
     rollout: RolloutRoleConfig | None = None
@@ -415,14 +431,24 @@ class RolesConfig(Section):
         return {role: pool for role, pool in users.items() if role in frozen and list(users.values()).count(pool) > 1}
 
     @property
+    def trained(self) -> dict[str, ActorConfig | CriticConfig | DrafterConfig]:
+        """The roles whose models learn."""
+        named = {"actor": self.actor, "critic": self.critic, "drafter": self.drafter}
+        return {name: role for name, role in named.items() if role is not None}
+
+    @property
+    def draft_learns_every(self) -> int | None:
+        """Steps from one update of the draft to the next; None where it stays as it is."""
+        return None if self.drafter is None else self.drafter.every_steps
+
+    @property
     def in_turns_with_engines(self) -> list[str]:
         """The keys by which others have the memory of the engines' pool in turns with them, however much there is."""
         pool = self.used_pools.get("rollout")
-        trained = {"actor": self.actor, "critic": self.critic}
         offloaded = [
             f"roles.{role}.offload"
-            for role, each in trained.items()
-            if each is not None and each.pool == pool and each.offload != "nothing"
+            for role, each in self.trained.items()
+            if each.pool == pool and each.offload != "nothing"
         ]
         return [*offloaded, *(f"roles.{role}" for role, used in self.frozen_in_turns.items() if used == pool)]
 
@@ -432,9 +458,11 @@ class RolesConfig(Section):
         return self.rollout is not None and self.rollout.pool in self.frozen_in_turns.values()
 
     @property
-    def megatron_roles(self) -> dict[str, ActorConfig | CriticConfig | ReferenceConfig | TeacherRanksConfig]:
+    def megatron_roles(
+        self,
+    ) -> dict[str, ActorConfig | CriticConfig | DrafterConfig | ReferenceConfig | TeacherRanksConfig]:
         """The roles with Megatron ranks of their own; a reference in the actor's ranks is not one."""
-        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, **self.teacher_ranks}
+        named = {**self.trained, "reference": self.reference, **self.teacher_ranks}
         return {name: role for name, role in named.items() if role is not None and role.pool is not None}
 
 

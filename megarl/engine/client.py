@@ -26,8 +26,6 @@ from megarl.types import ImagePlace, JsonValue, PolicyVersion
 CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
 _TOLD_APART = 64
-_TARGET: Mapping[str, JsonValue] = {"selector": "target"}
-"""The model that generates, and not its draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +201,18 @@ class EngineClient:
         return str(info.get("weight_version"))
 
     async def load_weights(
-        self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
+        self,
+        payloads: Sequence[str],
+        *,
+        load_format: str,
+        version: PolicyVersion | None = None,
+        timeout_s: float,
+        is_for_draft: bool = False,
     ) -> None:
         """Pass one payload to the loader of each TP rank; the engine reports `version` afterwards.
 
-        Waits until no request is running, unless the engine is paused.
+        The loader gets the model that generates, or its draft; SGLang before 0.5.21 calls it for both then. Waits until
+        no request is running, unless the engine is paused.
         """
         assert len(payloads) == self.endpoint.tensor, f"{len(payloads)} payloads, {self.endpoint.tensor} TP ranks"
         body: dict[str, JsonValue] = {
@@ -218,17 +223,17 @@ class EngineClient:
         }
         if version is not None:
             body["weight_version"] = str(version)
-        async with self._weight_session():
-            # A draft stays as it is: SGLang would hand the payload to its ranks too.
-            body |= _TARGET if self._has_sessions else {"disable_draft_model": True}
+        selector: Mapping[str, JsonValue] = {"selector": "draft" if is_for_draft else "target"}
+        async with self._weight_session(selector):
+            body |= selector if self._has_sessions else {"disable_draft_model": not is_for_draft}
             await self.control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     @asynccontextmanager
-    async def _weight_session(self) -> AsyncIterator[None]:
+    async def _weight_session(self, selector: Mapping[str, JsonValue]) -> AsyncIterator[None]:
         """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
         if self._has_sessions is not False:
             response = await self._send(
-                "begin weight update", "/begin_weight_update", _TARGET, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
+                "begin weight update", "/begin_weight_update", selector, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
             )
             # An unknown path is guarded by the other key.
             self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)

@@ -28,7 +28,7 @@ from megarl.engine.commands import (
     to_payload,
 )
 from megarl.engine.fleet import Engine, Fleet
-from megarl.engine.process import LOADER
+from megarl.engine.process import DRAFT_LOADER, LOADER
 from megarl.errors import EngineError, WeightSyncError
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
@@ -50,13 +50,23 @@ class EngineControl:
     One publish at a time.
     """
 
-    def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK, flushes_cache: bool = True) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        timeout_s: float,
+        host: str = LOOPBACK,
+        flushes_cache: bool = True,
+        is_for_drafts: bool = False,
+    ) -> None:
         """`timeout_s` is the deadline of a command; `host` is this process's address for the engines.
 
-        Without `flushes_cache`, prefixes computed with earlier weights stay cached for the requests that use them.
+        Without `flushes_cache`, prefixes computed with earlier weights stay cached for the requests that use them. With
+        `is_for_drafts` commands go to the drafts of the engines, whose versions no engine reports.
         """
         self._fleet = fleet
         self._flushes_cache = flushes_cache
+        self._is_for_drafts = is_for_drafts
         self._engines: Sequence[Engine] = fleet.reachable
         self._timeout_s = timeout_s
         self._group = ""
@@ -103,7 +113,7 @@ class EngineControl:
         Trainer ranks send at the same time. The first failure ends the wait. Until `confirm` the engines must get no
         request: their weights may be of two versions. With the name of an `adapter` that is none to this adapter.
         """
-        reported = version if adapter is None else None
+        reported = version if adapter is None and not self._is_for_drafts else None
         replies = await self.ask(Receive(version=version, group=self._group, adapter=adapter), version=reported)
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
@@ -185,8 +195,9 @@ class EngineControl:
         ]
         await engine.client.load_weights(
             [to_payload(message) for message in messages],
-            load_format=LOADER,
+            load_format=DRAFT_LOADER if self._is_for_drafts else LOADER,
             version=version,
+            is_for_draft=self._is_for_drafts,
             timeout_s=self._timeout_s + _GRACE_S,
         )
         return tuple(self._take(engine, message) for message in messages)

@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from multiprocessing.context import ForkContext
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from megarl.engine.cpu_drafts import KERNELS, draw_first
 from megarl.engine.cpu_kernels import (
     add_gated,
     add_product_in_blocks,
@@ -27,7 +29,7 @@ from megarl.engine.cpu_kernels import (
     own_experts,
     unpinned,
 )
-from megarl.engine.server import run
+from megarl.engine.server import DRAFT_OPTION, run
 
 
 def install() -> None:
@@ -37,6 +39,7 @@ def install() -> None:
     provide_torchvision()
     kernels = StandIn("sgl_kernel", version="0.0.0+cpu")
     kernels.__dict__["assign_req_to_token_pool_cpu"] = assign_req_to_token_pool
+    kernels.__dict__.update(KERNELS)
     sys.modules["sgl_kernel"] = kernels
     torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", murmur_hash32)
@@ -161,6 +164,25 @@ def _add_delta_nets(kernels: StandIn) -> None:
     layernorm_gated.layernorm_fn = cpu_delta.gated_norm_of
 
 
+def start() -> None:
+    """Run the server that the arguments describe, in a process with the stand-ins."""
+    if DRAFT_OPTION in sys.argv:
+        _draft()
+    run()
+
+
+def _draft() -> None:
+    """Let a draft read prompts with attention in torch, and hook its worker: forked ones have the hooks from here."""
+    from sglang.srt.speculative import eagle_worker_common  # noqa: PLC0415 - needs the stand-ins
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory  # noqa: PLC0415 - needs the stand-ins
+
+    from megarl.engine.drafts import register_hooks  # noqa: PLC0415 - few engines have a draft
+
+    DraftBackendFactory.create_draft_extend_backend = lambda _: None  # it keeps the backend of its runner
+    eagle_worker_common.eagle_sample = partial(draw_first, eagle_worker_common.eagle_sample)
+    register_hooks(sys.argv)
+
+
 def _unpin_memory() -> None:
     """Ignore the wish for pinned memory, which adapters and recorded experts have."""
     from sglang.srt.mem_cache.pool_host import common  # noqa: PLC0415 - needs the stand-ins
@@ -256,4 +278,4 @@ def provide_torchvision() -> None:
 
 if __name__ == "__main__":
     install()
-    run()
+    start()

@@ -19,11 +19,18 @@ class SinkAttention(torch_native_backend.TorchNativeAttnBackend):  # type: ignor
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
-        if (sinks := options.pop("sinks", None)) is None:
+        sinks = options.pop("sinks", None)
+        is_draft = batch.forward_mode.is_target_verify()
+        if sinks is None and not is_draft:
             output: Tensor = super().forward_extend(q, k, v, layer, batch, save_kv_cache, **options)
             return output
         self._store(k, v, layer, batch, save_kv_cache)
-        return self._attend(q, layer, batch, batch.extend_seq_lens.tolist(), sinks)
+        if is_draft:  # the lengths are those without it
+            num_drafted = batch.spec_info.draft_token_num
+            no_sinks = q.new_full((layer.tp_q_head_num,), -torch.inf)
+            lengths, totals = [num_drafted] * len(batch.seq_lens), batch.seq_lens + num_drafted
+            return self._attend(q, layer, batch, lengths, totals, no_sinks if sinks is None else sinks)
+        return self._attend(q, layer, batch, batch.extend_seq_lens.tolist(), batch.seq_lens, sinks)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **options: Any
@@ -32,21 +39,23 @@ class SinkAttention(torch_native_backend.TorchNativeAttnBackend):  # type: ignor
             output: Tensor = super().forward_decode(q, k, v, layer, batch, save_kv_cache, **options)
             return output
         self._store(k, v, layer, batch, save_kv_cache)
-        return self._attend(q, layer, batch, [1] * len(batch.seq_lens), sinks)
+        return self._attend(q, layer, batch, [1] * len(batch.seq_lens), batch.seq_lens, sinks)
 
     def _store(self, keys: Tensor, values: Tensor, layer: Any, batch: Any, is_stored: bool) -> None:
         if is_stored and keys is not None:
             place = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, place, keys, values)
 
-    def _attend(self, queries: Tensor, layer: Any, batch: Any, lengths: list[int], sinks: Tensor) -> Tensor:
+    def _attend(
+        self, queries: Tensor, layer: Any, batch: Any, lengths: list[int], totals: Tensor, sinks: Tensor
+    ) -> Tensor:
         """Attend request by request: its bits do not depend on the others."""
         heads, repeats = layer.tp_q_head_num, layer.tp_q_head_num // layer.tp_k_head_num
         pool = self.token_to_kv_pool
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         outputs = []
         for index, query in enumerate(torch.split(queries.view(-1, heads, layer.qk_head_dim), lengths)):
-            total = int(batch.seq_lens[index])
+            total = int(totals[index])
             slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[index], :total]
             keys, values = (
                 cache[slots].to(query.dtype).transpose(0, 1).repeat_interleave(repeats, 0) for cache in caches

@@ -6,7 +6,8 @@ further successor of the last token, and its probability would count several tim
 one before. `add_switch` lets an engine with a small model go on without drafts while it has many requests, as SGLang
 does for EAGLE alone.
 
-Only engines with a draft open this module: the process that starts one, and its schedulers.
+`load` hands commands of a publish to the model that drafts. Only engines with a draft open this module: the process
+that starts one, and its schedulers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from megarl.errors import MachineError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
 ALGORITHM = "--speculative-algorithm"
 _SWITCH = "--speculative-adaptive-config"
@@ -82,6 +85,7 @@ def register_hooks(arguments: Sequence[str]) -> None:
 
         def with_switch(start: Callable[..., None], worker: _Worker, *args: object, **kwargs: object) -> None:
             start(worker, *args, **kwargs)
+            _DRAFTING.add(worker.draft_worker.draft_runner.model)
             add_switch(worker, config_path)
 
         HookRegistry.register(_WORKER, with_switch, HookType.AROUND)
@@ -105,11 +109,32 @@ def as_chain(draft: Callable[..., _Drafts], corpus: object, request_ids: list[st
     return tokens, np.broadcast_to(chain, (len(request_ids), width, width)).reshape(mask.shape).copy()
 
 
+class _Runner(Protocol):
+    model: torch.nn.Module
+
+
+class _DraftWorker(Protocol):
+    draft_runner: _Runner
+
+
 class _Worker(Protocol):
     """The fields of SGLang's worker that are used."""
 
     speculative_num_steps: int
     adaptive_controller: object
+    draft_worker: _DraftWorker
+
+
+_DRAFTING: WeakSet[torch.nn.Module] = WeakSet()
+"""The models of this process that draft."""
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Handle a command for the model that drafts. SGLang before 0.5.21 calls this with the policy's as well."""
+    if model in _DRAFTING:
+        from megarl.engine import loader  # noqa: PLC0415 - only in a scheduler, which has torch
+
+        loader.load(model, named_tensors)
 
 
 def add_switch(worker: _Worker, config_path: str) -> None:

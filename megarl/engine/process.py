@@ -39,6 +39,7 @@ from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.canonical import num_parameters
 
 LOADER = "megarl.engine.loader.load"
+DRAFT_LOADER = "megarl.engine.drafts.load"
 """The function that SGLang calls with every weight payload."""
 
 _POLL_S = 0.25
@@ -323,6 +324,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         from megarl.engine.drafts import draft_words  # noqa: PLC0415 - few engines have one
 
         words += draft_words(config.served_draft, switch=spec.switch_path, has_saver=spec.has_saver)
+        words += ["--custom-weight-loader", LOADER, DRAFT_LOADER]
     module = "cpu" if spec.device == "cpu" else "server"
     words += [*flags, *spec.options, *_native_words(config.sglang)]
     return [sys.executable, "-m", f"megarl.engine.{module}", *words]

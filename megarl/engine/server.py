@@ -28,7 +28,8 @@ if ONE_CARD.read():
     # SGLang imports the main module in each process that it spawns.
     update_environment(own_host())
 
-if __name__ != "__main__" and "--speculative-algorithm" in sys.argv:
+DRAFT_OPTION = "--speculative-algorithm"
+if __name__ == "__mp_main__" and DRAFT_OPTION in sys.argv:
     from megarl.engine.drafts import register_hooks
 
     register_hooks(sys.argv)

@@ -365,6 +365,14 @@ VALUE_LOSS, VALUE_GRAD_NORM, VALUE_LEARNING_RATE, VALUE_CLIP, VALUE_MEAN, RETURN
     ("return_mean", "Mean return of the last step's tokens", "return_mean"),
     ("explained_variance_ratio", "Share of the returns' variance that the critic predicted", "explained_variance"),
 )
+DRAFT_LOSS, DRAFT_GRAD_NORM, DRAFT_LEARNING_RATE = (
+    _gauge("trainer", f"draft_{name}", text, source=f"step.draft.{name}")
+    for name, text in (
+        ("loss", "Cross-entropy of the model that drafts with the responses of the step"),
+        ("grad_norm", "Gradient norm of the model that drafts before clipping"),
+        ("learning_rate", "Learning rate of its last update"),
+    )
+)
 PAIRS, PAIR_LOSS, PAIR_ACCURACY, PAIR_MARGIN, CHOSEN_REWARD, REJECTED_REWARD = _numbers(
     "preference",
     ("preference_pairs", "Pairs of answers in the last step", "num_pairs"),

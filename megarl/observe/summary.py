@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.results import CriticStats, PreferenceStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
+from megarl.results import CriticStats, DraftStats, PreferenceStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
 from megarl.tokens import counted, is_repeated, num_true, repeated_share
 from megarl.types import (
     DEMONSTRATION,
@@ -142,6 +142,8 @@ class StepSummary:
     update: UpdateStats | None
     """None if no update of the actor was applied."""
     critic: CriticStats | None
+    draft: DraftStats | None = None
+    """None if the model that drafts has not learned, and in events of earlier versions."""
     preference: PreferenceStats | None = None
     """None if the algorithm compares no pairs, and in events of earlier versions."""
     num_skipped_updates: int
@@ -202,6 +204,7 @@ def summarize_step(
         version=update.version,
         update=update.stats,
         critic=update.critic,
+        draft=update.draft,
         preference=update.preference,
         num_skipped_updates=update.num_skipped_updates,
         kl_coef=kl_coef,

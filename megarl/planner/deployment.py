@@ -18,7 +18,15 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.hub import public_model_name
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, SamplingConfig
-from megarl.config.roles import EngineRoleConfig, ModelParallelConfig, PoolConfig, RolesConfig, TrainedModelConfig
+from megarl.config.roles import (
+    ActorConfig,
+    CriticConfig,
+    EngineRoleConfig,
+    ModelParallelConfig,
+    PoolConfig,
+    RolesConfig,
+    TrainedModelConfig,
+)
 from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
 from megarl.families import PUBLIC_MODELS
@@ -54,11 +62,11 @@ class RoleShapes:
     """Shape with a value head; set even for a run without a critic."""
     source: str
     """Folder or public model that the policy's shape comes from."""
-    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
-    """By their key below `roles`."""
+    others: Mapping[str, ModelShape] = field(default_factory=dict)
+    """Shapes of the teachers and the drafter, by their key below `roles`."""
 
     def of(self, role: str) -> ModelShape:
-        return self.critic if role == "critic" else self.teachers.get(role, self.policy)
+        return self.critic if role == "critic" else self.others.get(role, self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +335,7 @@ def _planned_model(
             tokens_per_micro_batch=train.most_tokens,
             keys_per_token=tokens.num_trained / tokens.num_computed,
             device=recipe.run.device,
-            lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
+            lora=recipe.model.lora if isinstance(split, ActorConfig | CriticConfig) else None,
         ),
         placement=placement,
         tower=TowerWork.of(shape, recipe.data),
@@ -500,10 +508,13 @@ def find_shapes(
     policy, source = (PUBLIC_MODELS[name], _entry(name)) if name else _find_shape(model.path, "model.path")
     own = None if roles.critic is None else roles.critic.path
     body = policy if own is None else _find_shape(own, "roles.critic.path")[0]
-    teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teacher_ranks.items()}
+    others = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teacher_ranks.items()}
+    draft = None if roles.rollout is None else roles.rollout.draft
+    if roles.drafter is not None and draft is not None and draft.kind == "model":
+        others["drafter"] = _find_shape(draft.path, "roles.rollout.draft.path")[0]
     is_language_model = algorithm is not None and algorithm.needs.implicit_reward_beta is not None
     critic = body if is_language_model else body.as_critic()
-    return RoleShapes(policy=policy, critic=critic, source=source, teachers=teachers)
+    return RoleShapes(policy=policy, critic=critic, source=source, others=others)
 
 
 def _find_shape(path: Path, key: str) -> tuple[ModelShape, str]:

@@ -235,7 +235,10 @@ class _ModelMemory:
         self._work = model.work
         self._prefix = prefix
         self._exchanges_weights = deployment.has_reference(model.role)
-        self._is_scored = model.role != "actor" or isinstance(kl, KlRewardConfig) or self._exchanges_weights
+        if model.role == "actor":
+            self._is_scored = isinstance(kl, KlRewardConfig) or self._exchanges_weights
+        else:
+            self._is_scored = model.role != "drafter"
         self._deployment = deployment
         self._offload = offload_of(model)
         self._held: list[tuple[LedgerItem, ...]]
@@ -250,6 +253,11 @@ class _ModelMemory:
     def held(self) -> tuple[LedgerItem, ...]:
         """Memory of a rank of the fullest stage after an update, without what its allocator holds unused."""
         return max(self._held, key=_total)
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether engines get its weights."""
+        return self._model.role in ("actor", "drafter")
 
     @property
     def shares_base(self) -> bool:
@@ -305,11 +313,12 @@ class _ModelMemory:
         if self._work.device != "cpu":
             number = _num_communicators(self._model)
             yield LedgerItem(name="communicators", num_bytes=number * COMMUNICATOR_BYTES, is_exact=False)
-            is_sender = self._model.role == "actor" and self._deployment.publish_way is PublishWay.NCCL
+            is_sender = self._is_sent and self._deployment.publish_way is PublishWay.NCCL
             if number or is_sender:
                 yield LedgerItem(name="NCCL", num_bytes=NCCL_BYTES, is_exact=False)
-        if self._model.role == "actor":
+        if self._is_sent:
             yield from _publish_items(self._deployment)
+        if self._model.role == "actor":
             if self._deployment.roles.rollout and self._deployment.roles.rollout.fp8_keep is not None:
                 yield self._item(_DERIVED, stage.weight_bytes // 2, is_exact=False)
             elif self._deployment.engine is not None and self._work.lora is not None and self._work.lora.is_merged:

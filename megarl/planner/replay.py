@@ -167,6 +167,7 @@ def part_seconds(timing: Timing, algorithm: AlgorithmConfig) -> dict[str, float]
         PhaseName.VALUES: ASSIGN,
         PhaseName.UPDATE: UPDATE,
         PhaseName.CRITIC_UPDATE: UPDATE,
+        PhaseName.DRAFT_UPDATE: UPDATE,
         PhaseName.PUBLISH: PUBLISH,
         PhaseName.SWITCH: OTHER,
     }

@@ -66,6 +66,7 @@ class PhaseName(StrEnum):
     VALUES = "values"
     UPDATE = "update"
     CRITIC_UPDATE = "critic update"
+    DRAFT_UPDATE = "draft update"
     PUBLISH = "publish"
     SWITCH = "change of hands"
     """In a shared pool: engines go to sleep and wake up, trainers leave their memory and take it again."""
@@ -263,11 +264,20 @@ def _work(
         compared_s = values.forward_s + values.exchange_s if deployment.has_reference("critic") else 0.0
         scoring[PhaseName.VALUES] = ("critic", values.forward_s + compared_s)
         learning[PhaseName.CRITIC_UPDATE] = ("critic", critic.epochs * models["critic"].update_s)
+    learning |= _drafter_work(deployment, models)
     for name, images_s in _image_seconds(models, scoring, learning, epochs=train.epochs).items():
         for work in (scoring, learning):
             if name in work:
                 work[name] = (work[name][0], work[name][1] + images_s)
     return scoring, learning
+
+
+def _drafter_work(deployment: Deployment, models: Mapping[str, TrainingTime]) -> _Work:
+    """Return the mean work of a step: a drafter learns in one of several."""
+    drafter = deployment.roles.drafter
+    if drafter is None:
+        return {}
+    return {PhaseName.DRAFT_UPDATE: ("drafter", drafter.epochs * models["drafter"].update_s / drafter.every_steps)}
 
 
 def _image_seconds(

@@ -13,7 +13,7 @@ from megarl.data.shares import ModelPacking
 from megarl.families.shape import ModelShape
 from megarl.planner.flops import sequence_cost
 from megarl.planner.sharing import sharing_obstacle
-from megarl.ranks.start import critic_shape
+from megarl.ranks.start import critic_shape, draft_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class ModelPackings:
     reference: ModelPacking
     """On its own ranks, or on the actor's."""
     critic: ModelPacking | None = None
+    drafter: ModelPacking | None = None
     teachers: Mapping[str, ModelPacking] = field(default_factory=dict)
 
 
@@ -33,6 +34,7 @@ def packings_of(recipe: Recipe, shape: ModelShape) -> ModelPackings:
     return ModelPackings(
         actor=actor,
         critic=_critic_packing(recipe, shape),
+        drafter=_drafter_packing(recipe),
         reference=_reference_packing(recipe, shape, actor),
         # As the update is packed: a teacher that is split like the actor then computes the same sums.
         teachers={
@@ -62,6 +64,14 @@ def _critic_packing(recipe: Recipe, shape: ModelShape) -> ModelPacking | None:
     is_single = recipe.algorithm.needs.implicit_reward_beta is not None
     per_update = None if is_single else role.prompts_per_update or recipe.train.prompts_per_update
     return _packing(recipe, role, role.pool, critic_shape(role, shape, recipe.algorithm), per_update)
+
+
+def _drafter_packing(recipe: Recipe) -> ModelPacking | None:
+    role = recipe.roles.drafter
+    if role is None:
+        return None
+    shape = read_model_shape(draft_folder(recipe))
+    return replace(_packing(recipe, role, role.pool, shape, recipe.train.prompts_per_update), has_versions=False)
 
 
 def _reference_packing(recipe: Recipe, shape: ModelShape, actor: ModelPacking) -> ModelPacking:

@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 from megarl.checkpoint.save import UnfiniteError, refuse_unfinite
 from megarl.cluster.cluster import own_address
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.recipe import TrainConfig
+from megarl.config.roles import OptimizerConfig
 from megarl.engine.commands import Rendezvous
 from megarl.errors import NumericsError, WeightSyncError
 from megarl.train.actor import ActorRank
@@ -30,8 +30,9 @@ class PublishingActor(ActorRank):
         spec: RankSpec,
         *,
         algorithm: AlgorithmConfig,
-        train: TrainConfig,
+        optimizer: OptimizerConfig,
         total_steps: int,
+        epochs: int,
         bind: str | None,
         beside: PublishingActor | None = None,
     ) -> None:
@@ -39,9 +40,9 @@ class PublishingActor(ActorRank):
         super().__init__(
             spec,
             algorithm=algorithm,
-            optimizer=train.optimizer,
+            optimizer=optimizer,
             total_steps=total_steps,
-            epochs=train.epochs,
+            epochs=epochs,
             beside=beside,
         )
         self._bind = bind
@@ -89,7 +90,7 @@ class PublishingActor(ActorRank):
         """Send this rank's part; return a digest of it per (engine rank, tensor)."""
         if not self.has_weights:
             raise WeightSyncError(
-                "the weights are in host memory until the next step (roles.actor.offload: everything)"
+                f"the weights are in host memory until the next step (roles.{self.ROLE}.offload: everything)"
             )
         self._refuse_other(version)
         if self._spec.lora is not None:
@@ -107,7 +108,9 @@ class PublishingActor(ActorRank):
     def _refuse_other(self, version: int) -> None:
         own = self.version()
         if own != version:
-            raise WeightSyncError(f"actor rank {self._spec.rank} holds version {own}: it cannot send version {version}")
+            raise WeightSyncError(
+                f"{self.ROLE} rank {self._spec.rank} holds version {own}: it cannot send version {version}"
+            )
 
     def _refuse_unfinite(self, version: int) -> None:
         """Raise before an adapter leaves whose every answer would be NaN: the canary sees one publish in ten."""
@@ -125,3 +128,9 @@ class PublishingActor(ActorRank):
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""
         return self.state.num_updates
+
+
+class Drafter(PublishingActor):
+    """A rank of the model that drafts: it imitates the policy's responses, and is sent to the drafts of the engines."""
+
+    ROLE = "drafter"

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from megarl.checkpoint.manifest import CRITIC_FOLDER
+from megarl.checkpoint.manifest import CRITIC_FOLDER, DRAFTER_FOLDER
 from megarl.checkpoint.resume import ResumePoint, TrainerState
 from megarl.cluster.cluster import Pool
 from megarl.cluster.tasks import task_group
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.algorithm import AlgorithmConfig, SftConfig
+from megarl.config.draft import ModelDraftConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
-from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
+from megarl.config.roles import CriticConfig, DrafterConfig, ModelParallelConfig, TeacherRanksConfig
 from megarl.env import trainer_environment
 from megarl.errors import WorkerError
 from megarl.families.shape import ModelShape
@@ -51,6 +52,7 @@ class Trainers:
     critic: RankGroup[CriticCalls] | None
     reference: RankGroup[PolicyCalls] | None
     """None without a reference, and where the actor's ranks have it."""
+    drafter: RankGroup[ActorCalls] | None = None
     teachers: Mapping[str, RankGroup[PolicyCalls]] = field(default_factory=dict)
     """By their key below `roles`."""
 
@@ -66,7 +68,7 @@ class Trainers:
     def by_role(self) -> dict[str, RankGroup[ModelCalls]]:
         """The models with ranks of their own, by their key below `roles`."""
         named: dict[str, RankGroup[ModelCalls] | None] = {"actor": self.actor, "critic": self.critic}
-        named |= {"reference": self.reference, **self.teachers}
+        named |= {"drafter": self.drafter, "reference": self.reference, **self.teachers}
         return {role: ranks for role, ranks in named.items() if ranks is not None}
 
     def among(self, roles: Iterable[str]) -> list[RankGroup[ModelCalls]]:
@@ -123,6 +125,7 @@ async def start_trainers(
     async with task_group() as tasks:
         actor = tasks.create_task(starter.actors(beside))
         critic = tasks.create_task(starter.critic())
+        drafter = tasks.create_task(starter.drafter())
         reference = tasks.create_task(starter.reference())
         teachers = {
             role: tasks.create_task(starter.teacher(role, each)) for role, each in recipe.roles.teacher_ranks.items()
@@ -131,6 +134,7 @@ async def start_trainers(
         actor=actor.result(),
         critic=critic.result(),
         reference=reference.result(),
+        drafter=drafter.result(),
         teachers={role: starting.result() for role, starting in teachers.items()},
     )
 
@@ -238,6 +242,25 @@ class _Starter:
         )
         folder = start_folder
         return await self._start("critic", build, config, shape, pool=config.pool, folder=folder, refill=origin.refill)
+
+    async def drafter(self) -> RankGroup[ActorCalls] | None:
+        recipe, config = self.recipe, self.recipe.roles.drafter
+        if config is None:
+            return None
+        folder = draft_folder(recipe).absolute()
+        origin = WeightOrigin(folder=folder)
+        # A run that got its drafter later has none in its checkpoint.
+        if self.resume is not None and self.resume.state.drafter is not None:
+            origin = WeightOrigin(folder=self.resume.folder, resumed=self.resume.state.drafter, inner=DRAFTER_FOLDER)
+        build = partial(
+            _build_drafter,
+            origin=origin,
+            drafter=config,
+            total_steps=recipe.run.total_steps // config.every_steps,
+            bind=recipe.network.bind,
+        )
+        shape, pool = read_model_shape(folder), config.pool
+        return await self._start("drafter", build, config, shape, pool=pool, folder=folder, refill=origin.refill)
 
     async def reference(self) -> RankGroup[PolicyCalls] | None:
         config = self.recipe.roles.reference
@@ -354,7 +377,13 @@ def _build_actor(
     from megarl.ranks.publishing import PublishingActor  # noqa: PLC0415 - Megatron, which only a rank loads
 
     rank = PublishingActor(
-        replace(spec, seed=seed), algorithm=algorithm, train=train, total_steps=total_steps, bind=bind, beside=beside
+        replace(spec, seed=seed),
+        algorithm=algorithm,
+        optimizer=train.optimizer,
+        total_steps=total_steps,
+        epochs=train.epochs,
+        bind=bind,
+        beside=beside,
     )
     origin.fill(rank)
     if reference_folder is not None:
@@ -402,6 +431,23 @@ def _build_critic(
     return rank
 
 
+def _build_drafter(
+    spec: RankSpec, *, origin: WeightOrigin, drafter: DrafterConfig, total_steps: int, bind: str | None
+) -> ActorCalls:
+    from megarl.ranks.publishing import Drafter  # noqa: PLC0415 - as above
+
+    rank = Drafter(
+        spec,
+        algorithm=SftConfig(kind="sft"),
+        optimizer=drafter.optimizer,
+        total_steps=total_steps,
+        epochs=drafter.epochs,
+        bind=bind,
+    )
+    origin.fill(rank)
+    return rank
+
+
 def _build_reference(spec: RankSpec, *, folder: Path) -> PolicyCalls:
     from megarl.train.frozen import ReferenceRank  # noqa: PLC0415 - as above
 
@@ -422,6 +468,13 @@ def _build_teacher(spec: RankSpec, *, folder: Path, num_top: int, vocab: int) ->
 def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
     """Return the folder with the critic's first weights, its configuration and its tokenizer."""
     return critic.path or model_folder
+
+
+def draft_folder(recipe: Recipe) -> Path:
+    """Return the folder of the draft that a drafter trains."""
+    draft = None if recipe.roles.rollout is None else recipe.roles.rollout.draft
+    assert isinstance(draft, ModelDraftConfig), "a drafter without a draft of kind model"
+    return draft.path
 
 
 def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:

@@ -21,7 +21,7 @@ from megarl.ranks.packings import ModelPackings, packings_of
 from megarl.ranks.profiling import PROFILES_FOLDER, Profiling
 from megarl.ranks.remote_columns import RemoteColumn
 from megarl.ranks.start import Trainers
-from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
+from megarl.results import CriticResult, DraftStats, RankUsage, TrainingWork, UpdateResult
 from megarl.tokens import ColumnName
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 
@@ -49,6 +49,8 @@ class ModelsTrainer:
     """First steps, in which the critic alone is updated."""
     refresh_every_steps: int | None
     """Steps after which the reference takes the actor's weights."""
+    draft_every_steps: int | None = None
+    """Steps after which the model that drafts learns the responses of the last one."""
     profiling: Profiling | None = None
     _columns: Mapping[ColumnName, RemoteColumn] = field(default_factory=dict, init=False)
     """Columns of the step under way, which ranks have computed."""
@@ -77,6 +79,7 @@ class ModelsTrainer:
             skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
             warmup_steps=0 if critic is None else critic.warmup_steps,
             refresh_every_steps=recipe.algorithm.needs.self_play_steps,
+            draft_every_steps=recipe.roles.draft_learns_every,
             profiling=None
             if recipe.observe.profile is None
             else Profiling(
@@ -122,6 +125,12 @@ class ModelsTrainer:
         return result
 
     async def _update(self, samples: Sequence[TrainSample]) -> UpdateResult:
+        every = self.draft_every_steps
+        if every is None or (self.num_steps + 1) % every:
+            return await self._update_policy(samples)
+        return _with_draft(*await asyncio.gather(self._update_policy(samples), self._update_drafter(samples)))
+
+    async def _update_policy(self, samples: Sequence[TrainSample]) -> UpdateResult:
         if self.trainers.critic is None:
             return await self._update_actor(samples)
         if self.num_steps < self.warmup_steps:
@@ -159,6 +168,12 @@ class ModelsTrainer:
         assert packing is not None, "a critic without a packing"
         columns = self._of_step("values", "returns")
         return await critic.compute_shares(CriticCalls.update, packing.for_update(samples), columns)
+
+    async def _update_drafter(self, samples: Sequence[TrainSample]) -> UpdateResult:
+        drafter, packing = self.trainers.drafter, self.packings.drafter
+        assert drafter is not None, "a run without a drafter"
+        assert packing is not None, "a drafter without a packing"
+        return await drafter.compute_shares(ActorCalls.update, packing.for_update(samples))
 
     def _of_step(self, *names: ColumnName) -> dict[ColumnName, RemoteColumn]:
         """Return those of the columns that ranks have computed for this step."""
@@ -200,6 +215,18 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
         critic=critic.stats,
         num_skipped_updates=update.num_skipped_updates + critic.num_skipped_updates,
         usage=update.usage if critic.usage is None else {**update.usage, "critic": critic.usage},
+    )
+
+
+def _with_draft(update: UpdateResult, learned: UpdateResult) -> UpdateResult:
+    draft = None
+    if (stats := learned.stats) is not None:
+        draft = DraftStats(loss=stats.loss, grad_norm=stats.grad_norm, learning_rate=stats.learning_rate)
+    return replace(
+        update,
+        draft=draft,
+        num_skipped_updates=update.num_skipped_updates + learned.num_skipped_updates,
+        usage={**update.usage, "drafter": learned.usage["actor"]},
     )
 
 

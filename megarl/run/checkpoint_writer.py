@@ -24,8 +24,17 @@ from megarl.checkpoint.folder import (
     mark_best,
     remove_old,
 )
-from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, FolderGrowth, Manifest, digest_file
+from megarl.checkpoint.manifest import (
+    CRITIC_FOLDER,
+    DRAFTER_FOLDER,
+    FORMAT,
+    FileDigest,
+    FolderGrowth,
+    Manifest,
+    digest_file,
+)
 from megarl.checkpoint.resume import STATE_FILE, Best, Ledger, RunState, TrainerState, identity_digest, write_state
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.errors import CheckpointError
 from megarl.families.shape import ModelShape
@@ -33,7 +42,7 @@ from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import TrainedCalls
 from megarl.ranks.ranks import RankGroup
-from megarl.ranks.start import Trainers, critic_folder, critic_shape
+from megarl.ranks.start import Trainers, critic_folder, critic_shape, draft_folder
 from megarl.run.buffer import Counts
 from megarl.system.faults import reach, step_in
 from megarl.types import PolicyVersion, ScoredGroup
@@ -76,6 +85,11 @@ def saved_models(recipe: Recipe, trainers: Trainers, shape: ModelShape) -> dict[
             ranks=trainers.critic,
             shape=critic_shape(critic, shape, recipe.algorithm),
             source_folder=critic_folder(critic, recipe.model.path),
+        )
+    if trainers.drafter is not None:
+        folder = draft_folder(recipe)
+        models[DRAFTER_FOLDER] = SavedModel(
+            ranks=trainers.drafter, shape=read_model_shape(folder), source_folder=folder
         )
     return models
 
@@ -140,7 +154,10 @@ class CheckpointWriter:
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
         self._models = models
         has_all, lora = self._config.contents == "everything", recipe.model.lora
-        sizes = [estimate_bytes(each.shape, wants_optimizer=has_all, lora=lora) for each in self._models.values()]
+        sizes = [
+            estimate_bytes(each.shape, wants_optimizer=has_all, lora=None if name == DRAFTER_FOLDER else lora)
+            for name, each in self._models.items()
+        ]
         self._num_bytes = sum(sizes) + _SPARE_BYTES
         self._ledger_before = Ledger() if resumed is None else resumed.ledger
         self._data_digest = data_digest
@@ -212,7 +229,7 @@ class CheckpointWriter:
         return _Held(step=mark.step, trainers=dict(zip(self._models, trainers, strict=True)))
 
     def _state(self, mark: Mark, trainers: Mapping[str, TrainerState]) -> RunState:
-        # While a critic warms up, its actor has taken fewer steps.
+        # While a critic warms up, its actor has taken fewer steps; a drafter may take one in several.
         num_steps = max(trainer.num_steps for trainer in trainers.values())
         assert num_steps == mark.step, f"the ranks stand at step {num_steps}, the loop at {mark.step}"
         counts, before = mark.counts, self._ledger_before
@@ -227,6 +244,7 @@ class CheckpointWriter:
         return RunState(
             trainer=trainers[""],
             critic=trainers.get(CRITIC_FOLDER),
+            drafter=trainers.get(DRAFTER_FOLDER),
             kl_coef=mark.kl_coef,
             prompt_cursor=cursor,
             ledger=ledger,

@@ -148,7 +148,7 @@ async def _start_serving(
 ) -> Serving:
     rollout = recipe.roles.rollout
     if rollout is not None and rollout.draft is not None:
-        observer.noted(rollout.draft.note(rollout.running_requests))
+        observer.noted(rollout.draft.note(rollout.running_requests, learns_every=recipe.roles.draft_learns_every))
     if recipe.roles.scores_after_generation:
         # These models have the engines' devices until they sleep.
         await asyncio.shield(frozen)

@@ -17,12 +17,12 @@ from megarl.engine.control import EngineControl
 from megarl.families.shape import ModelShape
 from megarl.observe.observer import Observer
 from megarl.ranks.calls import ActorCalls
-from megarl.ranks.ranks import RankGroup
 from megarl.ranks.start import Trainers, start_trainers
 from megarl.ranks.trainer import ModelsTrainer
 from megarl.rollout.task import RolloutSource
 from megarl.serving.adapter_publisher import AdapterPublisher
 from megarl.serving.canary import Canary, CanaryProbe
+from megarl.serving.draft_publisher import DraftPublisher
 from megarl.serving.file_publisher import FilePublisher
 from megarl.serving.phases import SharedPhases
 from megarl.serving.publisher import EnginePublisher, NoPublisher, TransferPublisher
@@ -95,9 +95,15 @@ async def _connect_managed(
 ) -> EnginePublisher:
     phases = serving.phases
     ranks = trainers.actor
-    transport = _transport(ranks, serving, observer, policy)
-    publisher = EnginePublisher(transport=transport, fleet=serving.fleet, phases=phases)
-    catch_up = transport.catch_up
+    transport = _transport(trainers, serving, observer, policy)
+    drafts = _draft_publisher(trainers, serving, observer)
+    publisher = EnginePublisher(
+        transport=transport,
+        fleet=serving.fleet,
+        phases=phases,
+        publish_draft=None if drafts is None else drafts.publish_new,
+    )
+    catch_up = transport.catch_up if drafts is None else drafts.before(transport.catch_up)
     if isinstance(phases, SharedPhases):
 
         async def refill() -> None:
@@ -106,16 +112,16 @@ async def _connect_managed(
         can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
         phases.alternate_with(trainers.among(roles.beside_engines), refill=refill, can_send_away=can_send_away)
         await phases.take_weights()
-        catch_up = partial(phases.send_to_one, transport.catch_up)
+        catch_up = partial(phases.send_to_one, catch_up)
     if serving.adapters is None:
         await transport.connect()
+    if drafts is not None:
+        await drafts.connect()
     serving.supervisor.attach(catch_up, policy=policy)
     return publisher
 
 
-def _transport(
-    ranks: RankGroup[ActorCalls], serving: ManagedServing, observer: Observer, policy: str
-) -> TransferPublisher:
+def _transport(trainers: Trainers, serving: ManagedServing, observer: Observer, policy: str) -> TransferPublisher:
     config = serving.config
     timeout_s = config.publish_timeout_s
     control = EngineControl(
@@ -125,7 +131,7 @@ def _transport(
     if serving.adapters is not None:
         publisher = partial(AdapterPublisher, adapters=serving.adapters)
     return publisher(
-        ranks=ranks,
+        ranks=trainers.actor,
         fleet=serving.fleet,
         control=control,
         transfer=serving.transfer,
@@ -133,6 +139,21 @@ def _transport(
         host=serving.host,
         policy=policy,
         failed=observer.publish_failed,
+    )
+
+
+def _draft_publisher(trainers: Trainers, serving: ManagedServing, observer: Observer) -> DraftPublisher | None:
+    if trainers.drafter is None or serving.draft_transfer is None:
+        return None
+    timeout_s = serving.config.publish_timeout_s
+    return DraftPublisher(
+        ranks=trainers.drafter,
+        fleet=serving.fleet,
+        control=EngineControl(serving.fleet, timeout_s=timeout_s, host=serving.host, is_for_drafts=True),
+        transfer=serving.draft_transfer,
+        timeout_s=timeout_s,
+        host=serving.host,
+        failed=lambda _, reason: observer.warned(f"engines go on with the draft they have: {reason}"),
     )
 
 

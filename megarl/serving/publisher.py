@@ -62,6 +62,8 @@ class EnginePublisher:
     phases: Phases
     in_flight: InFlight | None = None
     """The treatment of requests that run during a publish; None where none does."""
+    publish_draft: Callable[[], Awaitable[None]] | None = None
+    """Sends what the drafts of the engines have learned; None where they stay as they are."""
     announce: Callable[[], Awaitable[None]] | None = None
     """Returns when rollout workers in other processes know what the engines serve."""
     canary: Canary | None = None
@@ -81,6 +83,8 @@ class EnginePublisher:
     async def _send(self, version: PolicyVersion) -> PublishResult:
         # In a shared pool engines take the memory of their weights first.
         async with self.phases.publishing():
+            if self.publish_draft is not None:
+                await self.publish_draft()
             result = await self.transport.publish(version)
         if self.announce is not None:
             await self.announce()
@@ -143,7 +147,14 @@ class TransferPublisher:
             self._has_published = True
             seconds = time.monotonic() - started
         num_bytes = sum(plan.traffic.received_bytes.values())
-        logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
+        logger.info(
+            "published group=%s version=%d bytes=%d engines=%d seconds=%.3f",
+            self._group,
+            version,
+            num_bytes,
+            num_engines,
+            seconds,
+        )
         return PublishResult(
             version=version,
             num_bytes=num_bytes,

@@ -30,7 +30,7 @@ from megarl.serving.nodes import EngineNodes, following_nodes, moving_engines
 from megarl.serving.operator import Growth, open_to_operator
 from megarl.serving.phases import SharedPhases, SleepingFleet
 from megarl.serving.processes import Adoption, Engines, start_engines
-from megarl.serving.specs import located, near_trainers, rollout_engine, transfer_spec
+from megarl.serving.specs import draft_transfer, located, near_trainers, rollout_engine, transfer_spec
 from megarl.serving.stragglers import EngineWatch
 from megarl.serving.supervisor import Supervisor, observe_fleet
 from megarl.stages import SeparatePhases
@@ -66,6 +66,8 @@ class ManagedServing:
     supervisor: Supervisor
     transfer: Callable[[], TransferSpec]
     """Returns the one from the trainer ranks to all engines of the fleet, where both are then."""
+    draft_transfer: Callable[[], TransferSpec] | None
+    """The same from the drafter's ranks to the drafts of the engines; None where those stay as they are."""
     host: str
     """The driver's address for the engines."""
     phases: SeparatePhases | SharedPhases
@@ -169,6 +171,7 @@ async def _start_managed(
         fleet=fleet,
         supervisor=await stack.enter_async_context(watching),
         transfer=partial(located, transfer, trainer_pool, engines),
+        draft_transfer=draft_transfer(recipe, config, pools, engines, num_engines=num_engines),
         host=own_address(recipe.network.bind),
         phases=SharedPhases(SleepingFleet(fleet), releases_weights=config.release == "everything")
         if gives_up_memory

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megarl.cluster.cluster import Place, Pool, accelerators, gpu_numbers
+from megarl.config.draft import ModelDraftConfig
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolloutRoleConfig
 from megarl.engine.client import EngineKeys
@@ -82,6 +85,31 @@ def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, 
         fp8_keep=config.fp8_keep if lora is None else None,
         lora=None if lora is None else LoraShape.of(lora),
     )
+
+
+def draft_transfer(
+    recipe: Recipe, config: RolloutRoleConfig, pools: Mapping[str, Pool], engines: Engines, *, num_engines: int
+) -> Callable[[], TransferSpec] | None:
+    """Return what gives the transfer of a draft that learns, as it is then; None where none does. SGLang splits a draft
+    as the policy."""
+    drafter, draft = recipe.roles.drafter, config.served_draft
+    if drafter is None or not isinstance(draft, ModelDraftConfig):
+        return None
+    shape = read_model_shape(draft.path)
+    transfer = TransferSpec(
+        shape=shape,
+        parallel=MegatronParallel.of(drafter, data=recipe.pools[drafter.pool].gpus // drafter.model_parallel),
+        trainer_dtype=recipe.run.dtype,
+        num_engines=num_engines,
+        tensor=config.tensor,
+        engine_dtype=recipe.run.dtype,
+        is_cpu_engine=recipe.run.device == "cpu",
+        expert=1 if shape.experts is None else config.expert,
+        shares_devices=config.pool == drafter.pool,
+        relays=config.relays_weights,
+        keeps_open=drafter.offload != "everything",
+    )
+    return partial(located, transfer, pools[drafter.pool], engines)
 
 
 def near_trainers(

@@ -404,7 +404,7 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
 def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
     tensor = min(_MAX_PARTS, role.tensor)
     small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
-    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # no CPU drafts
+    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # one that is trained has no small copy
     return small | {"max_cached_tokens": None, "sglang": {}} | (_IN_BF16 if role.fp8_keep is not None else {})
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,19 @@ def test_a_key_that_the_checkpoint_does_not_know_counts_as_its_default(tmp_path:
 
 def test_the_same_model_by_another_path_is_no_change() -> None:
     assert list_changes(RECIPE, dumped(make_recipe(model={"path": Path("model").resolve()}))) == []
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_draft_that_learns_is_in_the_checkpoint_and_another_folder_is_not(learns: bool) -> None:
+    def recipe(path: str) -> Mapping[str, JsonValue]:
+        roles: dict[str, object] = {
+            "actor": {"pool": "train"},
+            "rollout": {"pool": "train", "draft": {"kind": "model", "path": path}},
+        }
+        return dumped(make_recipe(roles=roles | ({"drafter": {"pool": "train"}} if learns else {})))
+
+    changes = list_changes(recipe("small"), recipe("other"))
+    assert changes == (["roles.rollout.draft.path is other, was small"] if learns else [])
 
 
 def test_a_checkpoint_that_was_asked_for_is_taken_with_another_recipe(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ def test_a_note_says_when_engines_draft(draft: DraftConfig, requests: int, expec
     assert draft.note(requests).startswith(expected)
 
 
+@pytest.mark.parametrize(("every", "expected"), [(1, "which learns every step"), (8, "which learns every 8 steps")])
+def test_a_note_says_when_a_draft_learns(every: int, expected: str) -> None:
+    assert MODEL.note(32, learns_every=every) == f"drafts of 7 tokens from small, {expected}"
+
+
 def test_only_ngrams_are_off_for_a_whole_run() -> None:
     drafts = (NgramDraftConfig(kind="ngram"), MODEL)
     roles = [RolloutRoleConfig(pool="all", draft=each, max_running_requests=256) for each in drafts]

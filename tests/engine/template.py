@@ -45,10 +45,10 @@ def _import_engine() -> None:
 def _run_server() -> int:
     import numpy as np
 
-    from megarl.engine.server import run
+    from megarl.engine.cpu import start
 
     np.random.seed()  # all servers would have the template's state
-    run()
+    start()
     return 0
 
 

@@ -211,12 +211,14 @@ async def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) ->
         assert json.loads((await client.generate(REQUEST)).content) == reply
 
 
-def load(engine: Recorder, *, times: int = 1) -> None:
+def load(engine: Recorder, *, times: int = 1, is_for_draft: bool = False) -> None:
     client = scripted_client(engine, tensor=2)
 
     async def calls() -> None:
         for _ in range(times):
-            await client.load_weights(["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60)
+            await client.load_weights(
+                ["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60, is_for_draft=is_for_draft
+            )
 
     asyncio.run(calls())
 
@@ -242,6 +244,14 @@ def test_an_older_engine_without_sessions_is_asked_for_one_once(status: int) -> 
     assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
     bodies = [json.loads(asked.content) for asked in engine.asked[1:]]
     assert [(body["disable_draft_model"], "selector" in body) for body in bodies] == [(True, False)] * 2
+
+
+def test_what_a_draft_gets_is_for_its_model_or_for_a_loader_that_passes_the_policy_by() -> None:
+    engine, older = Recorder(), Recorder(begin_weight_update=404, end_weight_update=404)
+    for each in (engine, older):
+        load(each, is_for_draft=True)
+    assert [json.loads(asked.content).get("selector") for asked in engine.asked] == ["draft", "draft", None]
+    assert json.loads(older.asked[1].content)["disable_draft_model"] is False
 
 
 ASLEEP_AND_AWAKE = {

@@ -8,12 +8,15 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.config.draft import DraftConfig, EagleDraftConfig, ModelDraftConfig, NgramDraftConfig
 from megarl.config.roles import RolloutRoleConfig
+from megarl.engine import drafts
 from megarl.engine.drafts import as_chain, draft_words, write_switch
 from megarl.engine.process import EngineSpec
 from megarl.env import engine_environment
@@ -125,6 +128,23 @@ print([worker.adaptive_controller.params.get_steps_for_batch(size) for size in (
     lines = done.stdout.splitlines()
     assert lines[0].startswith("this SGLang drafts n-grams elsewhere"), done.stderr
     assert lines[1:] == ["started", "[3, 3, 0, 0]"], done.stderr
+
+
+def test_a_command_for_the_draft_reaches_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang before 0.5.21 hands it to the policy as well."""
+    policy, draft = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    handled: list[torch.nn.Module] = []
+    monkeypatch.setattr("megarl.engine.loader.load", lambda model, _: handled.append(model))
+    monkeypatch.setattr(drafts, "_DRAFTING", WeakSet([draft]))
+    for model in (draft, policy):
+        drafts.load(model, [])
+    assert handled == [draft]
+
+
+def test_a_server_with_a_draft_knows_the_loader_of_its_weights(tmp_path: Path) -> None:
+    words = words_of(spec_with(MODEL, tmp_path))
+    last = len(words) - words[::-1].index("--custom-weight-loader")
+    assert words[last : last + 2] == ["megarl.engine.loader.load", "megarl.engine.drafts.load"]
 
 
 def test_the_worker_that_is_hooked_has_the_field_of_its_switch() -> None:

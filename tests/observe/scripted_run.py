@@ -10,7 +10,7 @@ from megarl.observe import catalogue as names
 from megarl.observe.metrics import Meter, Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
-from megarl.results import CriticStats, PreferenceStats
+from megarl.results import CriticStats, DraftStats, PreferenceStats
 from megarl.system.gpu_health import GpuHealth
 from megarl.types import JsonValue
 from tests.observe.samples import (
@@ -25,6 +25,7 @@ from tests.observe.samples import (
 )
 
 GPU = GpuHealth(index=0, uncorrected_errors=1, needs_reset=True, is_throttled=True, celsius=88.0, watts=700.0)
+DRAFT = DraftStats(loss=3.5, grad_norm=0.5, learning_rate=1e-4)
 CRITIC = CriticStats(
     loss=0.5,
     grad_norm=1.0,
@@ -70,7 +71,7 @@ class ScriptedRun:
         with observer.phase("evaluate"):
             pass
         observer.emit(published(step))
-        observer.step_summarized(replace(step_summary(step), critic=CRITIC, preference=PAIRS, kl_coef=0.1))
+        observer.step_summarized(replace(step_summary(step), critic=CRITIC, draft=DRAFT, preference=PAIRS, kl_coef=0.1))
         observer.emit(evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)))
         observer.emit(checkpoint_saved(step))
         observer.checkpoint_mirrored(step, "s3://bucket/run", num_bytes=4096, seconds=0.5)

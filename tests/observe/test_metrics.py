@@ -18,7 +18,7 @@ from megarl.observe.endpoint import LINKS_FOLDER, TARGETS_FILE, MetricsEndpoint,
 from megarl.observe.events import Event, StepFinished
 from megarl.observe.metrics import Meter, Metrics, Targets
 from megarl.observe.summary import RewardOutlier
-from megarl.results import CriticStats, PreferenceStats, RankUsage, UpdateStats
+from megarl.results import CriticStats, DraftStats, PreferenceStats, RankUsage, UpdateStats
 from tests.observe.samples import (
     checkpoint_saved,
     engine_changed,
@@ -156,8 +156,9 @@ def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: Metric
     }
 
 
-def test_every_number_of_a_critic_of_pairs_and_of_a_rank_is_a_metric() -> None:
+def test_every_number_of_a_critic_a_draft_pairs_and_a_rank_is_a_metric() -> None:
     assert set(fields_with_a_metric("step.critic.")) == {field.name for field in fields(CriticStats)}
+    assert set(fields_with_a_metric("step.draft.")) == {field.name for field in fields(DraftStats)}
     assert set(fields_with_a_metric("step.preference.")) == {field.name for field in fields(PreferenceStats)}
     assert set(fields_with_a_metric("step.usage.*.")) == {field.name for field in fields(RankUsage)} - {"gpu_name"}
 

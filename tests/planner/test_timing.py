@@ -202,6 +202,15 @@ def test_a_step_with_critic_and_reference_waits_for_the_slower_pool() -> None:
     assert timing.seconds(PhaseName.CRITIC_UPDATE) > 5 * (timing.seconds(PhaseName.VALUES) - PASS_S)
 
 
+def test_a_draft_costs_its_update_in_one_of_several_steps() -> None:
+    often, seldom = (
+        time_of(make_recipe("pools.spare={gpus_per_node: 8}", f"roles.drafter={{pool: spare, every_steps: {every}}}"))
+        for every in (1, 4)
+    )
+    assert often.seconds(PhaseName.DRAFT_UPDATE) == pytest.approx(4 * seldom.seconds(PhaseName.DRAFT_UPDATE))
+    assert {phase.name: phase.is_waited_for for phase in seldom.phases}[PhaseName.DRAFT_UPDATE] is False
+
+
 def test_models_of_one_pool_wait_for_each_other() -> None:
     together = time_of(make_recipe(*PPO[1:], "roles.critic.pool=train"))
     assert all(phase.is_waited_for for phase in together.phases)

@@ -27,10 +27,11 @@ from megarl.ranks.ranks import RankGroup
 from megarl.ranks.remote_columns import RemoteColumn
 from megarl.ranks.start import Trainers
 from megarl.ranks.trainer import ModelsTrainer, training_work
-from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
+from megarl.results import CriticResult, CriticStats, DraftStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
 from megarl.tokens import ColumnName, RolloutSums
 from megarl.types import Estimates, FloatArray, PolicyVersion
 from tests.algo.groups import scored_group
+from tests.observe.samples import update_stats
 from tests.ranks.local_ranks import LocalRanks
 from tests.train.samples import make_samples
 
@@ -43,6 +44,7 @@ VALUE_STATS = CriticStats(
     return_mean=0.5,
     explained_variance=0.0,
 )
+UPDATE_STATS = update_stats(loss=3.5)
 USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
 
 
@@ -52,7 +54,7 @@ PACKING = ModelPacking(
     ),
     temperature=1.0,
 )
-PACKINGS = ModelPackings(actor=PACKING, reference=PACKING, critic=PACKING)
+PACKINGS = ModelPackings(actor=PACKING, reference=PACKING, critic=PACKING, drafter=PACKING)
 
 
 class LocalColumn(RemoteColumn):
@@ -79,12 +81,18 @@ NOTHING = LocalColumn()
 
 class FakeActor:
     def __init__(
-        self, *, num_skipped: int = 0, error: NumericsError | None = None, reference: LocalColumn = NOTHING
+        self,
+        *,
+        num_skipped: int = 0,
+        error: NumericsError | None = None,
+        reference: LocalColumn = NOTHING,
+        stats: UpdateStats | None = None,
     ) -> None:
         self.num_updates = 0
         self._num_skipped = num_skipped
         self._error = error
         self._reference = reference
+        self._stats = stats
         self.columns: list[Columns] = []
 
     async def update(self, shares: Iterator[Share], columns: Columns) -> UpdateResult:
@@ -95,7 +103,7 @@ class FakeActor:
         self.num_updates += 1
         return UpdateResult(
             version=PolicyVersion(self.num_updates),
-            stats=None,
+            stats=self._stats,
             num_skipped_updates=self._num_skipped,
             usage={"actor": USAGE},
         )
@@ -132,11 +140,14 @@ def trainer(
     algorithm: Sft | PolicyGradient | None = None,
     num_steps: int = 0,
     version: int = 0,
+    drafter: FakeActor | None = None,
+    draft_every_steps: int | None = None,
 ) -> ModelsTrainer:
     trainers = Trainers(
         actor=LocalRanks(actor),
         critic=None if critic is None else LocalRanks(critic, role="critic"),
         reference=None,
+        drafter=None if drafter is None else LocalRanks(drafter, role="drafter"),
     )
     algorithm = algorithm or Sft()
     passes = ForwardPasses(
@@ -157,6 +168,7 @@ def trainer(
         skipped_folder=folder,
         warmup_steps=warmup_steps,
         refresh_every_steps=None,
+        draft_every_steps=draft_every_steps,
     )
 
 
@@ -231,6 +243,22 @@ async def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_step
     assert all(result.critic == VALUE_STATS for result in results)
     assert critic.num_updates == 3
     assert actor.num_updates == expected[-1]
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, [False, False, True]), (2, [True, False, False])])
+async def test_a_draft_learns_after_every_so_many_steps(tmp_path: Path, num_steps: int, expected: list[bool]) -> None:
+    drafter = FakeActor(stats=UPDATE_STATS)
+    training = trainer(tmp_path, FakeActor(), drafter=drafter, draft_every_steps=3, num_steps=num_steps)
+
+    results = [await training.update(make_samples(2, vocab=9)) for _ in range(3)]
+    learned = DraftStats(
+        loss=UPDATE_STATS.loss, grad_norm=UPDATE_STATS.grad_norm, learning_rate=UPDATE_STATS.learning_rate
+    )
+    assert [result.draft for result in results] == [learned if learns else None for learns in expected]
+    assert [sorted(result.usage) for result in results] == [["actor", *(["drafter"] * learns)] for learns in expected]
+    assert all(result.stats is None for result in results)
+    assert drafter.num_updates == 1
+    assert [result.version for result in results] == [1, 2, 3]
 
 
 def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from megarl.checkpoint.resume import TrainerState
 from megarl.config import roles
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.lora import LoraConfig
-from megarl.config.recipe import TrainConfig
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.families.shape import ModelShape
@@ -298,8 +297,9 @@ def send_unfinite(rank: int, world: int, port: int, setup: Setup) -> str:
     trainer = PublishingActor(
         spec_of(rank, world, port, setup),
         algorithm=setup.algorithm,
-        train=TrainConfig(prompts_per_step=1, tokens_per_micro_batch=1, optimizer=setup.optimizer),
+        optimizer=setup.optimizer,
         total_steps=4,
+        epochs=1,
         bind=None,
     )
     trainer.load(setup.folder)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from megarl.config.checks.files import shape_or_problem
 from megarl.config.checks.frozen import vocabulary_difference
+from megarl.config.checks.roles import check_optimizer, check_role_split
 from megarl.config.checks.splits import check_engine_split
-from megarl.config.draft import EagleDraftConfig, ModelDraftConfig
+from megarl.config.draft import DraftConfig, EagleDraftConfig, ModelDraftConfig
 from megarl.config.model import read_eagle_head
 from megarl.config.recipe import Recipe
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import DrafterConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, Problem
 from megarl.families.shape import ModelShape
 
@@ -21,11 +22,16 @@ _KEY = "roles.rollout.draft"
 def check_draft(recipe: Recipe) -> Iterator[Problem]:
     """Yield keys with which drafted tokens would not be the policy's, or SGLang drafts none, whatever the model."""
     rollout = recipe.roles.rollout
+    if recipe.roles.drafter is not None:
+        yield from _drafter(recipe, recipe.roles.drafter, None if rollout is None else rollout.draft)
     if rollout is None or rollout.draft is None:
         return
-    if recipe.run.device == "cpu":
-        message = "on a CPU SGLang takes the likeliest token wherever it checks drafts, and samples none; remove it"
-        yield Problem(key=_KEY, message=message)
+    if recipe.run.device == "cpu" and rollout.draft.kind != "model":
+        message = f"on a CPU engines check drafts of kind model, and none of {rollout.draft.kind}; remove it"
+        yield Problem(key=f"{_KEY}.kind", message=message)
+    elif recipe.run.device == "cpu" and rollout.draft.tokens > 1:
+        message = "on a CPU SGLang computes one token of a draft before each pass; set it to 1"
+        yield Problem(key=f"{_KEY}.num_tokens", message=message)
     if rollout.is_deterministic:
         message = "a pass over drafted tokens rounds in another order than one over single tokens; remove one of both"
         yield Problem(key="roles.rollout.is_deterministic", message=message)
@@ -44,6 +50,25 @@ def check_draft(recipe: Recipe) -> Iterator[Problem]:
         message = "SGLang would read the draft's weights as FP8 too; use kind ngram, or roles.rollout.precision bf16"
         yield Problem(key=f"{_KEY}.kind", message=message)
     yield from _cuts(recipe)
+
+
+def _drafter(recipe: Recipe, drafter: DrafterConfig, draft: DraftConfig | None) -> Iterator[Problem]:
+    """Yield what leaves a drafter without a draft to teach, or without responses to teach it."""
+    key, steps = "roles.drafter", recipe.run.max_steps
+    if draft is None:
+        yield Problem(key=key, message=f"trains {_KEY}, and there is none; add one of kind model, or remove it")
+    elif draft.kind != "model":
+        whose = "has no weights" if draft.kind == "ngram" else "reads the policy's hidden states, which no response has"
+        yield Problem(key=f"{_KEY}.kind", message=f"{draft.kind} {whose}; use kind model, or remove {key}")
+    if not recipe.algorithm.needs.has_engines:
+        message = f"learns responses of engines, and {recipe.algorithm.kind} trains on those of the data; remove it"
+        yield Problem(key=key, message=message)
+    if recipe.policies:
+        yield Problem(key=key, message="teaches a draft what one policy answers; train one at a time")
+    if drafter.every_steps > steps:
+        message = f"{drafter.every_steps} is more than run.steps {steps}: it would never learn; lower it"
+        yield Problem(key=f"{key}.every_steps", message=message)
+    yield from check_optimizer(drafter.optimizer, max(1, steps // drafter.every_steps), key=f"{key}.optimizer")
 
 
 def _cuts(recipe: Recipe) -> Iterator[Problem]:
@@ -74,12 +99,14 @@ def check_drafted_model(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
             yield Problem(key=_KEY, message=f"drafts were not tried for models with {what}; remove it")
     match rollout.draft:
         case ModelDraftConfig(path=path):
-            yield from _model(path, recipe.model.path, shape, rollout)
+            yield from _model(path, recipe.model.path, shape, rollout, recipe.roles.drafter)
         case EagleDraftConfig(path=path):
             yield from _head(path, shape)
 
 
-def _model(path: Path, policy: Path, policy_shape: ModelShape, rollout: RolloutRoleConfig) -> Iterator[Problem]:
+def _model(
+    path: Path, policy: Path, policy_shape: ModelShape, rollout: RolloutRoleConfig, drafter: DrafterConfig | None
+) -> Iterator[Problem]:
     key = f"{_KEY}.path"
     shape = shape_or_problem(path, key)
     if isinstance(shape, Problem):
@@ -97,6 +124,8 @@ def _model(path: Path, policy: Path, policy_shape: ModelShape, rollout: RolloutR
     expert = rollout.expert if shape.experts is not None else 1
     for problem in check_engine_split(shape, tensor=rollout.tensor, expert=expert, pads_vocabulary=False):
         yield Problem(key=key, message=f"engines of {rollout.tensor} gpus split it as well: {problem.message}")
+    if drafter is not None:
+        yield from check_role_split(shape, drafter, role="drafter")
 
 
 def _head(path: Path, policy: ModelShape) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from megarl.config.lora import LoraConfig, check_lora
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import (
     CriticConfig,
+    DrafterConfig,
     EngineRoleConfig,
     ModelParallelConfig,
     OptimizerConfig,
@@ -58,7 +59,7 @@ def check_step(recipe: Recipe) -> Iterator[Problem]:
             message=f"{train.prompts_per_update} does not divide train.prompts_per_step {train.prompts_per_step}",
         )
     yield from _lengths(recipe.data, recipe.sampling, train, roles)
-    yield from _optimizer(train.optimizer, steps, key="train.optimizer")
+    yield from check_optimizer(train.optimizer, steps, key="train.optimizer")
     if roles.critic is not None:
         yield from _critic(roles.critic, train, steps)
 
@@ -66,10 +67,11 @@ def check_step(recipe: Recipe) -> Iterator[Problem]:
 def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     """Yield what keeps the model from being split as the recipe says, or from holding the recipe's sequences.
 
-    Teachers, and a critic that starts from a folder of its own, are checked with their own shapes.
+    Teachers, a drafter, and a critic that starts from a folder of its own are checked with their own shapes.
     """
     for role, split in recipe.roles.megatron_roles.items():
-        has_own_shape = isinstance(split, TeacherRanksConfig) or (isinstance(split, CriticConfig) and split.path)
+        is_elsewhere = isinstance(split, CriticConfig) and split.path is not None
+        has_own_shape = is_elsewhere or isinstance(split, TeacherRanksConfig | DrafterConfig)
         if not has_own_shape:
             yield from check_role_split(shape, split, role=role)
     yield from _value_head(recipe, shape)
@@ -163,17 +165,17 @@ def _release(roles: RolesConfig, release: str) -> Iterator[Problem]:
 
 
 def _offload(roles: RolesConfig, engine_pool: str | None) -> Iterator[Problem]:
-    for role, trained in (("actor", roles.actor), ("critic", roles.critic)):
-        if trained is None or trained.offload == "nothing" or trained.pool == engine_pool:
+    for role, trained in roles.trained.items():
+        if trained.offload == "nothing" or trained.pool == engine_pool:
             continue
         if trained.pool not in roles.frozen_in_turns.values():
             yield Problem(
                 key=f"roles.{role}.offload",
                 message=f"{trained.offload} makes room for engines, and none are in pool {trained.pool}; remove it",
             )
-        elif role == "actor" and trained.offload == "everything":
+        elif role != "critic" and trained.offload == "everything":
             message = "everything takes weights away that engines in another pool may need; set it to optimizer"
-            yield Problem(key="roles.actor.offload", message=message)
+            yield Problem(key=f"roles.{role}.offload", message=message)
 
 
 def check_lora_roles(roles: RolesConfig, *, is_served: bool) -> Iterator[Problem]:
@@ -315,7 +317,7 @@ def _lengths(data: DataConfig, sampling: SamplingConfig, train: TrainConfig, rol
 
 
 def _critic(critic: CriticConfig, train: TrainConfig, steps: int) -> Iterator[Problem]:
-    yield from _optimizer(critic.optimizer, steps, key="roles.critic.optimizer")
+    yield from check_optimizer(critic.optimizer, steps, key="roles.critic.optimizer")
     if critic.prompts_per_update is not None and train.prompts_per_step % critic.prompts_per_update:
         yield Problem(
             key="roles.critic.prompts_per_update",
@@ -328,7 +330,8 @@ def _critic(critic: CriticConfig, train: TrainConfig, steps: int) -> Iterator[Pr
         )
 
 
-def _optimizer(optimizer: OptimizerConfig, steps: int, *, key: str) -> Iterator[Problem]:
+def check_optimizer(optimizer: OptimizerConfig, steps: int, *, key: str) -> Iterator[Problem]:
+    """Yield what an optimizer never reaches in so many steps, or is told twice."""
     if optimizer.warmup_steps > steps:
         yield Problem(
             key=f"{key}.warmup_steps",

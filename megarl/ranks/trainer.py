@@ -173,7 +173,7 @@ class ModelsTrainer:
         drafter, packing = self.trainers.drafter, self.packings.drafter
         assert drafter is not None, "a run without a drafter"
         assert packing is not None, "a drafter without a packing"
-        return await drafter.compute_shares(ActorCalls.update, packing.for_update(samples))
+        return await drafter.compute_shares(ActorCalls.update, packing.for_update(_as_drafted(samples)))
 
     def _of_step(self, *names: ColumnName) -> dict[ColumnName, RemoteColumn]:
         """Return those of the columns that ranks have computed for this step."""
@@ -216,6 +216,15 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
         num_skipped_updates=update.num_skipped_updates + critic.num_skipped_updates,
         usage=update.usage if critic.usage is None else {**update.usage, "critic": critic.usage},
     )
+
+
+def _as_drafted(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """Return the samples as SGLang shows them to a draft, which learns what it will see: without their first token.
+
+    It hands a draft each token in the place of the one before, as an EAGLE head needs them beside hidden states.
+    """
+    prompts = {id(sample.prompt_ids): sample.prompt_ids[1:] for sample in samples if len(sample.prompt_ids) > 1}
+    return [replace(each, prompt_ids=prompts.get(id(each.prompt_ids), each.prompt_ids)) for each in samples]
 
 
 def _with_draft(update: UpdateResult, learned: UpdateResult) -> UpdateResult:

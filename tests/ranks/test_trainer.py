@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,12 @@ class FakeActor:
         self._error = error
         self._reference = reference
         self._stats = stats
+        self.prompts: list[list[int]] = []
         self.columns: list[Columns] = []
 
     async def update(self, shares: Iterator[Share], columns: Columns) -> UpdateResult:
-        assert len(list(shares)) == 1
+        (share,) = shares
+        self.prompts.append(share.prompt_ids.tolist())
         self.columns.append(columns)
         if self._error is not None:
             raise self._error
@@ -259,6 +262,15 @@ async def test_a_draft_learns_after_every_so_many_steps(tmp_path: Path, num_step
     assert all(result.stats is None for result in results)
     assert drafter.num_updates == 1
     assert [result.version for result in results] == [1, 2, 3]
+
+
+async def test_a_draft_learns_what_sglang_shows_it_which_is_all_but_the_first_token(tmp_path: Path) -> None:
+    actor, drafter = FakeActor(), FakeActor(stats=UPDATE_STATS)
+    training = trainer(tmp_path, actor, drafter=drafter, draft_every_steps=1)
+    samples = make_samples(1, vocab=9)
+    await training.update([*samples, replace(samples[0], returns=None)])  # both have one prompt
+    assert actor.prompts == [samples[0].prompt_ids.tolist()]
+    assert drafter.prompts == [samples[0].prompt_ids[1:].tolist()]
 
 
 def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None:

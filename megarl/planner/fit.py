@@ -35,7 +35,7 @@ from megarl.planner.ledger import (
 from megarl.planner.limits import RunLimits, check_limits, limits_of
 from megarl.planner.memory import EngineMemory, StageMemory
 from megarl.planner.replay import RecordedRun, Replay, replay
-from megarl.planner.reshard import Reshard, reshard
+from megarl.planner.reshard import Reshard, draft_reshard, reshard
 from megarl.planner.run_time import RunTime, run_time
 from megarl.planner.timing import Timing, estimate
 from megarl.planner.tower import TowerWork
@@ -342,7 +342,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
         completed,
         deployment,
         workload,
-        publish_s=published.seconds if published else 0.0,
+        publish_s=_publish_s(deployment, published),
         times_cpu=question.recorded is not None,
     )
     if contradictions := tuple(check_limits(recipe, sizes.limits)):
@@ -362,7 +362,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
     fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)
     faster = None
     if sizes.fits and sizes.limits is not None:
-        publish_s = published.seconds if published else 0.0
+        publish_s = _publish_s(deployment, published)
         faster = less_recomputation(recipe, shapes, gpu, workload, publish_s=publish_s)
     return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting), faster=faster)
 
@@ -373,7 +373,7 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     shapes = find_shapes(recipe.model, recipe.roles, name=shape_name, algorithm=recipe.algorithm)
     recipe, deployment = complete(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
     published = _published(deployment)
-    publish_s = published.seconds if published else 0.0
+    publish_s = _publish_s(deployment, published)
     timings = [
         size(recipe, deployment, step.workload, publish_s=publish_s, times_cpu=True).timing for step in run.steps
     ]
@@ -424,6 +424,13 @@ def _published(deployment: Deployment) -> Reshard | None:
     """Return what a publish moves; None for adapters, which are a hundredth of the weights."""
     is_sent = deployment.engine is not None and not deployment.publishes_adapters
     return reshard(deployment) if is_sent else None
+
+
+def _publish_s(deployment: Deployment, published: Reshard | None) -> float:
+    """Return the time of a publish, and the mean of a draft, which has learned in one of several steps."""
+    draft, drafter = draft_reshard(deployment), deployment.roles.drafter
+    seconds = published.seconds if published else 0.0
+    return seconds if draft is None or drafter is None else seconds + draft.seconds / drafter.every_steps
 
 
 def _without_running_engines(recipe: Recipe) -> Recipe:

@@ -113,6 +113,18 @@ def reshard(deployment: Deployment) -> Reshard:
     )
 
 
+def draft_reshard(deployment: Deployment) -> Reshard | None:
+    """Return the traffic from the drafter's ranks to the drafts of all engines; None where no draft learns."""
+    drafter, rollout = deployment.models.get("drafter"), deployment.roles.rollout
+    if drafter is None or rollout is None:
+        return None
+    expert = rollout.expert if drafter.work.shape.experts is not None else 1
+    roles = deployment.roles.model_copy(update={"rollout": rollout.model_copy(update={"expert": expert})})
+    models = {**deployment.models, "actor": drafter}
+    placement = replace(deployment.placement, models={**deployment.placement.models, "actor": drafter.placement})
+    return reshard(replace(deployment, roles=roles, models=models, placement=placement))
+
+
 def _direct(deployment: Deployment) -> Link:
     """Return the farthest link over which engine ranks read the memory of trainer ranks, as the run decides it."""
     if deployment.device != "cpu":

@@ -11,7 +11,7 @@ from megarl.families.shape import Experts, ModelShape
 from megarl.planner.deployment import Deployment, PublishWay, deploy
 from megarl.planner.hardware import GLOO_GB_PER_S, GPUS
 from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES
-from megarl.planner.reshard import LinkClass, Reshard, publish_plan, reshard
+from megarl.planner.reshard import LinkClass, Reshard, draft_reshard, publish_plan, reshard
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.layouts.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe, shapes_of
@@ -160,3 +160,17 @@ def test_engines_with_fp8_weights_hold_and_receive_half(shape: ModelShape) -> No
         # Norms, router and scales are small beside the matrices; embedding and head stay.
         assert half / whole == pytest.approx(1 - matrices / 2, abs=0.02)
         assert half < between < whole
+
+
+def test_a_draft_that_learns_is_published_as_a_model_of_its_own_shape() -> None:
+    recipe = make_recipe("pools.spare={gpus_per_node: 8}", "roles.drafter={pool: spare, every_steps: 4}")
+    small = replace(SHAPE, num_layers=2)
+    shapes = replace(shapes_of(SHAPE), others={"drafter": small})
+    deployment = deploy(recipe, shapes, H100)
+    draft, policy = draft_reshard(deployment), reshard(deployment)
+    assert draft is not None
+    num_engines = deployment.placement.num_engines
+    # Norms are on every rank of an engine.
+    assert draft.total_bytes == pytest.approx(num_engines * model_bytes(small), rel=1e-3)
+    assert policy.total_bytes == pytest.approx(num_engines * model_bytes(SHAPE), rel=1e-3)
+    assert draft_reshard(deploy(make_recipe(), shapes, H100)) is None

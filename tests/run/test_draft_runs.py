@@ -71,4 +71,4 @@ def test_a_draft_learns_goes_on_after_a_resume_and_is_that_of_engines_that_start
     losses = [step.summary.draft.loss for step in done.steps if step.summary.draft is not None]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert kept(done.steps)[-1] > kept(done.steps)[0]
+    assert kept(done.steps)[-1] > kept(done.steps)[0] + 0.1

@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
+from megarl.config.draft import ModelDraftConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import (
     CheckpointConfig,
@@ -198,9 +199,10 @@ def _refuse_adapters(model: ModelConfig) -> None:
 
 
 def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
-    critic = roles.critic
+    critic, drafter = roles.critic, roles.drafter
     reference = roles.reference
     rollout = roles.rollout
+    draft = {"draft": drafter and ModelDraftConfig(kind="model", path=model, num_tokens=1)}
     trained: dict[str, object] = {"megatron_optimizer": {}, "megatron_ddp": {}}
     even: dict[str, object] = {"first_stage_layers": None, "last_stage_layers": None}
     same = even | {"path": None}
@@ -210,7 +212,9 @@ def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
         critic=critic and critic.model_copy(update=_small_split(critic) | trained | even | learning),
         reference=reference
         and (reference.model_copy(update=_small_split(reference) | same) if reference.pool else ReferenceConfig()),
-        rollout=rollout and rollout.model_copy(update=_small_engines(rollout)),
+        drafter=drafter
+        and drafter.model_copy(update=_small_split(drafter) | trained | even | {"every_steps": 1, "epochs": 1}),
+        rollout=rollout and rollout.model_copy(update=_small_engines(rollout) | draft),
         teacher={
             name: each.model_copy(
                 update=(_small_split(each) | even if each.kind == "ranks" else _small_engines(each))
@@ -404,7 +408,7 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
 def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
     tensor = min(_MAX_PARTS, role.tensor)
     small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
-    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # one that is trained has no small copy
+    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # as large as a policy, here
     return small | {"max_cached_tokens": None, "sglang": {}} | (_IN_BF16 if role.fp8_keep is not None else {})
 
 

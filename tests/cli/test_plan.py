@@ -12,6 +12,7 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.cli.plan import WIDTH
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from tests.planner.recipes import large_recipes, make_recipe
 from tests.planner.runs import write_run
 from tests.repository import ROOT
@@ -71,6 +72,21 @@ def test_a_plan_says_whether_engines_draft(most: int, is_on: bool, capsys: pytes
     shown = " ".join(capsys.readouterr().out.split())
     assert ("drafts of 7 tokens from n-grams of responses; times are without drafts" in shown) is is_on
     assert ("no drafts: SGLang cannot leave n-grams out" in shown) is not is_on
+
+
+def test_a_plan_counts_a_draft_that_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(tmp_path, TinyShape(), seed=0)
+    changes = (
+        f"roles.rollout.draft={{kind: model, path: {tmp_path}}}",
+        "pools.spare={gpus_per_node: 1}",
+        "roles.drafter={pool: spare, every_steps: 4}",
+    )
+    words = [word for change in changes for word in ("--set", change)]
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), *words]) == 0
+    out = capsys.readouterr().out
+    assert f"drafts of 3 tokens from {tmp_path}, which learns every 4 steps" in " ".join(out.split())
+    assert "drafter's snapshot, while saving" in out
+    assert "\n  draft update " in out
 
 
 def test_towers_and_their_images_are_in_the_tables_and_in_the_notes(capsys: pytest.CaptureFixture[str]) -> None:

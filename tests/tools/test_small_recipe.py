@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from megarl.config.checks.recipe import check_without_files
+from megarl.config.draft import ModelDraftConfig
 from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
@@ -203,6 +204,23 @@ def test_an_engine_over_several_nodes_is_rehearsed_over_several_nodes() -> None:
     pool, engine = rehearsed.pools[rollout.pool or ""], rehearsed.roles.rollout
     assert engine is not None
     assert (pool.nodes, pool.gpus_per_node, engine.tensor) == (2, 1, 2)
+
+
+def test_a_draft_that_learns_is_rehearsed_with_the_tiny_model_and_another_draft_is_not() -> None:
+    draft, drafter = (
+        "roles.rollout.draft={kind: model, path: small}",
+        "roles.drafter={pool: spare, tensor: 8, epochs: 4}",
+    )
+    rehearsed = topology(read("grpo_70b", draft, drafter, "pools.spare={gpus_per_node: 8}")[0]).recipe
+    assert rehearsed.roles.drafter is not None
+    assert (rehearsed.roles.drafter.tensor, rehearsed.roles.drafter.epochs) == (2, 1)
+    assert rehearsed.roles.rollout is not None
+    assert rehearsed.roles.rollout.draft == ModelDraftConfig(kind="model", path=FILES.model, num_tokens=1)
+    tiny = tiny_shape(read("grpo_70b")[1], rehearsed.roles.actor)
+    assert check_without_files(rehearsed, tiny, critic=tiny.as_critic()) == []
+    alone = topology(read("grpo_70b", draft)[0]).recipe.roles.rollout
+    assert alone is not None
+    assert alone.draft is None
 
 
 def test_a_teacher_on_engines_is_rehearsed_with_the_tiny_model_and_one_that_runs_already_is_not() -> None:

@@ -208,7 +208,7 @@ def test_an_engine_over_several_nodes_is_rehearsed_over_several_nodes() -> None:
 
 def test_a_draft_that_learns_is_rehearsed_with_the_tiny_model_and_another_draft_is_not() -> None:
     draft, drafter = (
-        "roles.rollout.draft={kind: model, path: small}",
+        "roles.rollout.draft={kind: model, path: qwen2.5-0.5b}",
         "roles.drafter={pool: spare, tensor: 8, epochs: 4}",
     )
     rehearsed = topology(read("grpo_70b", draft, drafter, "pools.spare={gpus_per_node: 8}")[0]).recipe

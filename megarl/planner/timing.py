@@ -181,7 +181,10 @@ def longest_call_s(
     scoring, learning = _work(deployment, models, train, algorithm.kl)
     # Old log-probabilities that only an update needs are computed in its call.
     update_s = sum(seconds for role, seconds in learning.values() if role == "actor")
-    return max(update_s, *(seconds for _, seconds in (*scoring.values(), *learning.values())))
+    drafter = deployment.roles.drafter
+    # Learning has its mean over steps.
+    draft_s = 0.0 if drafter is None else drafter.every_steps * learning[PhaseName.DRAFT_UPDATE][1]
+    return max(update_s, draft_s, *(seconds for _, seconds in (*scoring.values(), *learning.values())))
 
 
 def _training_times(

@@ -1,6 +1,6 @@
 """The points at which a fault can happen, and what a planned one says.
 
-A step in the trainer; `of` is actor or critic:
+A step in the trainer; `of` is actor, critic or drafter:
     forward            rank    a mini-batch has arrived, no micro-batch is begun
     backward           rank    the loss of a micro-batch is known, its gradients are not; on last stages; nan: the loss
     gradients          rank    gradients of a mini-batch are summed over all ranks; nan: this rank's

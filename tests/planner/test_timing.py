@@ -19,7 +19,7 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.ledger import snapshot_bytes
 from megarl.planner.memory import bare_weights
-from megarl.planner.timing import PhaseName, Timing, estimate
+from megarl.planner.timing import PhaseName, Timing, estimate, longest_call_s
 from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
@@ -209,6 +209,23 @@ def test_a_draft_costs_its_update_in_one_of_several_steps() -> None:
     )
     assert often.seconds(PhaseName.DRAFT_UPDATE) == pytest.approx(4 * seldom.seconds(PhaseName.DRAFT_UPDATE))
     assert {phase.name: phase.is_waited_for for phase in seldom.phases}[PhaseName.DRAFT_UPDATE] is False
+
+
+def test_the_longest_call_is_a_whole_update_of_a_draft_that_learns_seldom() -> None:
+    longest = [
+        longest_call_s(
+            deploy(recipe, shapes_of(SHAPE), H100),
+            StepWorkload.half(recipe.data, recipe.sampling),
+            algorithm=recipe.algorithm,
+            train=recipe.train,
+            sampling=recipe.sampling,
+        )
+        for recipe in (
+            make_recipe("pools.spare={gpus_per_node: 1}", f"roles.drafter={{pool: spare, every_steps: {every}}}")
+            for every in (1, 8)
+        )
+    ]
+    assert longest[0] == pytest.approx(longest[1])
 
 
 def test_models_of_one_pool_wait_for_each_other() -> None:

@@ -72,3 +72,26 @@ def test_a_draft_learns_goes_on_after_a_resume_and_is_that_of_engines_that_start
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert kept(done.steps)[-1] > kept(done.steps)[0] + 0.1
+
+
+def test_a_run_that_loses_its_drafter_goes_on_from_the_draft_of_its_checkpoint(tmp_path: Path) -> None:
+    make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=16, num_eval=16)
+    write_tiny_model(tmp_path / "small", TinyShape(num_layers=1), seed=5)
+    fault = {"point": "updated", "of": "drafter", "rank": 0, "step": 3, "kind": "kill", "once": str(tmp_path / "once")}
+    done = run(
+        tmp_path,
+        "lost",
+        *RECIPE,
+        f"roles.rollout.draft={{kind: model, path: {tmp_path / 'small'}, num_tokens: 1}}",
+        "roles.drafter={pool: spare, optimizer: {learning_rate: 1e-3}}",
+        "checkpoint.save_every_steps=1",
+        "train.max_restarts=1",
+        "run.steps=4",
+        faults=[fault],
+    )
+    assert done.exit_code == 0, done.output
+    assert [event.role for event in done.events if isinstance(event, Restarted)] == ["trainers"]
+    assert sent(done)[-2:] == [3, 4]
+    state = read_state(done.folder / "checkpoints" / "step_000004")
+    assert state.drafter is not None
+    assert (state.drafter.num_steps, state.drafter.num_updates) == (4, 4)

@@ -56,13 +56,16 @@ async def fleet_of(process: EngineProcess) -> AsyncIterator[Fleet]:
         await fleet.close()
 
 
-@pytest.fixture(scope="module")
-def drafting(real_engines: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def drafting(
+    real_engines: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drafting]:
     folder = tmp_path_factory.mktemp("drafting")
     for seed, name in enumerate(("model", "draft"), start=1):
         shape = write_tiny_model(folder / name, "qwen2", layers=2, seed=seed)
     config = RolloutRoleConfig(
         pool="rollout",
+        tensor=request.param,
         max_running_requests=8,
         draft=ModelDraftConfig(kind="model", path=folder / "draft", num_tokens=1),
     )
@@ -105,7 +108,7 @@ async def test_what_a_draft_learns_arrives_in_it_alone_and_keeps_more_tokens(dra
         parallel=MegatronParallel(tensor=2, pipeline=2),
         trainer_dtype="float32",
         num_engines=1,
-        tensor=1,
+        tensor=drafting.process.endpoint.tensor,
         engine_dtype="float32",
         is_cpu_engine=True,
     )
@@ -118,15 +121,16 @@ async def test_what_a_draft_learns_arrives_in_it_alone_and_keeps_more_tokens(dra
             await to_policy.join()
             await to_policy.publish(VERSION)
             before = {temperature: await answers(fleet, temperature) for temperature in (0.0, 1.0)}
-            served, (folder,) = await policy.fingerprints(), await drafts.fingerprints()
+            served, folder = await policy.fingerprints(), await drafts.fingerprints()
             await drafts.check_layout(transfer)
             await to_draft.join()
             arrived, _ = await asyncio.gather(drafts.receive(PolicyVersion(9)), to_draft.send(PolicyVersion(9)))
-            assert arrived[0].keys() == folder.keys()
-            (learned,) = await drafts.fingerprints()
+            learned = await drafts.fingerprints()
             assert await policy.fingerprints() == served
-            assert [learned] == served
-            assert all(folder[name] != learned[name] for name in learned)
+            assert learned == served
+            for rank, names in arrived.items():
+                assert names.keys() == folder[rank].keys()
+                assert all(folder[rank][name] != learned[rank][name] for name in names)
             (engine,) = fleet.engines
             assert await engine.client.probe(timeout_s=REQUEST_TIMEOUT_S) == str(VERSION)
             await engine.client.flush_cache()  # of keys and values of the draft before

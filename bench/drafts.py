@@ -39,7 +39,7 @@ from megarl.weights.layouts.canonical import canonical_tensors
 
 _Floats = npt.NDArray[np.float64]
 
-_BATCHES = (1, 32, 256)
+_BATCHES = (1, 8, 32, 256)
 _GRAPHS = (1, 8, 32, 64, 128, 256)
 """Sizes of batches that graphs are captured for: few, which takes a third of the time of all."""
 _NUM_CLASSES = 16
@@ -116,8 +116,7 @@ async def _measure_engine(
     model: str,
     options: Mapping[str, object],
 ) -> AsyncIterator[Figure | Failure | dict[str, object]]:
-    # SGLang switches n-grams off for no number of requests.
-    most = draft.most_requests if isinstance(draft, NgramDraftConfig) else max(_BATCHES)
+    most = max(_BATCHES) if draft is None else draft.most_requests
     began = time.perf_counter()
     async with serving(model, folder, options, draft=draft, max_requests=most) as server:
         yield {f"drafts, {name}, seconds until ready": round(time.perf_counter() - began, 1)}

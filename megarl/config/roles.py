@@ -344,8 +344,9 @@ class RolloutRoleConfig(EngineRoleConfig):
 
     @property
     def served_draft(self) -> DraftConfig | None:
-        draft = self.draft
-        return draft if draft is not None and draft.is_started(self.running_requests) else None
+        draft, requests = self.draft, self.max_running_requests
+        # Until the plan has derived the requests, memory is left for a draft.
+        return draft if draft is not None and (requests is None or draft.is_started(requests)) else None
 
     @property
     def gives_up_memory(self) -> bool:

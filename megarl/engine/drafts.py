@@ -3,8 +3,8 @@
 SGLang keeps a drafted token with the policy's probability of it, so that any draft leaves the distribution as it is, if
 a token has no two successors that are equal. N-gram drafts have them: free places are filled with token 0, each as a
 further successor of the last token, and its probability would count several times. `as_chain` hangs every place on the
-one before. `add_switch` lets an engine with a small model go on without drafts while it has many requests, as SGLang
-does for EAGLE alone.
+one before. `add_switch` lets an engine with a small model go on without drafts that are not kept, as SGLang does for
+EAGLE alone.
 
 `load` hands commands of a publish to the model that drafts. Only engines with a draft open this module: the process
 that starts one, and its schedulers.
@@ -62,14 +62,12 @@ def _algorithm(draft: DraftConfig) -> str:
 
 
 def write_switch(draft: DraftConfig, path: Path) -> None:
-    """Write the numbers of tokens that SGLang may draft, by the least number of requests that they are for.
+    """Write the numbers of tokens that SGLang may draft.
 
-    Up to `most_requests` it measures how many are kept, and tries without a draft where fewer than a quarter of a token
-    are in each pass; above, it never drafts.
+    It measures how many are kept, and tries without a draft where fewer than a quarter of a token are in each pass.
     """
-    few = {"candidate_steps": [0, draft.tokens], "up_hysteresis": 0.0, "down_hysteresis": -0.25}
-    many = {"candidate_steps": [0]}
-    path.write_text(json.dumps({"1": few, str(draft.most_requests + 1): many}))
+    switch = {"candidate_steps": [0, draft.tokens], "up_hysteresis": 0.0, "down_hysteresis": -0.25}
+    path.write_text(json.dumps({"1": switch}))
 
 
 def register_hooks(arguments: Sequence[str]) -> None:

@@ -373,10 +373,19 @@ def _engines(recipe: Recipe, shapes: RoleShapes, capacity_bytes: int | None) -> 
 
 def _with_requests(recipe: Recipe, engines: Mapping[str, EngineMemory]) -> RolesConfig:
     """Return the roles with the requests that each engine computes at a time, where the recipe does not say."""
-    roles = recipe.roles
-    return roles.with_running_requests(
-        {role: engine_requests(recipe, config, engines.get(role)).count for role, config in roles.on_engines.items()}
-    )
+    requests = {
+        role: engine_requests(recipe, config, engines.get(role)).count
+        for role, config in recipe.roles.on_engines.items()
+    }
+    roles = recipe.roles.with_running_requests(requests)
+    draft = None if roles.rollout is None else roles.rollout.draft
+    if roles.drafter is not None and draft is not None and not draft.is_started(requests["rollout"]):
+        raise _error(
+            "roles.drafter",
+            f"an engine gets {requests['rollout']} requests at a time, and drafts with up to {draft.most_requests}: "
+            "none would use what it learns; raise roles.rollout.draft.max_requests, or remove both",
+        )
+    return roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def test_a_plan_says_whether_engines_draft(most: int, is_on: bool, capsys: pytes
     assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--set", draft]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("drafts of 7 tokens from n-grams of responses; times are without drafts" in shown) is is_on
-    assert ("no drafts: SGLang cannot leave n-grams out" in shown) is not is_on
+    assert ("no drafts: with more than 8 requests" in shown) is not is_on
 
 
 def test_a_plan_counts_a_draft_that_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,9 @@ def test_a_plan_counts_a_draft_that_learns_and_says_so(tmp_path: Path, capsys: p
         "roles.drafter={pool: spare, every_steps: 4}",
     )
     words = [word for change in changes for word in ("--set", change)]
-    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), *words]) == 0
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), *words]) == 2
+    assert "drafts with up to 32: none would use what it learns" in capsys.readouterr().err
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), *words, "--set", "roles.rollout.draft.max_requests=4096"]) == 0
     out = capsys.readouterr().out
     assert f"drafts of 3 tokens from {tmp_path}, which learns every 4 steps" in " ".join(out.split())
     assert "drafter's snapshot, while saving" in out

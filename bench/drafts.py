@@ -272,11 +272,7 @@ def _greedy(measured: _Measured, plain: _Measured) -> dict[str, object]:
 
 
 async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, object]:
-    """Score the responses as prompts: their log-probabilities, and whether tokens are as frequent as the policy says.
-
-    Given what came before, a token is drawn anew; so the sum of what differs from its probability has a known spread,
-    whatever the tokens of a response have in common.
-    """
+    """Score the responses as prompts: log-probabilities, and whether tokens are as frequent as the policy says."""
     prompts = random_prompts(len(responses), _PROMPT_TOKENS, vocab=server.shape.vocab)
     under_way = asyncio.Semaphore(_SCORED_AT_ONCE)
 
@@ -300,7 +296,7 @@ async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, ob
     differences = np.concatenate([each.logprobs - chosen for each, (chosen, _) in zip(responses, scored, strict=True)])
     kinds = [_kinds(each, asked) for each, (_, asked) in zip(responses, scored, strict=True)]
     is_kind, probabilities = (np.concatenate(each, axis=1) for each in zip(*kinds, strict=True))
-    apart = (is_kind - probabilities).sum(axis=1) / np.sqrt((probabilities * (1 - probabilities)).sum(axis=1))
+    apart = standard_errors(is_kind, probabilities)
     return {
         "tokens": len(differences),
         "mean difference": round(float(differences.mean()), 5),
@@ -312,6 +308,16 @@ async def _scored(server: Server, responses: Sequence[Response]) -> dict[str, ob
         "are the policy's": bool(np.abs(apart).max() < _DOUBT),
         "tokens per pass": round(len(differences) / max(1, sum(each.num_passes for each in responses)), 3),
     }
+
+
+def standard_errors(is_kind: _Floats, probabilities: _Floats) -> _Floats:
+    """Return how far the tokens of each kind are from their probabilities, given the tokens before; one row a kind.
+
+    Given what came before, a token is drawn anew; so the sum of what differs from its probability has a known spread,
+    whatever the tokens of a response have in common.
+    """
+    apart: _Floats = (is_kind - probabilities).sum(axis=1) / np.sqrt((probabilities * (1 - probabilities)).sum(axis=1))
+    return apart
 
 
 def _kinds(response: Response, asked: _Floats) -> tuple[_Floats, _Floats]:

@@ -73,7 +73,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """What engines of one kind take, and have room for."""
+    """Engines of one kind: their times, and how many requests they have room for."""
 
     step_s: Callable[[int, float], float]
     """The time of a token for each of some running requests, whose contexts have so many tokens together."""

@@ -39,8 +39,9 @@ from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.canonical import num_parameters
 
 LOADER = "megarl.engine.loader.load"
-DRAFT_LOADER = "megarl.engine.drafts.load"
 """The function that SGLang calls with every weight payload."""
+DRAFT_LOADER = "megarl.engine.drafts.load"
+"""The same with those for the model that drafts."""
 
 _POLL_S = 0.25
 _MOST_MEMORY = 0.95
@@ -288,7 +289,6 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--weight-version": "0" if spec.loads_weights else "none",
         # No publish brings the tower that sees images: it comes from the folder, with text that a publish replaces.
         "--load-format": "auto" if spec.loads_weights or spec.images is not None else "dummy",
-        "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",
         **_memory_options(spec),
         **_node_options(spec),
@@ -317,6 +317,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
+    words += ["--custom-weight-loader", LOADER, *([] if config.served_draft is None else [DRAFT_LOADER])]
     words += [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     words += [] if spec.device == "cpu" else _graph_words(config)
     words += [] if spec.images is None else image_words(spec.images)
@@ -324,7 +325,6 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         from megarl.engine.drafts import draft_words  # noqa: PLC0415 - few engines have one
 
         words += draft_words(config.served_draft, switch=spec.switch_path, has_saver=spec.has_saver)
-        words += ["--custom-weight-loader", LOADER, DRAFT_LOADER]
     module = "cpu" if spec.device == "cpu" else "server"
     words += [*flags, *spec.options, *_native_words(config.sglang)]
     return [sys.executable, "-m", f"megarl.engine.{module}", *words]

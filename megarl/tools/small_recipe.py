@@ -36,7 +36,6 @@ from megarl.config.roles import (
     PoolConfig,
     ReferenceConfig,
     RolesConfig,
-    RolloutRoleConfig,
 )
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.families import family_of
@@ -202,6 +201,7 @@ def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
     critic, drafter = roles.critic, roles.drafter
     reference = roles.reference
     rollout = roles.rollout
+    # A draft that is not taught shows nothing: here it is as large as the policy.
     draft = {"draft": drafter and ModelDraftConfig(kind="model", path=model, num_tokens=1)}
     trained: dict[str, object] = {"megatron_optimizer": {}, "megatron_ddp": {}}
     even: dict[str, object] = {"first_stage_layers": None, "last_stage_layers": None}
@@ -408,7 +408,6 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
 def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
     tensor = min(_MAX_PARTS, role.tensor)
     small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
-    small |= {"draft": None} if isinstance(role, RolloutRoleConfig) else {}  # as large as a policy, here
     return small | {"max_cached_tokens": None, "sglang": {}} | (_IN_BF16 if role.fp8_keep is not None else {})
 
 

@@ -39,6 +39,14 @@ def test_the_time_of_a_begin_follows_from_requests_without_an_order() -> None:
     assert begin_s(ENGINE, LOAD, 0.1) == 0
 
 
+def _ranked(outcome: tail_engine.Outcome) -> dict[str, object]:
+    """Return how engine and simulator rank the orders."""
+    assert isinstance(outcome, dict)
+    ranked = outcome["tail, fastest first"]
+    assert isinstance(ranked, dict)
+    return ranked
+
+
 @pytest.mark.parametrize(("seconds", "agree"), [((9.0, 8.0, 7.0), True), ((9.0, 7.0, 8.0), False)])
 def test_engine_and_simulator_agree_if_they_rank_the_orders_alike(seconds: Sequence[float], agree: bool) -> None:
     def figures(seconds: Sequence[float]) -> list[TailFigure]:
@@ -48,10 +56,7 @@ def test_engine_and_simulator_agree_if_they_rank_the_orders_alike(seconds: Seque
         ]
 
     *_, verdict = compared(figures(seconds), figures((19.0, 18.0, 17.0)), LOAD)
-    assert isinstance(verdict, dict)
-    ranked = verdict["tail, fastest first"]
-    assert isinstance(ranked, dict)
-    assert ranked["agree"] is agree
+    assert _ranked(verdict)["agree"] is agree
     assert all(isinstance(each, Figure) for each in compared(figures(seconds), None, LOAD))
 
 
@@ -84,7 +89,7 @@ def test_a_run_that_fails_takes_its_step_and_no_other(monkeypatch: pytest.Monkey
     assert failure.part == "tail, step 0, longest in the epoch before first"
     figures = [each for each in outcomes if isinstance(each, Figure)]
     assert [each.key.removeprefix("tail, ") for each in figures] == list(ORDERS)
-    assert outcomes[-1]["tail, fastest first"]["agree"]  # type: ignore[index]
+    assert _ranked(outcomes[-1])["agree"]
     # The simulation has seen no order, and gives what the engine takes within 2 %.
     simulated = [float(each.name.partition("simulated ")[2].partition(" s")[0]) for each in figures]
     assert simulated == pytest.approx([each.value for each in figures], rel=0.02)

@@ -1,4 +1,4 @@
-"""What has learned reaches the drafts of all engines, once each, and no engine waits for it."""
+"""A draft that has learned reaches all engines, each of its versions once, and no engine waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter sends to the draft of a real engine: the bytes are its own, and the policy's stay as they are."""
+"""A drafter sends to the draft of a real engine: its bytes arrive there, and the policy's stay as they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import pytest
 
@@ -78,10 +79,22 @@ def drafting(
         process.stop()
 
 
+class Meta(TypedDict):
+    completion_tokens: int
+    spec_verify_ct: NotRequired[int]
+
+
+class Reply(TypedDict):
+    """SGLang's, as far as it is read here."""
+
+    output_ids: list[int]
+    meta_info: Meta
+
+
 async def answers(fleet: Fleet, temperature: float) -> tuple[list[list[int]], float]:
     """Return the tokens of some requests with seeds, and how many a pass over drafts kept."""
 
-    async def answer(number: int) -> dict[str, object]:
+    async def answer(number: int) -> Reply:
         request = GenerateRequest(
             rid=f"{temperature}-{number}",
             input_ids=tuple(range(3, 12 + number)),
@@ -90,15 +103,14 @@ async def answers(fleet: Fleet, temperature: float) -> tuple[list[list[int]], fl
             sampling_seed=7 + number,
         )
         (engine,) = fleet.engines
-        reply: dict[str, object] = json.loads((await engine.client.generate(request)).content)
+        reply: Reply = json.loads((await engine.client.generate(request)).content)
         return reply
 
     replies = await asyncio.gather(*(answer(number) for number in range(4)))
     details = [reply["meta_info"] for reply in replies]
-    assert all(isinstance(each, dict) for each in details)
-    num_tokens = sum(each["completion_tokens"] for each in details if isinstance(each, dict))
-    num_passes = sum(each.get("spec_verify_ct", 0) for each in details if isinstance(each, dict))
-    return [reply["output_ids"] for reply in replies], num_tokens / max(1, num_passes)  # type: ignore[misc]
+    num_tokens = sum(each["completion_tokens"] for each in details)
+    num_passes = sum(each.get("spec_verify_ct", 0) for each in details)
+    return [reply["output_ids"] for reply in replies], num_tokens / max(1, num_passes)
 
 
 async def test_what_a_draft_learns_arrives_in_it_alone_and_keeps_more_tokens(drafting: Drafting) -> None:

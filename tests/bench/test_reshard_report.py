@@ -51,6 +51,7 @@ def test_each_promise_is_kept_or_broken_on_its_own(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_engines")
 def test_a_small_publish_is_measured_for_real(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(["reshard", "--gigabytes", "0.12", "--repeats", "1", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -2,7 +2,7 @@
 
 A second hook of its plugin registry lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then,
 and takes a core of the machine that trains for each rank of an engine. (On a GPU the workers are spawned, and have
-hooks for drafts alone.)
+hooks for draws and drafts alone.)
 
 Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
 interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
@@ -29,10 +29,14 @@ if ONE_CARD.read():
     update_environment(own_host())
 
 DRAFT_OPTION = "--speculative-algorithm"
-if __name__ == "__mp_main__" and DRAFT_OPTION in sys.argv:
-    from megarl.engine.drafts import register_hooks
+if __name__ == "__mp_main__":
+    from megarl.engine.sampling import register_hook
 
-    register_hooks(sys.argv)
+    register_hook()
+    if DRAFT_OPTION in sys.argv:
+        from megarl.engine.drafts import register_hooks
+
+        register_hooks(sys.argv)
 
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called in each iteration of the loop of a paused scheduler."""

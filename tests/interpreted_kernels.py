@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from megarl.families.shape import DeltaWidths
 from megarl.train import delta_triton
@@ -23,6 +24,15 @@ from megarl.weights.executors.digest import DigestSums, Summand
 from megarl.weights.executors.fp8 import LARGEST, quantise
 from megarl.weights.executors.kernels import BlockPart, BlockQuantiser
 from megarl.weights.executors.tensor_digest import MODULUS, bits_of_matrix
+
+
+def fused(_: object, left: TensorHandle, right: TensorHandle, addend: TensorHandle) -> TensorHandle:
+    """Round once, as a GPU does; the interpreter rounds the product as well."""
+    values = left.data.astype("f8") * right.data + addend.data
+    return TensorHandle(values.astype(addend.data.dtype), addend.dtype.scalar)
+
+
+InterpreterBuilder.create_fma = fused
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -185,7 +185,7 @@ class _Bench:
         publisher = _TimedPublisher(
             ranks=ranks,
             fleet=server.fleet,
-            control=EngineControl(server.fleet, timeout_s=TIMEOUT_S),
+            control=EngineControl(server.fleet, timeout_s=TIMEOUT_S, holds_requests=True),
             transfer=lambda: transfer,
             timeout_s=TIMEOUT_S,
             host=LOOPBACK,

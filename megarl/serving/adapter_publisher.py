@@ -21,7 +21,6 @@ from typing import TypeAlias
 
 from megarl.config.recipe import Recipe
 from megarl.engine import admin
-from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine
 from megarl.engine.lifecycle import FellBehind
 from megarl.engine.process import EngineSpec
@@ -62,6 +61,8 @@ class ServedAdapters:
 
 @dataclass(eq=False, kw_only=True)
 class AdapterPublisher(TransferPublisher):
+    """Its `control` lets requests wait during a command."""
+
     adapters: ServedAdapters
     _ahead: dict[Engine, tuple[str, asyncio.Task[str | None]]] = field(default_factory=dict, init=False)
     """The name that each engine loads for the next publish, and its `_load`."""
@@ -158,21 +159,11 @@ class AdapterPublisher(TransferPublisher):
         try:
             # Requests do not wait until ranks have updated another policy; `is_locked` says that they compute nothing.
             async with nullcontext() if is_locked else self.ranks.device_lock:
-                link = self._link_with(loaded)
-                if link is None:
-                    async with admin.held(loaded):
-                        link = await self._linked(loaded)
-                # Ranks begin to send while engines are paused: what is sent waits for its receiver.
-                await self._exchange(link, version, self._receive(link.control, loaded, version, name))
+                link = await self._linked(loaded)
+                await self._exchange(link, version, adapter=name)
         except (EngineError, WeightSyncError, WorkerError) as error:
             raise self._not_published(version, "engines keep the one before", error) from error
         return link.plan
-
-    async def _receive(
-        self, control: EngineControl, loaded: Sequence[Engine], version: PolicyVersion, name: str
-    ) -> dict[int, Mapping[str, int]]:
-        async with admin.held(loaded):
-            return await control.receive(version, adapter=name)
 
     async def _differences(self, loaded: Sequence[Engine], version: PolicyVersion, name: str) -> Mapping[int, str]:
         if self._compare is None or self._num_published % self._compare[1]:

@@ -132,7 +132,11 @@ def _transport(trainers: Trainers, serving: ManagedServing, observer: Observer, 
     config = serving.config
     timeout_s = config.publish_timeout_s
     control = EngineControl(
-        serving.fleet, timeout_s=timeout_s, host=serving.host, flushes_cache=config.in_flight != "in_place"
+        serving.fleet,
+        timeout_s=timeout_s,
+        host=serving.host,
+        flushes_cache=config.in_flight != "in_place",
+        holds_requests=serving.adapters is not None,
     )
     publisher: Callable[..., TransferPublisher] = TransferPublisher
     if serving.adapters is not None:

@@ -65,7 +65,7 @@ class DraftPublisher(TransferPublisher):
     ) -> tuple[int, Plan]:
         try:
             link = await self._linked(roster)
-            await self._exchange(link, version, link.control.receive(version))
+            await self._exchange(link, version)
         except (WeightSyncError, WorkerError) as error:
             raise self._not_published(version, "engines draft with the one before", error) from error
         logger.info("sent drafts version=%d engines=%s", version, [engine.index for engine in roster])

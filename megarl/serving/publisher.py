@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -240,16 +240,15 @@ class TransferPublisher:
             link = await self._linked(roster)
             consequence = "engines wait until it is sent again"
             with self._unusable(roster, version):
-                await self._exchange(link, version, link.control.receive(version))
+                await self._exchange(link, version)
             num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
             raise self._not_published(version, consequence, error) from error
         return num_engines, link.plan
 
-    async def _exchange(
-        self, link: _Link, version: PolicyVersion, receiving: Coroutine[None, None, dict[int, Mapping[str, int]]]
-    ) -> None:
-        """Move a version to engines, which have it when `receiving` returns; compare digests."""
+    async def _exchange(self, link: _Link, version: PolicyVersion, *, adapter: str | None = None) -> None:
+        """Move a version into the parameters of engines, or into an adapter that they have loaded; compare digests."""
+        receiving = link.control.receive(version, adapter=adapter)
         sent, arrived = await self._together(link.store, self.ranks.call(ActorCalls.send, version), receiving)
         check_digests(sent, arrived)
 
@@ -276,8 +275,9 @@ class TransferPublisher:
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:
         """Return the transfer group of a roster, a new one if the roster has changed."""
-        if (link := self._link_with(roster)) is not None:
-            return link
+        members = tuple(engine.client for engine in roster)
+        if self._link is not None and self._link.members == members:
+            return self._link
         self._link = None
         transfer = self._transfer_to(roster)
         plan = transfer.plan()
@@ -295,12 +295,8 @@ class TransferPublisher:
             self.ranks.call(ActorCalls.join, transfer, rendezvous),
             control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
-        self._link = _Link(members=_members(roster), store=store, control=control, plan=plan)
+        self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
-
-    def _link_with(self, roster: Sequence[Engine]) -> _Link | None:
-        """Return the transfer group if it is of this roster."""
-        return self._link if self._link is not None and self._link.members == _members(roster) else None
 
     @property
     def _group(self) -> str:
@@ -334,10 +330,6 @@ class TransferPublisher:
             loss = tasks[0].exception()
             raise loss if isinstance(loss, WorkerError | NumericsError) else failures[0]
         return tasks[0].result(), tasks[1].result()
-
-
-def _members(roster: Sequence[Engine]) -> tuple[object, ...]:
-    return tuple(engine.client for engine in roster)
 
 
 def _backend(transfer: TransferSpec, plan: Plan) -> Backend | None:

@@ -89,7 +89,7 @@ class AdaptedEngine:
         return AdapterPublisher(
             ranks=LocalRanks(AdapterRanks(engine=self, group_type=group_type)),
             fleet=fleet,
-            control=EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S),
+            control=EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S, holds_requests=True),
             transfer=lambda: self.transfer,
             timeout_s=COMMAND_TIMEOUT_S,
             host=LOOPBACK,

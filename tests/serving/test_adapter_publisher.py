@@ -14,7 +14,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import MegarlError, NumericsError, WeightSyncError, WorkerError
+from megarl.errors import EngineError, MegarlError, NumericsError, WeightSyncError, WorkerError
 from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
 from megarl.types import ONE_POLICY, PolicyVersion
@@ -34,23 +34,13 @@ class FakeEngines:
     calls: list[str] = field(default_factory=list)
     loaded: dict[int, list[str]] = field(default_factory=dict)
     refuses: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
-    cannot_pause: bool = False
+    cannot_receive: bool = False
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path, index = request.url.path.removeprefix("/"), request.url.port - 30000  # type: ignore[operator]
         if path == "health":
             return httpx.Response(200)
         body = json.loads(request.content)
-        if path == "pause_generation" and self.cannot_pause:
-            return httpx.Response(500)
-        if path == "pause_generation":
-            assert body["mode"] == "in_place"
-            self.held.add(index)
-        elif path == "continue_generation":
-            self.held.discard(index)
-        if path.endswith("_generation"):
-            return httpx.Response(200)
         name, names = body["lora_name"], self.loaded.setdefault(index, [])
         operation = path.partition("_")[0]
         self.calls.append(f"{operation} {name} at {index}")
@@ -80,7 +70,9 @@ class FakeControl(EngineControl):
 
     async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
         indices = [engine.index for engine in self._engines]
-        assert self._fakes.held.issuperset(indices), "requests compute meanwhile"
+        self._fakes.calls.append(f"receive at {indices}")
+        if self._fakes.cannot_receive:
+            raise EngineError("load weights: no answer")
         assert all(adapter in self._fakes.loaded[index] for index in indices)
         return {rank: {"a": 5 + (index in self._damages)} for rank, index in enumerate(indices)}
 
@@ -238,7 +230,6 @@ async def test_a_damaged_adapter_is_not_served_and_the_one_before_serves_on() ->
     assert (await publisher.publish(PolicyVersion(2))).num_engines == 1, "each is tried alone in the end"
     assert served(fleet) == [(2, "policy@2"), (0, "policy@0")]
     assert fleet.engines[1].state is EngineState.STALE
-    assert not engines.held
 
 
 @pytest.mark.parametrize(
@@ -257,7 +248,7 @@ async def test_a_rank_that_is_lost_or_refuses_leaves_the_version_before(failure:
     with pytest.raises(type(failure), match=message):
         await publisher.publish(PolicyVersion(1))
     assert served(fleet) == [(0, "policy@0")] * 2
-    assert (engines.loaded[0], engines.held) == (["policy@0"], set())
+    assert engines.loaded[0] == ["policy@0"]
 
 
 async def test_engines_that_differ_from_the_trainer_are_found_before_the_switch() -> None:
@@ -298,9 +289,9 @@ async def test_a_publish_loads_nothing_that_was_loaded_ahead_and_unloads_afterwa
     await publisher.prepared()
     del engines.calls[:]
     await publisher.publish(PolicyVersion(1))
-    assert engines.calls == []
+    assert engines.calls == ["receive at [0]"]
     await publisher.prepared()
-    assert engines.calls == ["unload policy@0 at 0", "load policy@2 at 0"]
+    assert engines.calls[1:] == ["unload policy@0 at 0", "load policy@2 at 0"]
 
 
 async def test_what_could_not_be_loaded_ahead_is_loaded_by_the_publish() -> None:
@@ -367,17 +358,15 @@ async def test_neither_a_catch_up_nor_the_end_of_a_run_waits_for_room(*, catches
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_ranks_begin_to_send_while_engines_are_paused_and_give_up_with_them() -> None:
+async def test_an_engine_that_takes_no_command_leaves_the_version_before() -> None:
     engines, fleet = scene(1)
-    ranks = FakeRanks()
-    publisher = publisher_of(engines, fleet, ranks=ranks)
+    publisher = publisher_of(engines, fleet)
     await publisher.publish(PolicyVersion(0))
-    engines.cannot_pause = True
-    with pytest.raises(WeightSyncError, match="version 1 was not published; engines keep the one before.*pause"):
+    engines.cannot_receive = True
+    with pytest.raises(WeightSyncError, match=r"version 1 was not published; engines keep the one before: .*no answer"):
         await publisher.publish(PolicyVersion(1))
-    assert ranks.held == 1, "nothing was sent"
     assert served(fleet) == [(0, "policy@0")]
-    engines.cannot_pause = False
+    engines.cannot_receive = False
     await publisher.publish(PolicyVersion(1))
     assert served(fleet) == [(1, "policy@1")]
 
@@ -457,7 +446,7 @@ async def test_requests_wait_for_no_update_of_another_policy() -> None:
         waiting = asyncio.create_task(publisher.publish(PolicyVersion(1)))
         await asyncio.sleep(0.05)
         assert engines.loaded == {0: ["policy@1"]}
-        assert not engines.held, "requests go on while the ranks compute"
+        assert engines.calls == ["load policy@1 at 0"], "requests go on while the ranks compute"
     await waiting
 
 

@@ -29,15 +29,25 @@ class _Pool(Protocol):
     A_buffer: Mapping[str, Sequence[torch.Tensor]]  # [slots, rows of all A, columns]
     B_buffer: Mapping[str, Sequence[torch.Tensor]]  # [slots, rows, rank]
 
+    def prepare_lora_batch(
+        self,
+        *,
+        cur_uids: set[str],
+        lora_adapters: Mapping[str, object],
+        lora_modules: Sequence[Mapping[str, object]],
+        lora_refs: Mapping[str, _Loaded],
+        lora_embed_tokens_module: None,
+        lora_lm_head_module: None,
+    ) -> None: ...
+
 
 class _Manager(Protocol):
     """The fields of SGLang's `LoRAManager` that are used."""
 
+    loras: Mapping[str, object]
     lora_refs: Mapping[str, _Loaded]
     memory_pool: _Pool
     lora_modules: Sequence[Mapping[str, object]]
-
-    def fetch_new_loras(self, new_loras: set[str]) -> None: ...
 
 
 class AdapterSlots:
@@ -56,15 +66,24 @@ class AdapterSlots:
             frame = caller
         raise WeightSyncError("this engine was started without adapters")
 
-    def take(self, name: str) -> int:
-        """Return the slot of a loaded adapter; without values it computes what the base does."""
+    def take(self, name: str, *, is_received: bool = False) -> int:
+        """Return the slot of a loaded adapter; with `is_received` all its values are received there now."""
         loaded = [(uid, ref) for uid, ref in self._manager.lora_refs.items() if ref.lora_name == name]
         if not loaded:
             raise WeightSyncError(f"adapter {name} is not loaded")
         ((uid, ref),) = loaded
         if not ref.pinned:
             raise WeightSyncError(f"adapter {name} is not pinned: it could lose its slot")
-        self._manager.fetch_new_loras({uid})
+        modules = self._manager.lora_modules
+        self._manager.memory_pool.prepare_lora_batch(
+            cur_uids={uid},
+            lora_adapters=self._manager.loras,
+            # SGLang would write zeros for each module, which takes milliseconds while requests wait.
+            lora_modules=[{} for _ in modules] if is_received else modules,
+            lora_refs=self._manager.lora_refs,
+            lora_embed_tokens_module=None,
+            lora_lm_head_module=None,
+        )
         return self._manager.memory_pool.uid_to_buffer_id[uid]
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:

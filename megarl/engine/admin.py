@@ -80,21 +80,6 @@ async def paused(
         await _call_all(fleet, engines, _resume)
 
 
-@asynccontextmanager
-async def held(engines: Sequence[Engine]) -> AsyncIterator[None]:
-    """Let requests wait between two tokens inside the block; those that arrive wait as well. EngineError after it."""
-    # A sleeping engine computes nothing, and its memory of requests is gone.
-    busy = [engine.client for engine in engines if not engine.client.is_asleep]
-    try:
-        await asyncio.gather(*(pause(client, PauseMode.IN_PLACE) for client in busy))
-        yield
-    finally:
-        outcomes = await asyncio.gather(*(resume(client) for client in busy), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failures:
-            raise failures[0]
-
-
 async def _resume(engine: Engine) -> None:
     if not engine.is_live:
         # Its weights are wrong: its requests are sent to other engines.

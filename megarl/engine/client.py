@@ -7,8 +7,7 @@ whole server, so callers check what they send.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -140,7 +139,6 @@ class EngineClient:
         """`send` replaces the network."""
         self.endpoint = endpoint
         self.request_timeout_s = request_timeout_s
-        self._has_sessions: bool | None = None
         self.is_asleep = False
         self.released: list[str] = []
         """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
@@ -208,48 +206,23 @@ class EngineClient:
         version: PolicyVersion | None = None,
         timeout_s: float,
         is_for_draft: bool = False,
+        holds_requests: bool = False,
     ) -> None:
         """Pass one payload to the loader of each TP rank; the engine reports `version` afterwards.
 
         The loader gets the model that generates, or its draft; SGLang before 0.5.21 calls it for both then. Waits until
-        no request is running, unless the engine is paused.
+        no request is running, unless the engine is paused or `holds_requests`: then they wait between two tokens.
         """
         assert len(payloads) == self.endpoint.tensor, f"{len(payloads)} payloads, {self.endpoint.tensor} TP ranks"
         body: dict[str, JsonValue] = {
-            "serialized_named_tensors": list(payloads),
+            "payloads": list(payloads),
             "load_format": load_format,
-            # Flushing here ends the server if a request is running; `flush_cache` only refuses.
-            "flush_cache": False,
+            "version": None if version is None else str(version),
+            "is_for_draft": is_for_draft,
+            # A sleeping engine is paused, and stays so.
+            "holds_requests": holds_requests and not self.is_asleep,
         }
-        if version is not None:
-            body["weight_version"] = str(version)
-        selector: Mapping[str, JsonValue] = {"selector": "draft" if is_for_draft else "target"}
-        async with self._weight_session(selector):
-            body |= selector if self._has_sessions else {"disable_draft_model": not is_for_draft}
-            await self.control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
-
-    @asynccontextmanager
-    async def _weight_session(self, selector: Mapping[str, JsonValue]) -> AsyncIterator[None]:
-        """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
-        if self._has_sessions is not False:
-            response = await self._send(
-                "begin weight update", "/begin_weight_update", selector, self.endpoint.keys.admin, CONTROL_TIMEOUT_S
-            )
-            # An unknown path is guarded by the other key.
-            self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
-            if self._has_sessions:
-                self._checked("begin weight update", response)
-        try:
-            yield
-        except EngineError:
-            with suppress(EngineError):  # the first failure is raised
-                await self._end_weight_session()
-            raise
-        await self._end_weight_session()
-
-    async def _end_weight_session(self) -> None:
-        if self._has_sessions:
-            await self.control("end weight update", "/end_weight_update", {})
+        await self.control("load weights", "/load_weights", body, timeout_s=timeout_s)
 
     async def _ask(self, operation: str, path: str, *, timeout_s: float) -> HttpReply:
         try:

@@ -58,15 +58,18 @@ class EngineControl:
         host: str = LOOPBACK,
         flushes_cache: bool = True,
         is_for_drafts: bool = False,
+        holds_requests: bool = False,
     ) -> None:
         """`timeout_s` is the deadline of a command; `host` is this process's address for the engines.
 
         Without `flushes_cache`, prefixes computed with earlier weights stay cached for the requests that use them. With
-        `is_for_drafts` commands go to the drafts of the engines, whose versions no engine reports.
+        `is_for_drafts` commands go to the drafts of the engines, whose versions no engine reports. With
+        `holds_requests` requests wait between two tokens during a command; else it waits for them, or for a pause.
         """
         self._fleet = fleet
         self._flushes_cache = flushes_cache
         self._is_for_drafts = is_for_drafts
+        self._holds_requests = holds_requests
         self._engines: Sequence[Engine] = fleet.reachable
         self._timeout_s = timeout_s
         self._group = ""
@@ -198,6 +201,7 @@ class EngineControl:
             load_format=DRAFT_LOADER if self._is_for_drafts else LOADER,
             version=version,
             is_for_draft=self._is_for_drafts,
+            holds_requests=self._holds_requests,
             timeout_s=self._timeout_s + _GRACE_S,
         )
         return tuple(self._take(engine, message) for message in messages)

@@ -163,7 +163,7 @@ class _Member:
             raise WeightSyncError("not in a transfer group for adapters; join comes first")
         # The last step of the requests that wait now may be under way: a transfer has the device for itself.
         _synchronize()
-        slot = self._slots.take(name)
+        slot = self._slots.take(name, is_received=True)
         if slot not in self._by_slot:
             self._by_slot[slot] = self._receiver.beside(self._slots.tensors(slot))
         digests = self._by_slot[slot].receive(version)

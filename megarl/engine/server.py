@@ -20,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from megarl.engine.server_loads import DirectLoads
 from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_flat_logprobs
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
 from megarl.system.network import LOOPBACK
@@ -94,10 +95,11 @@ def guard_doors(arguments: Sequence[str]) -> None:
         from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415 - only in the server
 
         keys = yaml.safe_load(Path(path).read_text())
-        secrets = [str(keys[name]).encode() for name in ("api-key", "admin-api-key") if keys.get(name)]
+        secrets = [str(keys[name]).encode() for name in ("api-key", "admin-api-key")]
         app.add_middleware(MaskedReplies, secrets=secrets)
         build = app.build_middleware_stack
-        app.build_middleware_stack = lambda: DirectGeneration(build(), key=secrets[0])
+        api, admin = secrets
+        app.build_middleware_stack = lambda: DirectLoads(DirectGeneration(build(), key=api), key=admin)
 
 
 def run() -> None:

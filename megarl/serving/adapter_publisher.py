@@ -5,6 +5,8 @@ there, as weights are. While the bytes arrive, requests wait between two tokens;
 switched. A request computes with one version from its first token to its last. A name is unloaded when no request holds
 it: SGLang would wait for them, and hold back the next load meanwhile. Until the switch every engine serves the version
 before.
+
+Between two publishes, beside running requests, engines unload what no request holds and load the name of the next.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ class ServedAdapters:
 
 @dataclass(eq=False, kw_only=True)
 class AdapterPublisher(TransferPublisher):
+    """Its `control` lets requests wait during a command."""
+
     adapters: ServedAdapters
+    _ahead: dict[Engine, tuple[str, asyncio.Task[str | None]]] = field(default_factory=dict, init=False)
+    """The name that each engine loads for the next publish, and its `_load`."""
     _compare: tuple[Compare, int] | None = field(default=None, init=False)
     _num_published: int = field(default=0, init=False)
     _num_alive: int = field(default=0, init=False)
@@ -74,12 +80,24 @@ class AdapterPublisher(TransferPublisher):
         self._num_published += 1
         return replace(result, num_adapters=self._num_alive, max_adapters=self.adapters.num_loaded)
 
+    async def prepared(self) -> None:
+        """Return when all that was begun for the next publish is done."""
+        if self._ahead:
+            await asyncio.wait([loading for _, loading in self._ahead.values()])
+
+    async def close(self) -> None:
+        """Give up what was begun for the next publish."""
+        for _, loading in self._ahead.values():
+            loading.cancel()
+        await self.prepared()
+        self._ahead.clear()
+
     async def _deliver(
         self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
     ) -> tuple[int, Plan]:
         """Let engines of the roster serve the version. Before the switch a failure changes nothing."""
         name, wait_s = self._new_name(version), 0.0 if is_catching_up else self.timeout_s
-        outcomes = await asyncio.gather(*(self._load(engine, name, wait_s=wait_s) for engine in roster))
+        outcomes = await asyncio.gather(*(self._have(engine, name, wait_s=wait_s) for engine in roster))
         reasons = {engine.index: why for engine, why in zip(roster, outcomes, strict=True) if why is not None}
         loaded = [engine for engine in roster if engine.index not in reasons]
         try:
@@ -102,8 +120,27 @@ class AdapterPublisher(TransferPublisher):
         else:
             await self.fleet.committed(version, serving, adapter=name, policy=self.policy)
         self._num_alive = max(len(self._names(engine)) for engine in serving)
-        await asyncio.gather(*(self._unload_unused(engine) for engine in serving))
+        self._prepare(serving, version + 1)
         return len(serving), plan
+
+    def _prepare(self, engines: Sequence[Engine], version: int) -> None:
+        """Begin to load the adapter of this version. Another version, or a restarted engine, loads its own later."""
+        name = self._new_name(version)
+        for engine in engines:
+            self._ahead[engine] = name, asyncio.create_task(self._load(engine, name, wait_s=self.timeout_s))
+
+    async def _have(self, engine: Engine, name: str, *, wait_s: float) -> str | None:
+        """Return None if the engine has the adapter now, loaded ahead or here, else the reason."""
+        prepared, loading = self._ahead.pop(engine, (None, None))
+        if loading is not None:
+            if not wait_s:
+                loading.cancel()  # it may wait for room
+                await asyncio.wait([loading])
+            elif (why := await loading) is not None:
+                logger.info("engine=%d adapter=%s was not loaded ahead: %s", engine.index, prepared, why)
+            elif prepared == name in engine.adapters:
+                return None
+        return await self._load(engine, name, wait_s=wait_s)
 
     async def _load(self, engine: Engine, name: str, *, wait_s: float) -> str | None:
         """Return None if the engine has the adapter now, without values, else the reason."""
@@ -121,7 +158,7 @@ class AdapterPublisher(TransferPublisher):
     ) -> Plan:
         try:
             # Requests do not wait until ranks have updated another policy; `is_locked` says that they compute nothing.
-            async with nullcontext() if is_locked else self.ranks.device_lock, admin.held(loaded):
+            async with nullcontext() if is_locked else self.ranks.device_lock:
                 link = await self._linked(loaded)
                 await self._exchange(link, version, adapter=name)
         except (EngineError, WeightSyncError, WorkerError) as error:
@@ -159,8 +196,13 @@ class AdapterPublisher(TransferPublisher):
         adapters.pop(name, None)
 
     def _new_name(self, version: int) -> str:
-        """Return a name that no engine has loaded: ranks that resumed publish some versions again."""
-        loaded = {name for engine in self.fleet.engines for name in self._names(engine)}
+        """Return a name that no engine has but for this publish: ranks that resumed publish some versions again."""
+        loaded = {
+            name
+            for engine in self.fleet.engines
+            for name in self._names(engine)
+            if engine not in self._ahead or name != self._ahead[engine][0]
+        }
         name, number = f"{self._prefix}{version}", 1
         while name in loaded:
             number += 1

@@ -83,7 +83,7 @@ async def connect(
             await files.connect()
             publisher = EnginePublisher(transport=files, fleet=fleet, phases=SeparatePhases())
         case ManagedServing(phases=phases):
-            publisher = await _connect_managed(roles, trainers, serving, observer, policy)
+            publisher = await _connect_managed(roles, trainers, serving, stack, observer, policy)
             stack.callback(serving.supervisor.attach, None, policy=policy)
         case _:
             assert_never(serving)
@@ -91,11 +91,18 @@ async def connect(
 
 
 async def _connect_managed(
-    roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer, policy: str
+    roles: RolesConfig,
+    trainers: Trainers,
+    serving: ManagedServing,
+    stack: AsyncExitStack,
+    observer: Observer,
+    policy: str,
 ) -> EnginePublisher:
     phases = serving.phases
     ranks = trainers.actor
     transport = _transport(trainers, serving, observer, policy)
+    if isinstance(transport, AdapterPublisher):
+        stack.push_async_callback(transport.close)
     drafts = _draft_publisher(trainers, serving, observer)
     publisher = EnginePublisher(
         transport=transport,
@@ -125,7 +132,11 @@ def _transport(trainers: Trainers, serving: ManagedServing, observer: Observer, 
     config = serving.config
     timeout_s = config.publish_timeout_s
     control = EngineControl(
-        serving.fleet, timeout_s=timeout_s, host=serving.host, flushes_cache=config.in_flight != "in_place"
+        serving.fleet,
+        timeout_s=timeout_s,
+        host=serving.host,
+        flushes_cache=config.in_flight != "in_place",
+        holds_requests=serving.adapters is not None,
     )
     publisher: Callable[..., TransferPublisher] = TransferPublisher
     if serving.adapters is not None:

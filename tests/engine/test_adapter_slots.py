@@ -35,9 +35,10 @@ class Loaded:
 
 @dataclass
 class Pool:
-    """Three slots for adapters of rank 2."""
+    """Three slots for adapters of rank 2, given in order, as SGLang does to adapters without values."""
 
     uid_to_buffer_id: dict[str, int] = field(default_factory=dict)
+    filled: list[str] = field(default_factory=list)
     A_buffer: dict[str, list[torch.Tensor]] = field(
         default_factory=lambda: {"up_proj": [], "gate_up_proj": [torch.zeros(0), torch.zeros(3, 4, 4)]}
     )
@@ -45,20 +46,22 @@ class Pool:
         default_factory=lambda: {"up_proj": [], "gate_up_proj": [torch.zeros(0), torch.zeros(3, 6, 2)]}
     )
 
+    def prepare_lora_batch(
+        self, *, cur_uids: set[str], lora_modules: Sequence[Mapping[str, object]], **_others: object
+    ) -> None:
+        for uid in cur_uids - self.uid_to_buffer_id.keys():
+            self.uid_to_buffer_id[uid] = 1 + len(self.uid_to_buffer_id)
+            self.filled += [f"{uid} {name}" for modules in lora_modules for name in modules]
+
 
 @dataclass
 class Manager:
-    """It gives slots in order, as SGLang does to adapters without values."""
-
     lora_refs: Mapping[str, Loaded] = field(
         default_factory=lambda: {"x7": Loaded("policy@7"), "x8": Loaded("policy@8"), "y": Loaded("loose", pinned=False)}
     )
     lora_modules: Sequence[Mapping[str, object]] = ({}, {"model.layers.1.mlp.gate_up_proj": None})
     memory_pool: Pool = field(default_factory=Pool)
-
-    def fetch_new_loras(self, new_loras: set[str]) -> None:
-        for uid in new_loras:
-            self.memory_pool.uid_to_buffer_id.setdefault(uid, 1 + len(self.memory_pool.uid_to_buffer_id))
+    loras: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,6 +86,13 @@ class Scheduler:
 def test_an_adapter_keeps_the_slot_that_it_was_given() -> None:
     slots = Scheduler(Worker(Runner(Manager()))).process()
     assert [slots.take(name) for name in ("policy@8", "policy@7", "policy@8")] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(("is_received", "filled"), [(False, ["x7 model.layers.1.mlp.gate_up_proj"]), (True, [])])
+def test_only_a_slot_that_is_not_received_is_filled_by_sglang(*, is_received: bool, filled: list[str]) -> None:
+    manager = Manager()
+    AdapterSlots(cast(Any, manager)).take("policy@7", is_received=is_received)
+    assert manager.memory_pool.filled == filled
 
 
 def test_what_is_written_into_a_slot_is_what_its_layers_compute_with() -> None:

@@ -211,47 +211,22 @@ async def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) ->
         assert json.loads((await client.generate(REQUEST)).content) == reply
 
 
-def load(engine: Recorder, *, times: int = 1, is_for_draft: bool = False) -> None:
-    client = scripted_client(engine, tensor=2)
-
-    async def calls() -> None:
-        for _ in range(times):
-            await client.load_weights(
-                ["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60, is_for_draft=is_for_draft
-            )
-
-    asyncio.run(calls())
-
-
-def test_weights_are_loaded_inside_a_session_and_never_flush() -> None:
+@pytest.mark.parametrize(("is_asleep", "holds"), [(False, True), (True, False)])
+async def test_a_load_is_one_call_and_leaves_the_pause_of_a_sleeping_engine(*, is_asleep: bool, holds: bool) -> None:
     engine = Recorder()
-    load(engine)
-    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-    assert json.loads(engine.asked[1].content) == {
-        "serialized_named_tensors": ["a", "b"],
+    client = scripted_client(engine, tensor=2)
+    client.is_asleep = is_asleep
+    await client.load_weights(
+        ["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60, holds_requests=True
+    )
+    assert engine.paths == ["/load_weights"]
+    assert json.loads(engine.asked[0].content) == {
+        "payloads": ["a", "b"],
         "load_format": "x.y",
-        "flush_cache": False,
-        "weight_version": "3",
-        "selector": "target",
+        "version": "3",
+        "is_for_draft": False,
+        "holds_requests": holds,
     }
-    assert json.loads(engine.asked[0].content) == {"selector": "target"}
-
-
-@pytest.mark.parametrize("status", [404, 401])
-def test_an_older_engine_without_sessions_is_asked_for_one_once(status: int) -> None:
-    engine = Recorder(begin_weight_update=status, end_weight_update=status)
-    load(engine, times=2)
-    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
-    bodies = [json.loads(asked.content) for asked in engine.asked[1:]]
-    assert [(body["disable_draft_model"], "selector" in body) for body in bodies] == [(True, False)] * 2
-
-
-def test_what_a_draft_gets_is_for_its_model_or_for_a_loader_that_passes_the_policy_by() -> None:
-    engine, older = Recorder(), Recorder(begin_weight_update=404, end_weight_update=404)
-    for each in (engine, older):
-        load(each, is_for_draft=True)
-    assert [json.loads(asked.content).get("selector") for asked in engine.asked] == ["draft", "draft", None]
-    assert json.loads(older.asked[1].content)["disable_draft_model"] is False
 
 
 ASLEEP_AND_AWAKE = {
@@ -274,13 +249,6 @@ async def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(devi
     for call in (admin.sleep, admin.sleep, admin.wake, admin.wake):
         await call(client)
     assert engine.paths == ASLEEP_AND_AWAKE[device]
-
-
-def test_a_failed_load_still_ends_its_session() -> None:
-    engine = Recorder(update_weights_from_tensor=400)
-    with pytest.raises(EngineError, match="load weights: status 400"):
-        load(engine)
-    assert engine.paths[-1] == "/end_weight_update"
 
 
 async def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:

@@ -26,10 +26,10 @@ def engine_of(model: torch.nn.Module) -> Callable[[httpx.Request], httpx.Respons
     """An engine of one TP rank that hands every payload to the loader."""
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/update_weights_from_tensor":
-            (payload,) = json.loads(request.content)["serialized_named_tensors"]
+        if request.url.path == "/load_weights":
+            (payload,) = json.loads(request.content)["payloads"]
             load(model, pickle.loads(base64.b64decode(payload)))
-        return httpx.Response(404 if "weight_update" in request.url.path else 200, json={})
+        return httpx.Response(200, json={})
 
     return answer
 

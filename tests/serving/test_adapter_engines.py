@@ -89,7 +89,7 @@ class AdaptedEngine:
         return AdapterPublisher(
             ranks=LocalRanks(AdapterRanks(engine=self, group_type=group_type)),
             fleet=fleet,
-            control=EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S),
+            control=EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S, holds_requests=True),
             transfer=lambda: self.transfer,
             timeout_s=COMMAND_TIMEOUT_S,
             host=LOOPBACK,
@@ -109,6 +109,7 @@ class AdaptedEngine:
         try:
             yield fleet, publisher
         finally:
+            await publisher.close()
             (engine,) = fleet.engines
             for name in engine.adapters:
                 await admin.unload_adapter(engine.client, str(name), timeout_s=300)
@@ -206,12 +207,14 @@ async def test_requests_keep_their_version_through_publishes(adapted: AdaptedEng
         for version in (1, 2):
             await publisher.publish(PolicyVersion(version))
             assert not early.done(), "nothing ran during the publish"
+        await publisher.prepared()
         # Nobody asked for version 1, and version 0 is still held.
-        assert set(engine.adapters) == {"policy@0", "policy@2"}
+        assert set(engine.adapters) == {"policy@0", "policy@2", "policy@3"}
         late = await generator_of(fleet, num_rollouts=4).generate(prompt_of(*PROMPT, uid="row-1"))
         before = await early
         await publisher.publish(PolicyVersion(3))
-        assert dict(engine.adapters) == {"policy@3": 0}
+        await publisher.prepared()
+        assert dict(engine.adapters) == {"policy@3": 0, "policy@4": 0}
         for name in ("policy@0", "policy@2"):
             with pytest.raises(EngineError, match="400"):
                 await engine.client.generate(ask(name))
@@ -309,7 +312,8 @@ async def test_publishes_under_load_are_exact_and_leave_nothing_behind(
             if version == 20:
                 settled = adapted.resident_bytes
         await publisher.publish(PolicyVersion(num_publishes + 1))
-        assert dict(engine.adapters) == {f"policy@{num_publishes + 1}": 0}
+        await publisher.prepared()
+        assert dict(engine.adapters) == {f"policy@{num_publishes + 1}": 0, f"policy@{num_publishes + 2}": 0}
         last = adapted.resident_bytes
     assert worst < 1e-4, f"off by {worst:.2e}"
     if settled:

@@ -14,7 +14,7 @@ from megarl.engine.commands import Rendezvous
 from megarl.engine.control import EngineControl
 from megarl.engine.fleet import Engine, Fleet
 from megarl.engine.lifecycle import EngineState, FellBehind
-from megarl.errors import MegarlError, NumericsError, WeightSyncError, WorkerError
+from megarl.errors import EngineError, MegarlError, NumericsError, WeightSyncError, WorkerError
 from megarl.serving.adapter_publisher import AdapterPublisher, ServedAdapters
 from megarl.system.network import LOOPBACK
 from megarl.types import ONE_POLICY, PolicyVersion
@@ -34,20 +34,13 @@ class FakeEngines:
     calls: list[str] = field(default_factory=list)
     loaded: dict[int, list[str]] = field(default_factory=dict)
     refuses: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
+    cannot_receive: bool = False
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path, index = request.url.path.removeprefix("/"), request.url.port - 30000  # type: ignore[operator]
         if path == "health":
             return httpx.Response(200)
         body = json.loads(request.content)
-        if path == "pause_generation":
-            assert body["mode"] == "in_place"
-            self.held.add(index)
-        elif path == "continue_generation":
-            self.held.remove(index)
-        if path.endswith("_generation"):
-            return httpx.Response(200)
         name, names = body["lora_name"], self.loaded.setdefault(index, [])
         operation = path.partition("_")[0]
         self.calls.append(f"{operation} {name} at {index}")
@@ -77,7 +70,9 @@ class FakeControl(EngineControl):
 
     async def receive(self, version: PolicyVersion, *, adapter: str | None = None) -> dict[int, Mapping[str, int]]:
         indices = [engine.index for engine in self._engines]
-        assert self._fakes.held.issuperset(indices), "requests compute meanwhile"
+        self._fakes.calls.append(f"receive at {indices}")
+        if self._fakes.cannot_receive:
+            raise EngineError("load weights: no answer")
         assert all(adapter in self._fakes.loaded[index] for index in indices)
         return {rank: {"a": 5 + (index in self._damages)} for rank, index in enumerate(indices)}
 
@@ -143,8 +138,9 @@ async def test_a_version_is_loaded_everywhere_then_served_and_the_one_before_is_
         num_bytes = sum(ADAPTERS.plan().traffic.received_bytes.values())
         assert (result.version, result.num_engines, result.num_bytes) == (version, 2, num_bytes)
         assert (result.num_adapters, result.max_adapters) == (version + 1, 3), "two until the older is unloaded"
+        await publisher.prepared()
     assert served(fleet) == [(1, "policy@1")] * 2
-    assert engines.loaded == {0: ["policy@1"], 1: ["policy@1"]}
+    assert engines.loaded == {0: ["policy@1", "policy@2"], 1: ["policy@1", "policy@2"]}, "the next one is there"
     assert all(engine.weights_version == 0 for engine in fleet.engines), "the base did not change"
 
 
@@ -155,12 +151,13 @@ async def test_a_request_keeps_its_adapter_and_counts_until_it_ends() -> None:
     async with fleet.lease() as engine:
         for version in (1, 2):
             await publisher.publish(PolicyVersion(version))
+        await publisher.prepared()
         # Nobody used version 1.
-        assert engines.loaded == {0: ["policy@0", "policy@2"]}
+        assert engines.loaded == {0: ["policy@0", "policy@2", "policy@3"]}
         assert engine.adapters["policy@0"] == 1
-        assert (await publisher.publish(PolicyVersion(2))).num_adapters == 3
-    await publisher.publish(PolicyVersion(3))
-    assert engines.loaded == {0: ["policy@3"]}
+        assert (await publisher.publish(PolicyVersion(3))).num_adapters == 3
+    await publisher.prepared()
+    assert engines.loaded == {0: ["policy@3", "policy@4"]}
 
 
 async def test_no_version_is_loaded_beyond_the_limit_before_a_request_has_ended() -> None:
@@ -174,7 +171,8 @@ async def test_no_version_is_loaded_beyond_the_limit_before_a_request_has_ended(
         assert not waiting.done()
         assert engines.loaded == {0: ["policy@0", "policy@1"]}
     await waiting
-    assert engines.loaded == {0: ["policy@2"]}
+    await publisher.prepared()
+    assert engines.loaded == {0: ["policy@2", "policy@3"]}
 
 
 async def test_without_room_in_time_the_version_before_serves_on() -> None:
@@ -202,7 +200,8 @@ async def test_an_engine_that_refuses_a_version_is_stale_and_catches_up() -> Non
     assert await publisher.catch_up(second)
     assert second.is_live
     assert second.version == 1
-    assert engines.loaded[1] == [second.serves().adapter]
+    await publisher.prepared()
+    assert engines.loaded[1] == [second.serves().adapter, "policy@2"]
 
 
 async def test_if_no_engine_takes_a_version_the_one_before_serves_on() -> None:
@@ -231,7 +230,6 @@ async def test_a_damaged_adapter_is_not_served_and_the_one_before_serves_on() ->
     assert (await publisher.publish(PolicyVersion(2))).num_engines == 1, "each is tried alone in the end"
     assert served(fleet) == [(2, "policy@2"), (0, "policy@0")]
     assert fleet.engines[1].state is EngineState.STALE
-    assert not engines.held
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ async def test_a_rank_that_is_lost_or_refuses_leaves_the_version_before(failure:
     with pytest.raises(type(failure), match=message):
         await publisher.publish(PolicyVersion(1))
     assert served(fleet) == [(0, "policy@0")] * 2
-    assert (engines.loaded[0], engines.held) == (["policy@0"], set())
+    assert engines.loaded[0] == ["policy@0"]
 
 
 async def test_engines_that_differ_from_the_trainer_are_found_before_the_switch() -> None:
@@ -284,6 +282,95 @@ async def test_a_version_that_is_published_again_gets_a_name_of_its_own() -> Non
         assert served(fleet) == [(5, "policy@5.2")]
 
 
+async def test_a_publish_loads_nothing_that_was_loaded_ahead_and_unloads_afterwards() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    await publisher.prepared()
+    del engines.calls[:]
+    await publisher.publish(PolicyVersion(1))
+    assert engines.calls == ["receive at [0]"]
+    await publisher.prepared()
+    assert engines.calls[1:] == ["unload policy@0 at 0", "load policy@2 at 0"]
+
+
+async def test_what_could_not_be_loaded_ahead_is_loaded_by_the_publish() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    await publisher.prepared()
+    engines.refuses = {1}
+    await publisher.publish(PolicyVersion(1))
+    await publisher.prepared()
+    assert engines.loaded == {0: ["policy@1", "policy@2"], 1: ["policy@1"]}
+    engines.refuses = set()
+    await publisher.publish(PolicyVersion(2))
+    assert served(fleet) == [(2, "policy@2")] * 2
+
+
+async def test_another_version_than_the_next_takes_no_name_that_was_loaded_ahead() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet, num_loaded=2)
+    for version in (5, 3):
+        await publisher.publish(PolicyVersion(version))
+        await publisher.prepared()
+    assert served(fleet) == [(3, "policy@3")]
+    assert engines.loaded == {0: ["policy@3", "policy@4"]}
+
+
+async def test_an_engine_that_restarted_loads_what_the_others_have_ahead() -> None:
+    engines, fleet = scene()
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    await publisher.prepared()
+    second = fleet.engines[1]
+    fleet.replace_client(second, second.client)
+    engines.loaded[1] = []
+    assert (await publisher.publish(PolicyVersion(1))).num_engines == 2
+    assert served(fleet) == [(1, "policy@1")] * 2
+
+
+async def test_room_for_the_next_version_is_waited_for_beside_requests() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet, num_loaded=2)
+    await publisher.publish(PolicyVersion(0))
+    async with fleet.lease():
+        await publisher.publish(PolicyVersion(1))
+        await asyncio.sleep(0.1)
+        assert engines.loaded == {0: ["policy@0", "policy@1"]}
+    await publisher.prepared()
+    assert engines.loaded == {0: ["policy@1", "policy@2"]}
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+async def test_neither_a_catch_up_nor_the_end_of_a_run_waits_for_room(*, catches_up: bool) -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet, num_loaded=2)
+    await publisher.publish(PolicyVersion(0))
+    async with fleet.lease() as engine:
+        await publisher.publish(PolicyVersion(1))
+        if catches_up:
+            fleet.report(engine, FellBehind(reason="a request was cut off"))
+            with pytest.raises(WeightSyncError, match="no room for another adapter within 0 s"):
+                await publisher.catch_up(engine)
+        else:
+            await publisher.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_engine_that_takes_no_command_leaves_the_version_before() -> None:
+    engines, fleet = scene(1)
+    publisher = publisher_of(engines, fleet)
+    await publisher.publish(PolicyVersion(0))
+    engines.cannot_receive = True
+    with pytest.raises(WeightSyncError, match=r"version 1 was not published; engines keep the one before: .*no answer"):
+        await publisher.publish(PolicyVersion(1))
+    assert served(fleet) == [(0, "policy@0")]
+    engines.cannot_receive = False
+    await publisher.publish(PolicyVersion(1))
+    assert served(fleet) == [(1, "policy@1")]
+
+
 async def test_fifty_publishes_beside_requests_leave_nothing_behind() -> None:
     engines, fleet = scene()
     publisher = publisher_of(engines, fleet, num_loaded=4)
@@ -299,9 +386,10 @@ async def test_fifty_publishes_beside_requests_leave_nothing_behind() -> None:
         assert max(len(names) for names in engines.loaded.values()) <= 4
     await asyncio.gather(*held)
     await publisher.publish(PolicyVersion(50))
-    assert engines.loaded == {0: ["policy@50"], 1: ["policy@50"]}
+    await publisher.prepared()
+    assert engines.loaded == {0: ["policy@50", "policy@51"], 1: ["policy@50", "policy@51"]}
     for engine in fleet.engines:
-        assert dict(engine.adapters) == {"policy@50": 0}
+        assert dict(engine.adapters) == {"policy@50": 0, "policy@51": 0}
 
 
 async def test_policies_have_versions_names_and_room_of_their_own() -> None:
@@ -319,10 +407,12 @@ async def test_policies_have_versions_names_and_room_of_their_own() -> None:
         await first.publish(PolicyVersion(5))
         for version in (1, 2):
             await second.publish(PolicyVersion(version))
-        assert engines.loaded == {0: ["a@4", "a@5", "b@2"]}, "a request of one policy holds none of another's"
+        await second.prepared()
+        assert engines.loaded == {0: ["a@4", "a@5", "b@2", "b@3"]}, "a request of one policy holds none of another's"
         assert (fleet.committed_version("a"), fleet.committed_version("b")) == (5, 2)
     await first.publish(PolicyVersion(6))
-    assert engines.loaded == {0: ["b@2", "a@6"]}
+    await first.prepared()
+    assert engines.loaded == {0: ["b@2", "b@3", "a@6", "a@7"]}
 
 
 async def test_an_engine_that_restarted_is_live_when_it_has_all_policies() -> None:
@@ -344,7 +434,9 @@ async def test_an_engine_that_restarted_is_live_when_it_has_all_policies() -> No
     assert not engine.is_live
     await publishers["b"].publish(PolicyVersion(8))
     assert engine.is_live
-    assert engines.loaded == {0: ["a@3", "b@8"]}
+    for publisher in publishers.values():
+        await publisher.prepared()
+    assert sorted(engines.loaded[0]) == ["a@3", "a@4", "b@8", "b@9"]
 
 
 async def test_requests_wait_for_no_update_of_another_policy() -> None:
@@ -354,7 +446,7 @@ async def test_requests_wait_for_no_update_of_another_policy() -> None:
         waiting = asyncio.create_task(publisher.publish(PolicyVersion(1)))
         await asyncio.sleep(0.05)
         assert engines.loaded == {0: ["policy@1"]}
-        assert not engines.held, "requests go on while the ranks compute"
+        assert engines.calls == ["load policy@1 at 0"], "requests go on while the ranks compute"
     await waiting
 
 

@@ -34,6 +34,8 @@ if __name__ == "__mp_main__" and DRAFT_OPTION in sys.argv:
 
     register_hooks(sys.argv)
 
+_UNUSED = ("mcp", "megatron")
+"""Packages of other roles, which SGLang imports where it finds them, for tools and dumps that no engine has here."""
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called in each iteration of the loop of a paused scheduler."""
 _PAUSED_POLL_S = 0.005
@@ -96,8 +98,15 @@ def guard_doors(arguments: Sequence[str]) -> None:
         app.build_middleware_stack = lambda: DirectGeneration(build(), key=secrets[0])
 
 
+def hide_unused() -> None:
+    """Let SGLang do without packages that only cost its processes seconds of their start."""
+    for name in _UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 def run() -> None:
     """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
+    hide_unused()
     register()
     store = host_store(sys.argv)
     guard_doors(sys.argv)
@@ -106,5 +115,7 @@ def run() -> None:
     del store
 
 
+if __name__ == "__mp_main__":
+    hide_unused()
 if __name__ == "__main__":
     run()

@@ -22,6 +22,7 @@ import yaml
 
 from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_flat_logprobs
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
+from megarl.system.imports import uncollected
 from megarl.system.network import LOOPBACK
 
 if ONE_CARD.read():
@@ -107,9 +108,10 @@ def hide_unused() -> None:
 def run() -> None:
     """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
     hide_unused()
-    register()
-    store = host_store(sys.argv)
-    guard_doors(sys.argv)
+    with uncollected():
+        register()
+        store = host_store(sys.argv)
+        guard_doors(sys.argv)
     sys.argv[0] = "sglang.launch_server"
     runpy.run_module("sglang.launch_server", run_name="__main__")
     del store

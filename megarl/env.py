@@ -156,6 +156,12 @@ MODEL_CLASSES_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process that serves a sequence classifier, scores at a temperature, records experts,
 or has windows on a GPU."""
 
+PLAIN_CLASSES_ENVIRONMENT: Mapping[str, str] = {
+    # SGLang's own class of the model, without the import of all others.
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.engine.plain_classes",
+}
+"""Further variables of every other SGLang process."""
+
 DRAFT_ENVIRONMENT: Mapping[str, str] = {
     # Heads are often trained on short texts: past their context they draft worse, and no token is wrong.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -253,8 +259,7 @@ def engine_environment(
     }
     if interface is not None:
         environment |= {GLOO_INTERFACE.name: interface, **nccl_interface(interface)}
-    if has_own_classes:
-        environment |= MODEL_CLASSES_ENVIRONMENT
+    environment |= MODEL_CLASSES_ENVIRONMENT if has_own_classes else PLAIN_CLASSES_ENVIRONMENT
     if has_draft:
         environment |= DRAFT_ENVIRONMENT
     if takes_images:

@@ -6,7 +6,6 @@ heavy ones when it needs them: `validate` and `--version` load neither torch nor
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 import traceback
@@ -21,6 +20,7 @@ from typer.core import TyperGroup
 
 from megarl import __version__
 from megarl.errors import ConfigError, MegarlError
+from megarl.system.imports import uncollected
 from megarl.system.secret import masked, printable
 
 EXIT_BUG = 70
@@ -100,9 +100,8 @@ app = typer.Typer(
 def add_command(name: str) -> None:
     """Import one command and add it to the app."""
     module, _, attribute = _PLACES[name].partition(":")
-    gc.disable()  # what is imported stays: the collector would walk through it again and again
-    command = getattr(import_module(f"megarl.cli.{module}"), attribute)
-    gc.enable()
+    with uncollected():
+        command = getattr(import_module(f"megarl.cli.{module}"), attribute)
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:

@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.leases import AdoptableActors, leased
-from megarl.cluster.local_ray import LocalRay, adopted_ray, local_ray
+from megarl.cluster.local_ray import RAY_LOG, LocalRay, local_ray, running_ray, take_early
 from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT, EXCLUDED_FILE
@@ -35,6 +35,7 @@ from megarl.env import visible_gpus
 from megarl.errors import MachineError, PreemptedError, first_line
 from megarl.system.lease import JoinedLease, Lease, PrivateLease
 from megarl.system.network import address_in
+from megarl.system.start_log import note_piece
 from megarl.weights.algebra.slices import Gpu
 
 WITHIN_S = 3600.0
@@ -398,14 +399,16 @@ def open_cluster(
     trace of Ray's tasks is written to `tasks_file`, in Chrome's format.
     """
     with ExitStack() as stack:
+        began = time.time()
         if address is None:
             assert lease is None or isinstance(lease, PrivateLease)
-            stack.enter_context(_private(run, pools, lease))
+            began = stack.enter_context(_private(run, pools, lease))
         elif isinstance(lease, JoinedLease) and lease.outlives_driver:
             stack.enter_context(joined(address, namespace=lease.namespace))
             stack.enter_context(leased(lease))
         else:
             stack.enter_context(joined(address))
+        note_piece("Ray", began=began)
         excluded = run.folder / run.name / EXCLUDED_FILE
         cluster = Cluster(run.device, lease, excluded=excluded, is_private=address is None)
         stack.callback(cluster.release)
@@ -415,17 +418,26 @@ def open_cluster(
 
 
 @contextmanager
-def _private(run: RunConfig, pools: Mapping[str, PoolConfig], lease: PrivateLease | None) -> Iterator[None]:
-    """Join a Ray that is started here, or that an earlier driver left."""
-    run_folder = run.folder / run.name
+def _private(run: RunConfig, pools: Mapping[str, PoolConfig], lease: PrivateLease | None) -> Iterator[float]:
+    """Join a Ray that is started here, was started while the run was checked, or that an earlier driver left.
+
+    Yield when its start began, in seconds since the epoch.
+    """
+    run_folder, began = run.folder / run.name, time.time()
+    log_hint = f"; log: {run_folder / RAY_LOG}"
     with ExitStack() as stack:
         if lease is not None and lease.adopted is not None:
             assert lease.adopted.guard is not None, "it is private"
-            stack.enter_context(adopted_ray(lease, lease.adopted.guard, run_folder))
-            stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
+            lease.take()
+            stack.enter_context(running_ray(lease, lease.adopted.guard, run_folder))
+            address, log_hint = lease.adopted.address, ""
+        elif lease is not None and (guard := take_early(lease, run_folder)) is not None:
+            assert lease.early is not None, "it was taken"
+            stack.enter_context(running_ray(lease, guard, run_folder))
+            address, began = lease.early.address, lease.early.began
         else:
             nodes = LocalRay(device=run.device, log_folder=run_folder, lease=lease)
             stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
-            log_hint = f"; log: {nodes.log_of(0)}"
-            stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))
-        yield
+            address = nodes.address
+        stack.enter_context(joined(address, log_hint=log_hint, namespace=_NAMESPACE))
+        yield began

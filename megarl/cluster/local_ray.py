@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megarl.config.recipe import ClusterConfig
+from megarl.config.recipe import ClusterConfig, RunConfig
 from megarl.config.section import CPU_SLOT
 from megarl.env import (
     LOCAL_RAY_ENVIRONMENT,
@@ -36,6 +36,7 @@ from megarl.system.guard import GuardLease, start_guarded, stop_guarded
 from megarl.system.lease import (
     RAY_FOLDER,
     TOKEN_FILE,
+    EarlyRay,
     LeasedGuard,
     PrivateLease,
     find_leased,
@@ -43,6 +44,7 @@ from megarl.system.lease import (
     run_id_of,
 )
 from megarl.system.network import LOOPBACK
+from megarl.system.run_lock import LOCKS_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ _BRIDGE = "nodes"
 RAY_LOGS = "ray_logs"
 """The folder beside the log of the head that gets the logs of a Ray that failed."""
 _RAY = "ray"
+RAY_LOG = "ray.log"
+"""That of the head."""
 _KEPT_BYTES = 2**20
 """Bytes that are kept of each log of a Ray that failed."""
 _STARTED = b"Ray runtime started"
@@ -151,7 +155,19 @@ class LocalRay:
             yield from (f"--{agent}-port", port)
 
     def log_of(self, number: int) -> Path:
-        return self.log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
+        return self.log_folder / (RAY_LOG if number == 0 else f"ray_node_{number}.log")
+
+    def as_early(self) -> EarlyRay:
+        """Return the head as a process sees it that did not start it."""
+        head = self._nodes[self._address_of(0)]
+        assert head.stdin is not None, "it has a pipe to its guard"
+        return EarlyRay(
+            address=self.address,
+            guard=LeasedGuard.of(self.folder, head.pid),
+            log=self.log_of(0).absolute(),
+            began=time.time(),
+            pipe=head.stdin,
+        )
 
     @property
     def addresses(self) -> list[str]:
@@ -242,9 +258,8 @@ def private_folder() -> Path:
 
 
 @contextmanager
-def adopted_ray(lease: PrivateLease, guard: LeasedGuard, log_folder: Path) -> Iterator[None]:
-    """Renew the lease of a Ray that an earlier driver started, and end it after the block."""
-    lease.take()
+def running_ray(lease: PrivateLease, guard: LeasedGuard, log_folder: Path) -> Iterator[None]:
+    """Use a Ray that another process has started, and end it after the block."""
     try:
         with _keeping_logs(lease.of_guard.folder, log_folder):
             yield
@@ -270,6 +285,63 @@ def local_ray(nodes: LocalRay, *, num_slots: int, num_gpus: int | None = None) -
             yield nodes
     finally:
         nodes.stop()
+
+
+@contextmanager
+def early_ray(run: RunConfig, cluster: ClusterConfig, *, num_slots: int) -> Iterator[EarlyRay | None]:
+    """Start the private Ray of a run; after the block it has ended, unless another driver of the run has it.
+
+    None where an earlier driver has left one, or no folder can be made: the driver of the run then says why.
+    """
+    run_folder = run.folder / run.name
+    if find_leased(run_folder) is not None:
+        yield None
+        return
+    folder = _new_folder()
+    # Beside the runs: that of an earlier one is moved once this one is checked, and a log can be renamed into it.
+    logs = run_folder.parent / LOCKS_FOLDER / folder.name
+    made = [each for each in (logs, *logs.parents) if not each.exists()]
+    lease = PrivateLease(run_folder, folder=folder, program="", seconds=cluster.lease_s)
+    nodes, is_started = LocalRay(device=run.device, log_folder=logs, lease=lease), False
+    try:
+        with suppress(OSError):
+            logs.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            logs.mkdir(mode=0o700)
+            _admit_us(folder)
+            nodes.start_node(num_slots=num_slots)
+            is_started = True
+        yield nodes.as_early() if is_started else None
+    finally:
+        leased = find_leased(run_folder)
+        if leased is None or leased.guard is None or leased.guard.folder != str(folder):
+            if is_started:
+                nodes.kill_node(LOOPBACK)
+            shutil.rmtree(folder, ignore_errors=True)
+        (logs / RAY_LOG).unlink(missing_ok=True)
+        for each in made:
+            with suppress(OSError):  # others use it meanwhile
+                each.rmdir()
+
+
+def take_early(lease: PrivateLease, log_folder: Path) -> LeasedGuard | None:
+    """Wait until the Ray that was started early has started; return its guard.
+
+    None if it did not start: the driver then starts one, and says why if that one does not start either.
+    """
+    early = lease.early
+    if early is None:
+        return None
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while _STARTED not in early.log.read_bytes():
+        if not early.guard.is_running or time.monotonic() > deadline:
+            logger.warning("the Ray that was started while the run was checked does not start")
+            early.guard.end(grace_s=0.0)
+            _admit_us(lease.of_guard.folder)
+            return None
+        time.sleep(_POLL_S)
+    shutil.move(early.log, log_folder / RAY_LOG)
+    lease.started(early.address, early.guard.pid)
+    return early.guard
 
 
 class NodeNetwork:
@@ -342,10 +414,13 @@ def _ip(*words: str, inside: list[str] | None = None) -> None:
         raise MachineError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_continued: bool) -> PrivateLease:
+def run_lease(
+    run_folder: Path, program: str, cluster: ClusterConfig, *, is_continued: bool, early: EarlyRay | None = None
+) -> PrivateLease:
     """Return the lease of a run's private Ray, with the one that an earlier driver left if it can be adopted.
 
-    One that cannot is ended. `program` is a digest. The caller holds the run's lock: no other driver uses it.
+    One that cannot is ended, and `early` is used if it still runs. `program` is a digest. The caller holds the run's
+    lock: no other driver uses it.
     """
     seconds = cluster.lease_s
     leased = find_leased(run_folder)
@@ -358,9 +433,14 @@ def run_lease(run_folder: Path, program: str, cluster: ClusterConfig, *, is_cont
                 lease.renew()  # until Ray is joined
             return lease
         leased.guard.end(grace_s=_STOP_GRACE_S)
-    # Made when it is used; the guard of Ray removes it.
-    folder = Path(f"{RAY_FOLDER}{secrets.token_hex(4)}")
-    return PrivateLease(run_folder, folder=folder, program=program, seconds=seconds)
+    if early is not None and early.guard.is_running:
+        return PrivateLease(run_folder, folder=Path(early.guard.folder), program=program, seconds=seconds, early=early)
+    return PrivateLease(run_folder, folder=_new_folder(), program=program, seconds=seconds)
+
+
+def _new_folder() -> Path:
+    """Return a name for the folder of a Ray. It is made when it is used; the guard of Ray removes it."""
+    return Path(f"{RAY_FOLDER}{secrets.token_hex(4)}")
 
 
 def end_left(run_folder: Path) -> None:
@@ -381,18 +461,23 @@ def private_ray(lease: PrivateLease | None = None) -> Iterator[None]:
     The folder of the file is removed at the end. That of an adopted Ray has a token already.
     """
     own = private_folder() if lease is None else lease.of_guard.folder
-    if lease is not None and lease.adopted is None:
-        own.mkdir(mode=0o700)
-    token = own / TOKEN_FILE
-    if not token.exists():
-        token.touch(mode=0o600)
-        token.write_text(_token())
-    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
+    _admit_us(own, is_made=lease is None or lease.adopted is not None or lease.early is not None)
     try:
         yield
     finally:
         if lease is None or lease.is_ours:
             shutil.rmtree(own, ignore_errors=True)
+
+
+def _admit_us(folder: Path, *, is_made: bool = False) -> None:
+    """Set the environment for the Ray in a folder, which has its token; `is_made`: the folder is there already."""
+    if not is_made:
+        folder.mkdir(mode=0o700)
+    token = folder / TOKEN_FILE
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(_token())
+    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
 
 
 _tokens: list[str] = []

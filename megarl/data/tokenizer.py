@@ -26,6 +26,7 @@ from megarl.data.rows import is_imitated
 from megarl.env import TRANSFORMERS_ADVICE
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.system.foreign import map_texts, whole_text, without_marks
+from megarl.system.imports import uncollected
 from megarl.system.proc import bounded
 from megarl.types import BoolArray, JsonValue, TokenArray
 
@@ -66,7 +67,8 @@ def load_tokenizer(
 
     Every chat is rendered with `tools`.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch: seconds that checking a recipe need not pay
+    with uncollected():
+        from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch: checking a recipe need not wait for it
 
     if not folder.is_dir():
         raise _error(f"{folder} is not a folder")

@@ -30,6 +30,7 @@ from megarl.engine.cpu_kernels import (
     unpinned,
 )
 from megarl.engine.server import DRAFT_OPTION, run
+from megarl.system.imports import uncollected
 
 
 def install() -> None:
@@ -277,5 +278,6 @@ def provide_torchvision() -> None:
 
 
 if __name__ == "__main__":
-    install()
+    with uncollected():
+        install()
     start()

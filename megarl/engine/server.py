@@ -23,6 +23,7 @@ import yaml
 from megarl.engine.server_loads import DirectLoads
 from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_flat_logprobs
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
+from megarl.system.imports import uncollected
 from megarl.system.network import LOOPBACK
 
 if ONE_CARD.read():
@@ -39,6 +40,8 @@ if __name__ == "__mp_main__":
 
         register_hooks(sys.argv)
 
+_UNUSED = ("mcp", "megatron")
+"""Packages of other roles, which SGLang imports where it finds them, for tools and dumps that no engine has here."""
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called in each iteration of the loop of a paused scheduler."""
 _PAUSED_POLL_S = 0.005
@@ -102,15 +105,25 @@ def guard_doors(arguments: Sequence[str]) -> None:
         app.build_middleware_stack = lambda: DirectLoads(DirectGeneration(build(), key=api), key=admin)
 
 
+def hide_unused() -> None:
+    """Let SGLang do without packages that only cost its processes seconds of their start."""
+    for name in _UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 def run() -> None:
     """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
-    register()
-    store = host_store(sys.argv)
-    guard_doors(sys.argv)
+    hide_unused()
+    with uncollected():
+        register()
+        store = host_store(sys.argv)
+        guard_doors(sys.argv)
     sys.argv[0] = "sglang.launch_server"
     runpy.run_module("sglang.launch_server", run_name="__main__")
     del store
 
 
+if __name__ == "__mp_main__":
+    hide_unused()
 if __name__ == "__main__":
     run()

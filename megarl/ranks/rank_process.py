@@ -30,9 +30,10 @@ from megarl.ranks.column_host import ColumnHost
 from megarl.ranks.flight import GroupCalls, capture_collectives
 from megarl.ranks.hang import RankStacks, capture
 from megarl.system.affinity import bind_to_gpu
+from megarl.system.imports import uncollected
 from megarl.system.network import interface_of
 from megarl.system.process_log import log_process
-from megarl.system.start_log import note_piece, process_began
+from megarl.system.start_log import note_piece, noted_piece, process_began
 from megarl.train.profiling import RankProfile
 from megarl.train.rank_spec import RankSpec
 from megarl.types import ONE_POLICY
@@ -80,8 +81,9 @@ class RankProcess(ColumnHost):
 
     def start(self, build: Callable[[RankSpec], ModelCalls], spec: RankSpec) -> None:
         """Build the rank and fill it with weights."""
-        # Ray imports what builds it before it calls this.
-        note_piece("imports", began=self._idle_since)
+        note_piece("wait", began=self._idle_since)
+        with noted_piece("imports"), uncollected():
+            import megarl.train.rank  # noqa: F401, PLC0415 - Megatron, which every rank needs
         if spec.device == "cuda":
             update_environment(kernel_caches())
             bind_to_gpu()

@@ -37,18 +37,24 @@ _WAIT_S = 5.0
 
 
 def drive_again(
-    drive: Callable[[Choice], None], run_folder: Path, resume: Choice, *, auto: Choice, notify: Callable[[str], None]
+    drive: Callable[[Choice], None],
+    run_folder: Path,
+    resume: Choice,
+    *,
+    auto: Choice,
+    notify: Callable[[str], None],
+    leave: Callable[[], None] = lambda: None,
 ) -> None:
     """Call `drive` in a forked process, and again if that is killed and has left what the next one can adopt.
 
-    It gets `resume`, and once the run has a checkpoint `auto`.
+    It gets `resume`, and once the run has a checkpoint `auto`. `leave` gives up here what the driver has now.
 
     What it raises is raised here. If another driver cannot help, this process ends as the driver did.
     """
     latest = run_folder / "checkpoints" / "latest"
     saved, num_restarts = None, 0
     while True:
-        status, asked = _run_forked(partial(drive, resume))
+        status, asked = _run_forked(partial(drive, resume), leave)
         if status == 0:
             return
         newest = latest.resolve() if latest.exists() else None
@@ -61,7 +67,7 @@ def drive_again(
         notify(f"the driver was killed ({signal.Signals(-status).name}); another one takes over what it left")
 
 
-def _run_forked(drive: Callable[[], None]) -> tuple[int, Sequence[int]]:
+def _run_forked(drive: Callable[[], None], leave: Callable[[], None]) -> tuple[int, Sequence[int]]:
     """Return the exit code of the process, negative for a signal, and the signals that were passed on to it.
 
     Raise what `drive` raised.
@@ -80,6 +86,7 @@ def _run_forked(drive: Callable[[], None]) -> tuple[int, Sequence[int]]:
             os._exit(_answer(drive, answer))
         with _passing_signals_on(pid) as asked:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+            leave()
             _, status = os.waitpid(pid, 0)
         answer.seek(0)
         if content := answer.read():

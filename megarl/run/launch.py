@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.local_ray import end_left, private_ray, run_lease
+from megarl.cluster.local_ray import early_ray, end_left, private_ray, run_lease
 from megarl.config.recipe import POLICIES_FOLDER, ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
@@ -31,7 +31,8 @@ from megarl.run.preemption import ending_on_signals
 from megarl.run.preflight import check_start
 from megarl.run.resume import ResumeChoice
 from megarl.system.gpu_health import names_of_driver
-from megarl.system.lease import JoinedLease, Lease, digest_program
+from megarl.system.imports import uncollected
+from megarl.system.lease import EarlyRay, JoinedLease, Lease, digest_program
 from megarl.system.run_lock import refuse_locked, run_lock
 from megarl.system.start_log import note_piece, process_began
 from megarl.types import ONE_POLICY
@@ -66,34 +67,39 @@ def train(
     refuse_nodes_without_cluster(recipe.pools, address)
     ray_environment(address, recipe.cluster)  # a missing token is refused first
     refuse_locked(recipe.run_folder)
-    # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-    policies = {}
-    for name, each in (recipe.by_policy() or {ONE_POLICY: recipe}).items():
-        inputs = check_start(each, address=address)
-        complete = each.with_steps(len(inputs.train.prompts))
-        policies[name] = PolicyInputs(name=name, recipe=complete, inputs=inputs)
-    if not recipe.policies:
-        recipe = policies[ONE_POLICY].recipe
-    driver = _Driver(
-        recipe=recipe,
-        policies=policies,
-        program=_program(recipe, policies),
-        display=display,
-        display_of=display_of,
-        address=address,
-        allows_data_change=allows_data_change,
-        asks_ray_for_gpu=recipe.run.device != "cpu" and gpu is None and not overrides_fit,
-        tasks_file=tasks_file,
-        check_seconds=time.time() - process_began(),
-    )
-    with exit_notice(recipe.run_folder):
-        if notify is None or not recipe.cluster.lease_s:
-            driver.drive(resume)
-            return
-        with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
-            import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
+    num_slots = sum(pool.gpus for pool in recipe.pools.values())
+    with nullcontext() if address else early_ray(recipe.run, recipe.cluster, num_slots=num_slots) as early:
+        # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+        policies = {}
+        for name, each in (recipe.by_policy() or {ONE_POLICY: recipe}).items():
+            inputs = check_start(each, address=address)
+            complete = each.with_steps(len(inputs.train.prompts))
+            policies[name] = PolicyInputs(name=name, recipe=complete, inputs=inputs)
+        if not recipe.policies:
+            recipe = policies[ONE_POLICY].recipe
+        driver = _Driver(
+            recipe=recipe,
+            policies=policies,
+            program=_program(recipe, policies),
+            display=display,
+            display_of=display_of,
+            address=address,
+            early=early,
+            allows_data_change=allows_data_change,
+            asks_ray_for_gpu=recipe.run.device != "cpu" and gpu is None and not overrides_fit,
+            tasks_file=tasks_file,
+            check_seconds=time.time() - process_began(),
+        )
+        with exit_notice(recipe.run_folder):
+            if notify is None or not recipe.cluster.lease_s:
+                driver.drive(resume)
+                return
+            with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
+                with uncollected():
+                    import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
 
-            drive_again(driver.drive, recipe.run_folder, resume, auto="auto", notify=notify)
+                leave = (lambda: None) if early is None else early.pipe.close
+                drive_again(driver.drive, recipe.run_folder, resume, auto="auto", notify=notify, leave=leave)
 
 
 def _known_gpu(cluster: ClusterConfig, address: str | None) -> GpuModel | None:
@@ -119,6 +125,8 @@ class _Driver:
     display: Sink
     display_of: Callable[[str], Sink] | None
     address: str | None
+    early: EarlyRay | None
+    """Of the first driver."""
     allows_data_change: bool
     asks_ray_for_gpu: bool
     tasks_file: Path | None
@@ -164,7 +172,7 @@ class _Driver:
         """Return the lease of the run, and the settings of its Ray."""
         folder, cluster, program = self.recipe.run_folder, self.recipe.cluster, self.program
         if self.address is None:
-            private = run_lease(folder, program, cluster, is_continued=is_continued)
+            private = run_lease(folder, program, cluster, is_continued=is_continued, early=self.early)
             return private, private_ray(private)
         lease = JoinedLease(folder, self.address, program=program, seconds=cluster.lease_s, is_continued=is_continued)
         return lease, ray_environment(self.address, cluster)

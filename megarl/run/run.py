@@ -68,8 +68,8 @@ async def _take_steps(
     asks_ray_for_gpu: bool,
 ) -> None:
     grace_s = recipe.checkpoint.time_to_save_s
-    began = time.time()
     with opening as cluster, preemptible(grace_s=grace_s, run_folder=recipe.run_folder) as preemption:
+        began = time.time()
         kinds = accelerators()
         warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
         if warning is not None:
@@ -79,7 +79,7 @@ async def _take_steps(
         recipe = planned(recipe, gpu)
         policies, preemption.grace_s = _planned(begun, recipe), recipe.checkpoint.time_to_save_s
         pools = reserve_pools(cluster, recipe.pools, recipe.roles)
-        note_piece("Ray", began=began)
+        note_piece("places", began=began)
         observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
         watched = watched_gpus(nodes_of(pools.values()) if recipe.run.device == "cuda" else [], observer)
         async with watched, AsyncExitStack() as stack, task_group() as tasks:

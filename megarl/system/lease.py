@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 from megarl.env import program_environment
 from megarl.system import guard as guard_module
@@ -71,6 +71,11 @@ class LeasedGuard:
         is_here = self.boot_id != "" and self.boot_id == boot_id()
         return is_here and _is_private(Path(self.folder)) and _is_guard(self.pid, self.started, self.folder)
 
+    @classmethod
+    def of(cls, folder: Path, pid: int) -> LeasedGuard:
+        """Return the guard that runs as `pid`."""
+        return cls(folder=str(folder), pid=pid, started=read_stat(pid).started, boot_id=boot_id())
+
     def end(self, *, grace_s: float) -> None:
         """End Ray and all that runs on it, and remove its folder."""
         if self.is_running:
@@ -89,6 +94,19 @@ class LeasedGuard:
         deadline = time.monotonic() + timeout_s
         while _is_guard(self.pid, self.started, self.folder) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyRay:
+    """A private Ray that starts while its run is still checked. Its driver may be another process, forked later."""
+
+    address: str
+    guard: LeasedGuard
+    log: Path
+    began: float
+    """Seconds since the epoch."""
+    pipe: IO[bytes]
+    """The guard sees its end once no process has it open any more: at the death of the driver, to which it is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,17 +276,23 @@ class PrivateLease(Lease):
     """The lease of a private Ray: a file that its guard looks at."""
 
     def __init__(
-        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: LeasedRay | None = None
+        self,
+        run_folder: Path,
+        *,
+        folder: Path,
+        program: str,
+        seconds: float,
+        adopted: LeasedRay | None = None,
+        early: EarlyRay | None = None,
     ) -> None:
         """`folder` is the Ray's."""
         super().__init__(run_folder, program=program, seconds=seconds, adopted=adopted)
+        self.early = early
         self.of_guard = GuardLease(folder=folder, seconds=seconds)
 
     def started(self, address: str, guard: int) -> None:
         """Note the Ray that this driver started."""
-        started = read_stat(guard).started
-        folder = str(self.of_guard.folder)
-        self._started(address, LeasedGuard(folder=folder, pid=guard, started=started, boot_id=boot_id()))
+        self._started(address, LeasedGuard.of(self.of_guard.folder, guard))
 
     def renew(self) -> None:
         self.of_guard.file.touch(mode=0o600)

@@ -14,17 +14,22 @@ from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from megarl.cluster.local_ray import RAY_LOGS, private_ray
+from megarl.config.recipe import ClusterConfig, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.engine.client import EngineClient, EngineEndpoint
 from megarl.engine.fleet import Fleet
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import EngineError, MachineError, PreemptedError, WorkerError
 from megarl.observe.observer import Observer
+from megarl.system.guard import start_guarded
+from megarl.system.lease import PrivateLease
+from megarl.system.run_lock import run_lock
 from tests.cluster.ray_worker import Seen
 from tests.cluster.worker_setup import quick_ray
 from tests.engine.engines import engine_spec
@@ -42,7 +47,7 @@ with private_ray():
     from megarl.cluster import lost_nodes
     from megarl.cluster.cluster import Cluster, NodeBundle, Place, Pool
     from megarl.cluster.leases import AdoptableActors
-    from megarl.cluster.local_ray import LocalRay, local_ray
+    from megarl.cluster.local_ray import RAY_LOG, LocalRay, early_ray, local_ray, running_ray, take_early
     from megarl.cluster.lost_nodes import RankNodes, followed, wait_for_nodes
     from megarl.cluster.worker_group import LostRanksError, WorkerDiedError, WorkerLateError
     from megarl.serving.operator import Growth
@@ -373,6 +378,37 @@ def test_a_ray_that_others_started_without_a_token_is_joined(tmp_path: Path, mon
         words = [sys.executable, "-c", GUEST, nodes.address]
         guest = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert "'megarl_slot': 7.0" in guest.stdout, guest.stderr
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_driver_takes_the_ray_that_was_started_early_unless_it_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_started: bool
+) -> None:
+    """Also a driver that is no parent of its guard; it ends both by their ids."""
+    program = f"print('{'Ray runtime started' if is_started else 'no port is free'}', flush=True)"
+    program += "; import time; time.sleep(600)" if is_started else ""
+
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return start_guarded([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(local_ray_module, "start_guarded", start)
+    run, config = RunConfig(name="mine", folder=tmp_path, steps=1, device="cpu"), ClusterConfig()
+    with early_ray(run, config, num_slots=1) as early:
+        assert early is not None
+        (tmp_path / "mine").mkdir()
+        with run_lock(tmp_path / "mine"):
+            folder = Path(early.guard.folder)
+            lease = PrivateLease(tmp_path / "mine", folder=folder, program="digest", seconds=90, early=early)
+            guard = take_early(lease, tmp_path / "mine")
+            assert (guard is not None) == is_started == (tmp_path / "mine" / RAY_LOG).exists()
+            assert (folder / "token").exists()
+            if guard is not None:
+                with running_ray(lease, guard, tmp_path / "mine"):
+                    assert guard.is_running
+                assert not guard.is_running
+    assert not early.guard.is_running
+    assert not folder.exists()
+    assert not early.log.parent.exists()
 
 
 def test_nobody_else_enters_the_folder_of_a_private_ray(nodes: LocalRay) -> None:

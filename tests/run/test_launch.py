@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megarl.cluster import local_ray
 from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
-from megarl.errors import ConfigError, MachineError, PreemptedError
+from megarl.errors import ConfigError, DataError, MachineError, MegarlError, PreemptedError
 from megarl.run import begin, launch
 from megarl.run.launch import find_token, ray_environment, refuse_nodes_without_cluster, train
+from megarl.system.guard import start_guarded
+from megarl.system.proc import ZOMBIE, ProcessStat, all_processes
 from megarl.system.run_lock import run_lock
 from tests.observe.samples import ListSink, make_recipe
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +91,33 @@ def test_a_signal_before_ray_starts_is_a_preemption(
     monkeypatch.setattr(launch if place == "check_start" else begin, place, wait)
     with pytest.raises(PreemptedError, match="stopped by SIGUSR1"):
         train(make_recipe(tmp_path / "runs"), display=ListSink())
+
+
+@pytest.mark.usefixtures("real_ray")
+@pytest.mark.parametrize("error", [DataError("row 3 has no answer"), PreemptedError("stopped by SIGTERM")], ids=type)
+def test_of_a_ray_that_started_while_the_run_was_refused_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: MegarlError
+) -> None:
+    guards: list[subprocess.Popen[bytes]] = []
+
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        guards.append(start_guarded(command, **options))
+        return guards[0]
+
+    def refuse(*_words: object, **_options: object) -> None:
+        wait_until(lambda: "gcs_server" in {each.name for each in below(guards[0])})
+        raise error
+
+    def below(guard: subprocess.Popen[bytes]) -> list[ProcessStat]:
+        return [process for process in all_processes() if process.session == guard.pid and process.state != ZOMBIE]
+
+    monkeypatch.setattr(local_ray, "start_guarded", start)
+    monkeypatch.setattr(launch, "check_start", refuse)
+    with pytest.raises(type(error), match=str(error)):
+        train(make_recipe(tmp_path / "runs"), display=ListSink())
+    wait_until(lambda: not below(guards[0]))
+    assert not (tmp_path / "runs").exists()
+    assert not Path(RAY_AUTH_TOKEN_PATH.read()).parent.exists()
 
 
 def test_several_nodes_need_a_cluster() -> None:

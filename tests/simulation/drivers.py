@@ -78,6 +78,7 @@ class Driver:
                 display=cast("Any", Sink(self.process.name)),
                 display_of=None,
                 address="ray:6379",
+                early=None,
                 allows_data_change=False,
                 asks_ray_for_gpu=False,
                 tasks_file=None,

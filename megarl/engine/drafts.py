@@ -84,6 +84,7 @@ def register_hooks(arguments: Sequence[str]) -> None:
         def with_switch(start: Callable[..., None], worker: _Worker, *args: object, **kwargs: object) -> None:
             start(worker, *args, **kwargs)
             _DRAFTING.add(worker.draft_worker.draft_runner.model)
+            give_place(worker)
             add_switch(worker, config_path)
 
         HookRegistry.register(_WORKER, with_switch, HookType.AROUND)
@@ -113,6 +114,7 @@ class _Runner(Protocol):
 
 class _DraftWorker(Protocol):
     draft_runner: _Runner
+    ps: object
 
 
 class _Worker(Protocol):
@@ -121,6 +123,7 @@ class _Worker(Protocol):
     speculative_num_steps: int
     adaptive_controller: object
     draft_worker: _DraftWorker
+    ps: object
 
 
 _DRAFTING: WeakSet[torch.nn.Module] = WeakSet()
@@ -133,6 +136,12 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         from megarl.engine import loader  # noqa: PLC0415 - only in a scheduler, which has torch
 
         loader.load(model, named_tensors)
+
+
+def give_place(worker: _Worker) -> None:
+    """Give the worker its rank where SGLang 0.5.17 forgets it: a load of the draft's weights would end the engine."""
+    if hasattr(worker.draft_worker, "ps") and not hasattr(worker, "ps"):
+        worker.ps = worker.draft_worker.ps
 
 
 def add_switch(worker: _Worker, config_path: str) -> None:

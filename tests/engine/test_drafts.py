@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -125,6 +127,15 @@ print([worker.adaptive_controller.params.get_steps_for_batch(size) for size in (
     lines = done.stdout.splitlines()
     assert lines[0].startswith("this SGLang drafts n-grams elsewhere"), done.stderr
     assert lines[1:] == ["started", "[3, 3]"], done.stderr
+
+
+def test_a_worker_whose_rank_sglang_forgot_gets_that_of_its_draft() -> None:
+    forgotten: Any = SimpleNamespace(draft_worker=SimpleNamespace(ps="rank 1"))
+    known: Any = SimpleNamespace(draft_worker=SimpleNamespace(ps="rank 1"), ps="its own")
+    newer: Any = SimpleNamespace(draft_worker=SimpleNamespace())
+    for worker in (forgotten, known, newer):
+        drafts.give_place(worker)
+    assert (forgotten.ps, known.ps, hasattr(newer, "ps")) == ("rank 1", "its own", False)
 
 
 def test_a_command_for_the_draft_reaches_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ class BlockQuantiser:
                 ELEMENT=_TRITON_TYPES[launch.elements_in],
                 ALIGNED_BYTES=_ALIGNED_BYTES if launch.is_aligned else 1,
                 BLOCK=self._block,
-                num_warps=8,
+                num_warps=4,
             )
 
     def _located(self, known: Sequence[tuple[int, int, int]]) -> list[_BlockLaunch]:

@@ -177,7 +177,7 @@ REWARD_COMPONENT = _gauge(
 REWARD_OUTLIERS = _counter(
     "reward",
     "reward_outliers",
-    "Rewards more than 6 robust deviations from their step's median",
+    "Rewards far from their step's median and from all others",
     source="step.rollouts.num_reward_outliers",
 )
 MASKED_ROLLOUTS = _counter(

@@ -28,6 +28,8 @@ Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", 
 
 
 _OUTLIER_DEVIATIONS = 6.0
+_OUTLIER_GAP = 4.0
+"""An outlier's distance from the median, in the largest distance of the rewards that are none."""
 _NORMAL_PER_MEDIAN = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median."""
 _MAX_RESPONSES = 64
@@ -320,14 +322,16 @@ def _outliers(rewards: npt.NDArray[np.float64]) -> list[int]:
     """Return the indices of the rewards that are far from the rest.
 
     The deviation is the median distance among rewards that differ from the median. If most rewards are equal, the few
-    others are compared with each other, so that a rare success is not an outlier.
+    others are compared with each other, so that a rare success is not an outlier. Nor is the best of rewards that
+    mostly pay for a part: what is far has to be apart from all the others too.
     """
     distances = np.abs(rewards - np.median(rewards))
     apart = distances[distances > 0]
     if not len(apart):
         return []
     limit = _OUTLIER_DEVIATIONS * _NORMAL_PER_MEDIAN * float(np.median(apart))
-    return [int(index) for index in np.flatnonzero(distances > limit)]
+    apart_from_all = _OUTLIER_GAP * float(distances[distances <= limit].max())
+    return [int(index) for index in np.flatnonzero(distances > max(limit, apart_from_all))]
 
 
 def _first_outlier(

@@ -70,11 +70,7 @@ def train(
     num_slots = sum(pool.gpus for pool in recipe.pools.values())
     with nullcontext() if address else early_ray(recipe.run, recipe.cluster, num_slots=num_slots) as early:
         # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-        policies = {}
-        for name, each in (recipe.by_policy() or {ONE_POLICY: recipe}).items():
-            inputs = check_start(each, address=address)
-            complete = each.with_steps(len(inputs.train.prompts))
-            policies[name] = PolicyInputs(name=name, recipe=complete, inputs=inputs)
+        policies = _checked(recipe, address)
         if not recipe.policies:
             recipe = policies[ONE_POLICY].recipe
         driver = _Driver(
@@ -93,13 +89,18 @@ def train(
         with exit_notice(recipe.run_folder):
             if notify is None or not recipe.cluster.lease_s:
                 driver.drive(resume)
-                return
-            with _no_ray_yet() if address is None else ray_environment(address, recipe.cluster):
-                with uncollected():
-                    import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
+            else:
+                driver.drive_forked(resume, notify)
 
-                leave = (lambda: None) if early is None else early.pipe.close
-                drive_again(driver.drive, recipe.run_folder, resume, auto="auto", notify=notify, leave=leave)
+
+def _checked(recipe: Recipe, address: str | None) -> dict[str, PolicyInputs]:
+    """Return what the policies of a recipe are trained with, by their names."""
+    policies = {}
+    for name, each in (recipe.by_policy() or {ONE_POLICY: recipe}).items():
+        inputs = check_start(each, address=address)
+        complete = each.with_steps(len(inputs.train.prompts))
+        policies[name] = PolicyInputs(name=name, recipe=complete, inputs=inputs)
+    return policies
 
 
 def _known_gpu(cluster: ClusterConfig, address: str | None) -> GpuModel | None:
@@ -126,7 +127,7 @@ class _Driver:
     display_of: Callable[[str], Sink] | None
     address: str | None
     early: EarlyRay | None
-    """Of the first driver."""
+    """The Ray that the first driver uses, if it has started."""
     allows_data_change: bool
     asks_ray_for_gpu: bool
     tasks_file: Path | None
@@ -164,6 +165,16 @@ class _Driver:
                 asks_ray_for_gpu=self.asks_ray_for_gpu,
                 tasks_file=self.tasks_file,
             )
+
+    def drive_forked(self, resume: ResumeChoice, notify: Callable[[str], None]) -> None:
+        """Take the steps in a forked process, and in another one if that is killed."""
+        address, cluster = self.address, self.recipe.cluster
+        with _no_ray_yet() if address is None else ray_environment(address, cluster):
+            with uncollected():
+                import megarl.run.run  # noqa: F401, PLC0415 - imports Ray, which reads the environment then
+
+            leave = (lambda: None) if self.early is None else self.early.pipe.close
+            drive_again(self.drive, self.recipe.run_folder, resume, auto="auto", notify=notify, leave=leave)
 
     def _display(self, policy: str) -> Sink:
         return self.display_of(policy) if policy and self.display_of is not None else self.display

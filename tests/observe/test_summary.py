@@ -129,6 +129,7 @@ def test_a_reward_far_from_the_rest_is_counted_and_the_first_is_named() -> None:
         [1.0] * 99 + [0.0],
         [0.0] * 60 + [1.0] * 40,
         [0.5] * 100,
+        [0.0] * 70 + [0.1, 0.15, 0.15, 0.2] * 6 + [0.5, 0.5, 1.2, 1.5],  # half a point at most for a part, one for all
         list(np.random.default_rng(0).normal(size=1000)),
         list(np.random.default_rng(0).uniform(-3, 3, size=1000)),
     ],

@@ -300,7 +300,7 @@ def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(disturb
     "kill -9 of a process of Ray's own", "a sentence; everything gone within 10 s; the next run goes on; the same bits"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["raylet/raylet", "gcs/gcs_server", "log_monitor.py"])
+@pytest.mark.parametrize("program", ["raylet/raylet", "gcs/gcs_server"])
 def test_a_run_that_loses_ray_ends_with_a_sentence_and_the_next_one_goes_on(
     folder: Path, undisturbed: Run, program: str
 ) -> None:

@@ -123,7 +123,7 @@ class DigestSums(Generic[Key]):
         The same sequences again cost no preparation; their storages may have moved.
         """
         if (matrices := self._as_matrices(values, into)) is not None:
-            sums = self._prepared(values[0].device).compute(matrices.sources, matrices.targets).tolist()
+            sums = self._prepared(values).compute(matrices.sources, matrices.targets).tolist()
             return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
         if into:
             torch._foreach_copy_(list(into), list(values))
@@ -141,10 +141,10 @@ class DigestSums(Generic[Key]):
         if self._matrices is None or self._matrices.values is not values or self._matrices.into is not into:
             self._matrices = None
             if self._digest is digest_tensor and all(_suit_kernel(each, self._dtypes) for each in (values, into or ())):
-                self._matrices = _Matrices.of(values, into)
+                self._matrices = _Matrices.of(values, into, [each.canonical_shape for each in self._summands])
         return self._matrices
 
-    def _prepared(self, device: torch.device) -> MatrixSums:
+    def _prepared(self, values: Sequence[torch.Tensor]) -> MatrixSums:
         if self._kernel is None:
             from megarl.weights.executors.kernels import (  # noqa: PLC0415 - triton is only on GPU machines
                 MatrixKeys,
@@ -152,8 +152,8 @@ class DigestSums(Generic[Key]):
             )
 
             matrices, indices = [], {key: index for index, key in enumerate(self._keys)}
-            for each in self._summands:
-                rows, columns = box_keys(each.box, each.canonical_shape, device)
+            for each, tensor in zip(self._summands, values, strict=True):
+                rows, columns = box_keys(each.box, each.canonical_shape, tensor)
                 matrices.append(MatrixKeys(rows=rows, columns=columns, sum_index=indices[each.key]))
             self._kernel = MatrixSums(matrices, num_sums=len(self._keys))
         return self._kernel
@@ -169,13 +169,15 @@ class _Matrices:
     targets: list[torch.Tensor] | None
 
     @classmethod
-    def of(cls, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None) -> _Matrices:
-        return cls(
-            values=values,
-            into=into,
-            sources=[bits_of_matrix(tensor) for tensor in values],
-            targets=None if into is None else [bits_of_matrix(tensor) for tensor in into],
-        )
+    def of(
+        cls, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, shapes: Sequence[Index]
+    ) -> _Matrices:
+        """`shapes` are those of the canonical tensors."""
+
+        def bits_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [bits_of_matrix(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+        return cls(values=values, into=into, sources=bits_of(values), targets=None if into is None else bits_of(into))
 
 
 def _suit_kernel(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:

@@ -37,13 +37,13 @@ _SECOND_FACTOR = 0x94D049BB133111EB - MODULUS
 def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:
     """Return the digest of a box as an int64 scalar on the device of `values`, without a wait for the device."""
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
-    bits, lift = _bits(values.detach())
-    row_keys, column_keys = box_keys(box, canonical_shape, bits.device)
+    row_keys, column_keys = box_keys(box, canonical_shape, values)
+    bits, lift = _bits(values.detach(), canonical_shape)
     return _sum(bits.reshape(len(row_keys), len(column_keys)), row_keys, column_keys, lift)
 
 
-def bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
-    bits, _ = _bits(values.detach())
+def bits_of_matrix(values: torch.Tensor, canonical_shape: Index) -> torch.Tensor:
+    bits, _ = _bits(values.detach(), canonical_shape)
     return bits if bits.dim() == MATRIX_DIMENSIONS else bits[None]
 
 
@@ -56,20 +56,29 @@ def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, 
     return total
 
 
-def _bits(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _bits(values: torch.Tensor, canonical_shape: Index) -> tuple[torch.Tensor, int]:
     """Return the elements as integers, and a number that makes all of them positive: a zero counts too."""
     # A view as integers wants a contiguous last dimension, which a box of columns may not have.
-    width = {4: torch.int32, 2: torch.int16, 1: torch.int8}[values.element_size()]
-    return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * values.element_size())
+    num_bytes = values.element_size() * _num_at_once(values, canonical_shape)
+    width = {4: torch.int32, 2: torch.int16, 1: torch.int8}[num_bytes]
+    return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * num_bytes)
 
 
-def box_keys(box: Slice, canonical_shape: Index, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of the canonical rows and columns of a box."""
+def _num_at_once(values: torch.Tensor, canonical_shape: Index) -> int:
+    """Return the number of elements that count as one."""
+    return 2 if values.element_size() == 1 and canonical_shape[-1] % 2 == 0 else 1
+
+
+def box_keys(box: Slice, canonical_shape: Index, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of the canonical rows and columns of a box, for its values and on their device."""
+    device, num_at_once = values.device, _num_at_once(values, canonical_shape)
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for axis, (start, size) in enumerate(zip(box.offsets[:-1], box.shape[:-1], strict=True)):
         stride = prod(canonical_shape[axis + 1 : -1])
         rows = rows.unsqueeze(-1) + torch.arange(start, start + size, device=device) * stride
-    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=device)
+    first, size = box.offsets[-1], box.shape[-1]
+    assert first % num_at_once == size % num_at_once == 0, f"{box} cuts through a pair of bytes"
+    columns = torch.arange(first // num_at_once, (first + size) // num_at_once, device=device)
     row_seed, column_seed = _seeds(box.name)
     return _keys(rows.flatten(), row_seed), _keys(columns, column_seed)
 

@@ -63,6 +63,22 @@ def test_parts_add_up_to_the_whole_however_they_are_cut(row: int, column: int, d
     assert sum(parts) % MODULUS == whole(values)
 
 
+def test_bytes_count_in_pairs_and_parts_of_whole_pairs_add_up() -> None:
+    values = values_of(torch.float8_e4m3fn)
+    assert whole(values) == slow(values.view(torch.int16), "w")
+    parts = [part(values, rows, slice(*ends)) for rows in (slice(0, 5), slice(5, 12)) for ends in ((0, 4), (4, 10))]
+    assert sum(parts) % MODULUS == whole(values)
+    with pytest.raises(AssertionError, match="cuts through a pair of bytes"):
+        part(values, slice(0, 5), slice(3, 10))
+
+
+def test_bytes_of_odd_rows_count_alone() -> None:
+    values, shape = values_of(torch.float8_e4m3fn)[:, :9], (12, 9)
+    boxes = [Slice(name="w", offsets=(0, start), shape=(12, end - start)) for start, end in ((0, 9), (0, 4), (4, 9))]
+    total, *parts = (digest(values[:, box.offsets[1] :][:, : box.shape[1]], box, shape) for box in boxes)
+    assert sum(parts) % MODULUS == total
+
+
 def test_large_tensors_are_hashed_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(values_of(torch.float32))
     monkeypatch.setattr(tensor_digest, "_MAX_ELEMENTS", {"cpu": 7})

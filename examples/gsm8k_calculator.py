@@ -14,6 +14,8 @@ import json
 import operator
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from megarl.reward.scorers.gsm8k import compute_score
 
 CALCULATION = re.compile(r"<<([^<>=]{1,60})=([^<>=]{1,20})>>")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_ROUNDED = Fraction(1, 100)
+"""Solutions round to cents."""
+_FOR_CALCULATIONS = 0.5
 _NO_VALUE = "error: write numbers, brackets and + - * / alone"
 _TEMPLATE = """\
 {{ '<|im_start|>system\nTools:' }}{% for tool in tools or [] %} {{ tool['function']['name'] }}({{
@@ -34,18 +39,41 @@ if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 class Calculator:
     def __init__(self, ground_truth: str, **_row):
         self.truth = ground_truth
+        self.values: list[Fraction | None] = []
 
     async def calculate(self, expression: str) -> str:
         """Calculate the value of an expression."""
         try:
             value = value_of(expression)
         except (ValueError, SyntaxError, ZeroDivisionError):
+            self.values.append(None)
             return _NO_VALUE
+        self.values.append(value)
         return f"{value.numerator}" if value.denominator == 1 else f"{float(value):.4f}".rstrip("0")
 
     async def score(self, transcript) -> float:
-        """Return 1 if the last response ends with the right number."""
-        return compute_score("gsm8k", transcript.last_text, self.truth)["score"]
+        """Return 1 if the last response ends with the right number, and up to a half for the right calculations."""
+        right = compute_score("gsm8k", transcript.last_text, self.truth)["score"]
+        return right + _FOR_CALCULATIONS * agreement(self.values, self.truth)
+
+
+def agreement(values: list[Fraction | None], solution: str) -> float:
+    """Return how far values are those of a solution's calculations, from 0 to 1 (F1); None is one that is wrong."""
+    wanted = Counter(round(value, 2) for value in results(solution) if value is not None)
+    if not wanted or not values:
+        return 0.0
+    right = Counter(round(value, 2) for value in values if value is not None)
+    return 2 * (right & wanted).total() / (len(values) + wanted.total())
+
+
+def results(text: str) -> Iterator[Fraction | None]:
+    """Yield the result of each calculation that is written in a text; None for one that is wrong."""
+    for expression, written in CALCULATION.findall(text):
+        try:
+            result = Fraction(written.replace(",", "").strip())
+            yield result if abs(value_of(expression) - result) <= _ROUNDED else None
+        except (ValueError, SyntaxError, ZeroDivisionError):
+            yield None
 
 
 def value_of(expression: str) -> Fraction:

@@ -62,6 +62,30 @@ def test_the_calculator_returns_exact_values_and_refuses_all_but_arithmetic() ->
         assert answer(refused).startswith("error: "), refused
 
 
+@pytest.mark.parametrize(
+    ("asked", "last", "score"),
+    [
+        (["48/2", "48+24"], "#### 72", 1.5),
+        (["48/2", "48+24"], "#### 71", 0.5),
+        (["48/2", "48+"], "#### 71", 0.25),
+        (["1+1"], "#### 72", 1.0),
+        ([], "#### 71", 0.0),
+    ],
+)
+def test_an_episode_scores_by_its_number_and_up_to_a_half_by_its_calculations(
+    asked: list[str], last: str, score: float
+) -> None:
+    calculator = example("gsm8k_calculator.py:Calculator")(ground_truth=SOLUTION)
+    for each in asked:
+        asyncio.run(calculator.calculate(each))
+    assert asyncio.run(calculator.score(SimpleNamespace(last_text=last))) == pytest.approx(score)
+
+
+def test_values_are_compared_to_cents() -> None:
+    agreement = example("gsm8k_calculator.py:agreement")
+    assert agreement([Fraction(10, 3)], "<<10/3=3.33>>3.33") == 1.0
+
+
 def test_a_solution_becomes_a_conversation_whose_calls_are_read() -> None:
     calculator = example("gsm8k_calculator.py:Calculator")
     turns = example("gsm8k_calculator.py:conversation")(SOLUTION)

@@ -250,6 +250,7 @@ def test_an_agent_never_gets_the_port_of_its_head(tmp_path: Path, monkeypatch: p
     def free_ports(number: int) -> list[str]:
         return [head, *(str(next(free)) for _ in range(number - 1))]
 
+    monkeypatch.setattr(local_ray_module, "private_folder", lambda: tmp_path)
     monkeypatch.setattr(local_ray_module, "_free_ports", free_ports)
     monkeypatch.setattr(local_ray_module, "start_guarded", lambda command, **_: started.append(command))
     LocalRay(device="cpu", log_folder=tmp_path).start_node(num_slots=1)
@@ -271,6 +272,7 @@ class Start:
 
 def starts_after(folder: Path, monkeypatch: pytest.MonkeyPatch, lasting: Sequence[float]) -> LocalRay:
     """Return a Ray that starts once these starts have failed, each after so many seconds."""
+    monkeypatch.setattr(local_ray_module, "private_folder", lambda: folder)
     clock, nodes = [0.0], LocalRay(device="cpu", log_folder=folder)
     ahead = iter(lasting)
 

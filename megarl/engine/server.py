@@ -31,15 +31,6 @@ if ONE_CARD.read():
     update_environment(own_host())
 
 DRAFT_OPTION = "--speculative-algorithm"
-if __name__ == "__mp_main__":
-    from megarl.engine.sampling import register_hook
-
-    register_hook()
-    if DRAFT_OPTION in sys.argv:
-        from megarl.engine.drafts import register_hooks
-
-        register_hooks(sys.argv)
-
 _UNUSED = ("mcp", "megatron")
 """Packages of other roles, which SGLang imports where it finds them, for tools and dumps that no engine has here."""
 _PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
@@ -111,6 +102,18 @@ def hide_unused() -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
+def prepare_worker(arguments: Sequence[str]) -> None:
+    """Register the hooks of a scheduler, in a process that the server spawned: it applies them with its plugins."""
+    from megarl.engine.sampling import register_hook  # noqa: PLC0415 - only in a worker, which has torch
+
+    hide_unused()
+    register_hook()
+    if DRAFT_OPTION in arguments:
+        from megarl.engine.drafts import register_hooks  # noqa: PLC0415 - few engines have a draft
+
+        register_hooks(arguments)
+
+
 def run() -> None:
     """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
     hide_unused()
@@ -124,6 +127,6 @@ def run() -> None:
 
 
 if __name__ == "__mp_main__":
-    hide_unused()
+    prepare_worker(sys.argv)
 if __name__ == "__main__":
     run()

@@ -8,20 +8,19 @@ the calls itself. It continues whatever becomes of the load, and also where the 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
-from hmac import compare_digest
 from http import HTTPStatus
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-_PATH = "/load_weights"
+from megarl.engine.server_replies import has_key
 
-_Message: TypeAlias = MutableMapping[str, Any]
-_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
-_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
-_App: TypeAlias = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_PATH = "/load_weights"
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +61,12 @@ class _Structs(Protocol):
 class DirectLoads:
     """ASGI application: a `LoadRequest` goes to SGLang's manager of requests, all others to its own application."""
 
-    def __init__(self, app: _App, *, key: bytes) -> None:
+    def __init__(self, app: ASGIApp, *, key: bytes) -> None:
         self._app = app
-        self._authorization = b"Bearer " + key
+        self._key = key
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope.get("path") != _PATH or not self._is_allowed(scope):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != _PATH or not has_key(scope, self._key):
             await self._app(scope, receive, send)
             return
         from sglang.srt.entrypoints.http_server import get_global_state  # noqa: PLC0415 - only in the server
@@ -82,9 +81,6 @@ class DirectLoads:
             is_loaded, message = False, str(error)
         status_code = HTTPStatus.OK if is_loaded else HTTPStatus.BAD_REQUEST
         await Response(message, status_code=status_code)(scope, receive, send)
-
-    def _is_allowed(self, scope: _Message) -> bool:
-        return compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._authorization)
 
 
 async def load(manager: _Manager, structs: _Structs, asked: LoadRequest) -> tuple[bool, str]:

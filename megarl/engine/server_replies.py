@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from hmac import compare_digest
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from megarl.engine.image_requests import READ_IMAGES
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -92,27 +93,20 @@ def _encode(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> str:
     return b64encode(array.tobytes()).decode()
 
 
-_Message: TypeAlias = MutableMapping[str, Any]
-
-
-_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
-
-
-_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
-
-
-_App: TypeAlias = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+def has_key(scope: Scope, key: bytes) -> bool:
+    """Whether a request carries this key."""
+    return compare_digest(dict(scope["headers"]).get(b"authorization", b""), b"Bearer " + key)
 
 
 class MaskedReplies:
     """ASGI middleware: replies to GET have stars in place of secrets."""
 
-    def __init__(self, app: _App, *, secrets: Sequence[bytes]) -> None:
+    def __init__(self, app: ASGIApp, *, secrets: Sequence[bytes]) -> None:
         self._app = app
         self._secrets = secrets
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        async def send_masked(message: _Message) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_masked(message: Message) -> None:
             body = message.get("body", b"")
             for secret in self._secrets:
                 # As long as the secret: the length of the reply has been sent.
@@ -130,12 +124,12 @@ class DirectGeneration:
     A list of requests is answered by a line for each: see `lines`.
     """
 
-    def __init__(self, app: _App, *, key: bytes) -> None:
+    def __init__(self, app: ASGIApp, *, key: bytes) -> None:
         self._app = app
-        self._authorization = b"Bearer " + key
+        self._key = key
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope.get("path") != "/generate" or not self._is_allowed(scope):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != "/generate" or not has_key(scope, self._key):
             await self._app(scope, receive, send)
             return
         from starlette.requests import Request  # noqa: PLC0415 - only in the server
@@ -152,9 +146,6 @@ class DirectGeneration:
             reply = Response(str(error), status_code=HTTPStatus.BAD_REQUEST)
         await reply(scope, receive, send)
 
-    def _is_allowed(self, scope: _Message) -> bool:
-        return compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._authorization)
-
 
 async def _answer_one(fields: dict[str, object], request: Request) -> Response:
     from sglang.srt.entrypoints import http_server  # noqa: PLC0415 - only in the server
@@ -168,7 +159,7 @@ class _GoneError(Exception):
     """The client has closed the connection."""
 
 
-async def answer_each(requests: Sequence[dict[str, object]], receive: _Receive, send: _Send) -> None:
+async def answer_each(requests: Sequence[dict[str, object]], receive: Receive, send: Send) -> None:
     """Send the line of each request when it is done. All end when the client is gone: SGLang aborts cancelled ones."""
     lines: list[bytes] = []
     is_new = asyncio.Event()
@@ -201,7 +192,7 @@ async def answer_each(requests: Sequence[dict[str, object]], receive: _Receive, 
         pass
 
 
-async def _watch(receive: _Receive) -> None:
+async def _watch(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise _GoneError

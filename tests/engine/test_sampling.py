@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 from megarl.engine.sampling import _DRAW, drawn, unless_seeded
@@ -23,10 +26,15 @@ def test_tokens_come_as_often_as_their_probabilities_say() -> None:
     assert counts[0] == counts[-1] == 0, "these have no probability"
 
 
-def test_sums_that_are_rounded_name_no_token_behind_the_last() -> None:
-    rows = torch.rand(4096, 7) * 1e-3
-    rows[:, 3] = 1.0
-    assert int(drawn(rows).max()) < 7
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-24, 6)], ids=["smallest", "largest"])
+def test_no_random_number_names_a_token_without_a_probability(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda total: torch.full_like(total, number))
+    nothing = torch.zeros(4096, 1)
+    rows = torch.cat([nothing, torch.rand(4096, 6) + 1e-3, nothing], dim=1)
+    rows /= 8 * torch.rand(4096, 1) + 0.5  # whatever they sum to
+    assert set(drawn(rows).tolist()) == {token}
 
 
 def test_seeded_draws_are_sglangs() -> None:
@@ -56,3 +64,15 @@ def test_the_function_that_is_hooked_is_there() -> None:
     ]
     assert [each.arg for each in function.args.args] == ["probs", "sampling_seed", "positions"]
     assert f"= {function.name}(" in text
+
+
+def test_a_worker_that_the_server_spawns_registers_the_hook() -> None:
+    """Python runs the server's module in it under another name."""
+    code = """
+import runpy, sys
+runpy.run_module("megarl.engine.server", run_name="__mp_main__")
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(sorted(HookRegistry._hooks), sys.modules["megatron"])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1:] == [f"['{_DRAW}'] None"], done.stderr

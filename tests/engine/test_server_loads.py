@@ -1,4 +1,4 @@
-"""What one request to load makes of the calls to SGLang, with a stand-in for its manager of requests."""
+"""A request to load becomes calls to SGLang in their order; a stand-in replaces its manager of requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = LoadRequest(payloads=["YQ==", "Yg=="], load_format="x.y", version="3", i
 
 @dataclass
 class Manager:
-    """Of 0.5.21; each call is noted, and one may fail."""
+    """The manager of SGLang 0.5.21 notes each call; one may fail."""
 
     fails: str = ""
     calls: list[str] = field(default_factory=list)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from megarl.reward.scorers.gsm8k import compute_score
 
@@ -94,17 +95,36 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError("not arithmetic")
 
 
-def conversation(solution: str) -> list[dict[str, str]]:
-    """Return the turns of a solution, each of which ends with a call of the calculator, but the last."""
-    turns, place = [], 0
+def beginnings(solution: str) -> Iterator[tuple[list[dict[str, str]], str]]:
+    """Yield the turns before each calculation of a solution and before its end, and what of it is left then.
+
+    A turn of the assistant ends with a call of the calculator.
+    """
+    turns, place = list[dict[str, str]](), 0
     for found in CALCULATION.finditer(solution):
+        yield list(turns), solution[place:]
         call = json.dumps({"name": "calculate", "arguments": {"expression": found[1]}})
-        turns.append(
-            {"role": "assistant", "content": f"{solution[place : found.start()]}<tool_call>{call}</tool_call>"}
-        )
-        turns.append({"role": "tool", "content": found[2]})
+        said = f"{solution[place : found.start()]}<tool_call>{call}</tool_call>"
+        turns += [{"role": "assistant", "content": said}, {"role": "tool", "content": found[2]}]
         place = found.end()
-    return [*turns, {"role": "assistant", "content": solution[place:]}]
+    yield turns, solution[place:]
+
+
+def conversation(solution: str) -> list[dict[str, str]]:
+    """Return the turns of a whole solution."""
+    *_, (turns, end) = beginnings(solution)
+    return [*turns, {"role": "assistant", "content": end}]
+
+
+def to_continue(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the problem with each beginning of its solution; the truth is what is left.
+
+    A small model rarely finds three calculations in a row, but often the last one. All of them are learned from the
+    first step on, and a problem is over sooner. The end alone, which the template of the data gives, is left out.
+    """
+    solution = row["reward_model"]["ground_truth"]
+    for turns, left in [*beginnings(solution)][: max(1, len(CALCULATION.findall(solution)))]:
+        yield {**row, "prompt": row["prompt"] + turns, "reward_model": {**row["reward_model"], "ground_truth": left}}
 
 
 def write_tables(source: Path, out: Path) -> None:
@@ -118,6 +138,8 @@ def write_tables(source: Path, out: Path) -> None:
             solution = row.pop("response", None)
             if name == "imitate":
                 row["prompt"] += conversation(solution)
+        if name == "reward":
+            rows = [begun for row in rows for begun in to_continue(row)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{name}.parquet")
         print(f"{out / name}.parquet: {len(rows)} problems")
 

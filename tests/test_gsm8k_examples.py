@@ -99,3 +99,26 @@ def test_a_solution_becomes_a_conversation_whose_calls_are_read() -> None:
     last = SimpleNamespace(last_text=turns[-1]["content"])
     assert asyncio.run(calculator(ground_truth="72").score(last)) == 1.0
     assert asyncio.run(calculator(ground_truth="71").score(last)) == 0.0
+
+
+def test_a_problem_is_continued_from_each_call_of_its_solution() -> None:
+    to_continue = example("gsm8k_calculator.py:to_continue")
+    question = {"role": "user", "content": "How many?"}
+    truth = {"style": "rule", "ground_truth": SOLUTION}
+    row = {"prompt": [question], "reward_model": truth, "extra_info": {"index": 7}}
+    whole, rest = to_continue(row)
+    assert whole == row
+    turns = example("gsm8k_calculator.py:conversation")(SOLUTION)
+    assert rest["prompt"] == [question, *turns[:2]]
+    left = rest["reward_model"]["ground_truth"]
+    assert left == "24 clips.\nTogether 48+24 = $<<48+24=72>>72.\n#### 72"
+    assert rest["extra_info"] == {"index": 7}
+    # The calculation that is left and the number are all that it scores for.
+    calculator = example("gsm8k_calculator.py:Calculator")(ground_truth=left)
+    asyncio.run(calculator.calculate("48+24"))
+    assert asyncio.run(calculator.score(SimpleNamespace(last_text="72.\n#### 72"))) == 1.5
+
+
+def test_a_solution_without_calculations_is_left_as_it_is() -> None:
+    row = {"prompt": [], "reward_model": {"ground_truth": "He has two.\n#### 2"}}
+    assert list(example("gsm8k_calculator.py:to_continue")(row)) == [row]

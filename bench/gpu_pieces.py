@@ -263,6 +263,12 @@ def _tail(options: PieceOptions, report: Report) -> None:
     _report_all(report, lambda folder: measure_tail_engine("qwen2.5-1.5b", folder, options.engine_options))
 
 
+def _turns(options: PieceOptions, report: Report) -> None:
+    from bench.turns import measure_turns
+
+    _report_all(report, lambda folder: measure_turns("smollm2-135m", folder, options.engine_options))
+
+
 def _drafts(options: PieceOptions, report: Report) -> None:
     from bench.drafts import measure_drafts
 
@@ -334,6 +340,7 @@ PIECES: Mapping[str, GpuPiece] = {
     "generation-1.5b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-1.5b")),
     "generation-7b": GpuPiece(timeout_s=400, measure=partial(_generation, model="qwen2.5-7b")),
     "tail": GpuPiece(timeout_s=300, measure=_tail),
+    "turns": GpuPiece(timeout_s=180, measure=_turns),
     "drafts": GpuPiece(timeout_s=540, measure=_drafts),
     "adapter": GpuPiece(timeout_s=480, measure=_adapter),
     "policies": GpuPiece(timeout_s=240, measure=_policies),

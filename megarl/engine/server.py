@@ -1,8 +1,8 @@
 """Starts released SGLang with the replies of `server_replies`: `python -m megarl.engine.server <its arguments>`.
 
-A second hook of its plugin registry lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then,
-and takes a core of the machine that trains for each rank of an engine. (On a GPU the workers are spawned, and have
-hooks for draws and drafts alone.)
+Hooks of its plugin registry let requests into a batch in company (`prefills`), and a paused scheduler on a CPU wait:
+SGLang's loop polls without a pause then, and takes a core of the machine that trains for each rank of an engine. (On a
+GPU the workers are spawned, and have hooks for draws and drafts instead of the latter.)
 
 Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
 interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from megarl.engine import prefills
 from megarl.engine.server_loads import DirectLoads
 from megarl.engine.server_replies import DirectGeneration, MaskedReplies, add_flat_logprobs
 from megarl.env import IMAGE_PROCESSORS, ONE_CARD, agent_store, own_host, update_environment
@@ -41,13 +42,14 @@ _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to
 
 
 def register() -> None:
-    """Register the hook; the server applies it when it loads its plugins, before it starts."""
+    """Register the hooks; the server applies them when it loads its plugins, before it starts."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in the server
     except ImportError:
         return  # an older release, whose replies have lists
     HookRegistry.register(_TARGET, add_flat_logprobs, HookType.AROUND)
     HookRegistry.register(_PAUSED_LOOP, wait_while_paused, HookType.AROUND)
+    prefills.register_hook()
     if IMAGE_PROCESSORS.read():
         HookRegistry.register(_PROCESSOR, no_processor, HookType.AROUND)
 
@@ -104,10 +106,11 @@ def hide_unused() -> None:
 
 def prepare_worker(arguments: Sequence[str]) -> None:
     """Register the hooks of a scheduler, in a process that the server spawned: it applies them with its plugins."""
-    from megarl.engine.sampling import register_hook  # noqa: PLC0415 - only in a worker, which has torch
+    from megarl.engine import sampling  # noqa: PLC0415 - only in a worker, which has torch
 
     hide_unused()
-    register_hook()
+    sampling.register_hook()
+    prefills.register_hook()
     if DRAFT_OPTION in arguments:
         from megarl.engine.drafts import register_hooks  # noqa: PLC0415 - few engines have a draft
 

@@ -22,7 +22,7 @@ class _Batch(Protocol):
 
 
 class _Plan(Protocol):
-    """What SGLang's scheduler computes next."""
+    """The next pass of SGLang's scheduler."""
 
     @property
     def batch_to_run(self) -> _Batch | None: ...

@@ -225,8 +225,8 @@ class EngineRoleConfig(Section):
     """Requests that an engine computes at the same time; further ones wait. null: as many as a step sends to it
     and its KV cache holds halfway through their responses (`megarl plan` prints the number)."""
     max_cached_tokens: PositiveInt | None = None
-    """Size of the KV cache in tokens; null takes what `megarl plan` grants in a pool that is shared with trainers, else
-    the memory that is left (on CPU: 32,768)."""
+    """Size of the KV cache in tokens; null takes what `megarl plan` grants in a pool that is shared with trainers (all
+    requests at their longest, as far as there is memory), else the memory that is left (on CPU: 32,768)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Share of GPU memory for weights and KV cache."""
     is_deterministic: bool | None = None

@@ -17,6 +17,8 @@ _FEWEST_TOKENS = 8192
 """Rows with which the products of any model fill a GPU; more are needed where its layers are small."""
 _BUSY = 4
 """A GPU computes for this many times as long as the host needs to start its work."""
+_HALVES = 2
+"""An update that is a little longer than a micro-batch has two of half the length."""
 _TREE = 8
 """Micro-batches whose tokens one tree may have: all of an update are as long as the longest."""
 _PER_STAGE = 4
@@ -119,13 +121,13 @@ def _with_tokens(recipe: Recipe, tokens: int) -> Recipe:
 
 
 def _wanted_tokens(recipe: Recipe, actor: PlannedModel, gpu: GpuModel) -> int:
-    """Return a power of two that keeps a GPU busy, but no more than an update has for it."""
+    """Return a power of two whose half keeps a GPU busy, but no more than an update has for it."""
     shape, parallel = actor.work.shape, actor.placement.parallel
     context = recipe.max_context_tokens
     work = forward_work(shape, num_tokens=context, num_squared_tokens=context**2)
     forward = work.dense / DENSE_EFFICIENCY + work.expert / EXPERT_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
     token_s = 3 * forward / context / gpu.flops / (parallel.tensor * parallel.context * parallel.pipeline)
-    busy = _BUSY * LAYER_START_S * shape.num_layers / parallel.pipeline / token_s
+    busy = _HALVES * _BUSY * LAYER_START_S * shape.num_layers / parallel.pipeline / token_s
     prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
     own = prompts * recipe.samples_per_prompt * context // parallel.data
     if parallel.pipeline > 1:

@@ -292,6 +292,8 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
     placement = place(recipe.roles, recipe.pools, is_cluster=recipe.run.ray_address is not None)
     capacity_bytes = None if device == "cpu" else gpu.memory_bytes
     roles = _with_requests(recipe, _engines(recipe, shapes, capacity_bytes))
+    if placement.is_shared and capacity_bytes is not None:
+        roles = _with_cache(recipe, roles, shapes, capacity_bytes)
     # The states of requests take memory from the cache.
     engines = _engines(recipe.model_copy(update={"roles": roles}), shapes, capacity_bytes)
     return Deployment(
@@ -386,6 +388,21 @@ def _with_requests(recipe: Recipe, engines: Mapping[str, EngineMemory]) -> Roles
             "none would use what it learns; raise roles.rollout.draft.max_requests, or remove both",
         )
     return roles
+
+
+def _with_cache(recipe: Recipe, roles: RolesConfig, shapes: RoleShapes, capacity_bytes: int) -> RolesConfig:
+    """Return the roles with a cache that holds all requests at their longest, where the recipe does not say.
+
+    Trainers on the same GPUs have a use for what is left.
+    """
+    rollout = roles.rollout
+    granted = _engines(recipe.model_copy(update={"roles": roles}), shapes, capacity_bytes)["rollout"].cached_tokens
+    assert rollout is not None, "shared GPUs without engines"
+    assert rollout.max_running_requests is not None, "requests are counted first"
+    most = rollout.max_running_requests * (recipe.data.max_prompt_tokens + recipe.longest_response_tokens)
+    if rollout.max_cached_tokens is not None or granted <= most:
+        return roles
+    return roles.model_copy(update={"rollout": rollout.model_copy(update={"max_cached_tokens": most})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

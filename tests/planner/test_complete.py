@@ -29,7 +29,7 @@ def tokens_of(model: str, gpu: str, *assignments: str) -> int:
 
 def test_small_layers_get_more_tokens_and_large_ones_no_fewer_than_fill_the_gpu() -> None:
     found = {name: tokens_of(name, "h200") for name in ("smollm2-135m", "qwen2.5-0.5b", "qwen2.5-3b")}
-    assert found["smollm2-135m"] == 65536
+    assert found["smollm2-135m"] == 131072
     assert found["smollm2-135m"] > found["qwen2.5-0.5b"] >= found["qwen2.5-3b"] == 8192
 
 

@@ -111,6 +111,24 @@ def test_an_engine_runs_what_it_gets_as_far_as_its_cache_holds_it(
     assert engine_requests(recipe, recipe.roles.rollout, deployment.engine).limit.startswith(limit)
 
 
+def cached_tokens(*assignments: str) -> int:
+    deployment = deploy(make_recipe(*assignments), shapes_of(PUBLIC_MODELS["qwen2.5-1.5b"]), GPUS["h200"])
+    assert deployment.engine is not None
+    return deployment.engine.cached_tokens
+
+
+def test_engines_beside_trainers_cache_no_more_than_all_requests_at_their_longest() -> None:
+    shared = ("roles.rollout.pool=train", "roles.rollout.max_running_requests=64", "data.max_prompt_tokens=100")
+    assert cached_tokens(*shared, "sampling.max_response_tokens=200") == 64 * 300
+    evaluated = "evaluation={every_steps: 1, max_response_tokens: 900}"
+    assert cached_tokens(*shared, "sampling.max_response_tokens=200", evaluated) == 64 * 1000
+    assert cached_tokens(*shared, "roles.rollout.max_cached_tokens=1000000") == 1_000_000
+    whole = cached_tokens(*shared[1:], "sampling.max_response_tokens=200")
+    assert whole > 1_000_000, "elsewhere nobody has a use for it"
+    small = cached_tokens(*shared, "roles.rollout.memory_fraction=0.013")
+    assert 0 < small < 64 * (100 + 1024), "no more than there is"
+
+
 def test_frozen_models_get_their_requests_as_well(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "judge", TinyShape(), seed=1)
     judge = f"roles.judge.strict={{pool: rollout, model: {tmp_path / 'judge'}, tensor: 1, max_cached_tokens: 20480}}"

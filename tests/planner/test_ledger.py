@@ -149,7 +149,7 @@ def test_engines_give_up_nothing_beside_trainers_that_fit_besides() -> None:
         return rollout.release
 
     assert released() == "nothing"
-    assert released("roles.rollout.memory_fraction=0.8") == "kv_cache"
+    assert released("roles.rollout.max_cached_tokens=7500000") == "kv_cache"
     assert released("roles.actor.offload=optimizer") == "kv_cache"
     assert released("roles.rollout.release=everything") == "everything"
     found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=nothing"))

@@ -20,6 +20,7 @@ from bench.one_engine import Server, full_publish, serving
 from megarl.config.section import Device
 from megarl.engine.client import GenerateRequest
 from megarl.engine.reply import Expectation, read_response
+from megarl.errors import EngineError
 from megarl.types import PolicyVersion
 
 _NUM_RUNS = 2
@@ -102,4 +103,6 @@ class _Bench:
                 newest_version=version,
             )
             response = read_response((await self.server.client.generate(request)).content, expected)
+            if len(response.token_ids) != num_tokens:
+                raise EngineError(f"{request.rid}: {len(response.token_ids)} tokens, asked for {num_tokens}")
             history = (*history, *response.token_ids.tolist(), *some(self.load.result_tokens))

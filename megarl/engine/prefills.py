@@ -46,7 +46,8 @@ class Company:
         self._most_running: int | None = None
         """How many ran when there was no place for more; None if there was."""
 
-    def is_enough(self, *, waiting: int, running: int) -> bool:
+    def admits(self, *, waiting: int, running: int) -> bool:
+        """Count the pass that those who wait lose, and return whether they have lost enough."""
         places = waiting if self._most_running is None else max(0, self._most_running - running)
         self._lost += min(waiting, places)
         self._passes += min(waiting, 1)
@@ -74,7 +75,7 @@ def taken_in(company: Company, get: Callable[..., _Plan], scheduler: _Scheduler,
     """Return SGLang's plan with those that wait, or as if none did."""
     running = len(running_batch.reqs)
     # A prompt that is computed in parts goes on.
-    if scheduler.chunked_req is None and not company.is_enough(waiting=len(scheduler.waiting_queue), running=running):
+    if scheduler.chunked_req is None and not company.admits(waiting=len(scheduler.waiting_queue), running=running):
         waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
         plan = get(scheduler, running_batch)
         # It adds requests whose grammar is ready.

@@ -19,7 +19,7 @@ from megarl.engine.prefills import MOST_PASSES, TARGET, Company, taken_in
 def passes_until_in(company: Company, *, waiting: int, running: int) -> int:
     """Return the passes after which so many that wait are let in."""
     passes = 0
-    while not company.is_enough(waiting=waiting, running=running):
+    while not company.admits(waiting=waiting, running=running):
         passes += 1
     return passes
 
@@ -118,7 +118,7 @@ def in_company() -> Callable[[int, int], bool]:
     company = Company()
 
     def lets_in(waiting: int, running: int) -> bool:
-        if not company.is_enough(waiting=waiting, running=running):
+        if not company.admits(waiting=waiting, running=running):
             return False
         company.let_in(running=running + waiting, is_full=False)
         return True

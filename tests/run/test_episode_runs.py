@@ -38,7 +38,7 @@ def write_recipe(folder: Path, port: int) -> Path:
     recipe = {
         "run": {"name": "mcp", "folder": str(folder / "runs"), "steps": NUM_STEPS, "device": "cpu"},
         "model": {"path": str(folder / "model")},
-        "data": {"train": [str(folder / "train.parquet")], "max_prompt_tokens": 800},
+        "data": {"train": [str(folder / "train.parquet")], "max_prompt_tokens": 1000},
         "pools": {"train": {"gpus_per_node": 1}, "rollout": {"gpus_per_node": 1}},
         "roles": {"actor": {"pool": "train"}, "rollout": {"pool": "rollout"}},
         "algorithm": {"kind": "grpo"},

@@ -23,7 +23,7 @@ class Glm4Moe(Family):
     name = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
     # Fused, the shared expert would be one more of the routed ones.
-    engine = EngineTraits(module="glm4_moe", options=("--disable-shared-experts-fusion",))
+    engine = EngineTraits(module="glm4_moe", ties_head=False, options=("--disable-shared-experts-fusion",))
     refuses: ClassVar[Mapping[Feature, str]] = {
         "fp8": "fp8 has not been tried with glm4_moe engines; use bf16",
         "critic": "transformers has no glm4_moe with one output per token; choose grpo",

@@ -25,6 +25,7 @@ class GptOss(Family):
     architecture = "GptOssForCausalLM"
     engine = EngineTraits(
         module="gpt_oss",
+        ties_head=False,
         options=("--attention-backend", "triton"),
         # SGLang takes attention in torch in its place, but does not know of its sinks.
         cpu_options=("--attention-backend", "intel_amx", "--disable-hybrid-swa-memory"),

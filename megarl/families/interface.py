@@ -133,6 +133,8 @@ class EngineTraits:
     """Whether attention gets scales of an FP8 cache as soon as weights are in FP8."""
     adapts_shared_expert: bool = False
     """Whether the shared expert can have adapters: SGLang's class needs layers of other names for it."""
+    ties_head: bool = True
+    """Whether the class reads the embedding as its head where a model ties them."""
     has_whole_embedding: bool = False
     """Whether every rank has the whole embedding, without padding."""
     is_text_alone: bool = False

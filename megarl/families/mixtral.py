@@ -17,7 +17,7 @@ _BLOCK = "block_sparse_moe."
 class Mixtral(Family):
     name = "mixtral"
     architecture = "MixtralForCausalLM"
-    engine = EngineTraits(module="mixtral", unnumbered="block_sparse_moe.topk")
+    engine = EngineTraits(module="mixtral", ties_head=False, unnumbered="block_sparse_moe.topk")
     refuses: ClassVar[Mapping[Feature, str]] = {"fp8": "fp8 has not been tried with mixtral engines; use bf16"}
 
     def read(self, fields: Fields) -> ModelShape:

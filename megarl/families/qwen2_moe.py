@@ -16,7 +16,7 @@ from megarl.families.shape import Experts, ModelShape, public_shape
 class Qwen2Moe(Family):
     name = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
-    engine = EngineTraits(module="qwen2_moe", has_cache_scales=True, adapts_shared_expert=True)
+    engine = EngineTraits(module="qwen2_moe", ties_head=False, has_cache_scales=True, adapts_shared_expert=True)
 
     def read(self, fields: Fields) -> ModelShape:
         if fields.get("qkv_bias") is False:

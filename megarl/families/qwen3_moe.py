@@ -16,7 +16,7 @@ from megarl.families.shape import Experts, ModelShape, public_shape
 class Qwen3Moe(Family):
     name = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    engine = EngineTraits(module="qwen3_moe")
+    engine = EngineTraits(module="qwen3_moe", ties_head=False)
 
     def read(self, fields: Fields) -> ModelShape:
         fields.refuse_biases(self.name)

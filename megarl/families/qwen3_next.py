@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others; a mixture with a
-gated shared expert in every layer. Refused: layers without experts, tied embeddings, adapters, FP8, critics,
-`context_exchange` other than `gather`.
+gated shared expert in every layer. Refused: layers without experts, adapters, FP8, critics, `context_exchange` other
+than `gather`.
 
 The layer that predicts a further token (`mtp.*`) is neither trained nor served nor saved.
 """
@@ -41,7 +41,7 @@ _STATE_BYTES, _CONVOLVED_BYTES = 4, 2
 class Qwen3Next(Family):
     name = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
-    engine = EngineTraits(module="qwen3_next", options=ENGINE_OPTIONS, cpu_options=ENGINE_OPTIONS)
+    engine = EngineTraits(module="qwen3_next", ties_head=False, options=ENGINE_OPTIONS, cpu_options=ENGINE_OPTIONS)
     refuses: ClassVar[Mapping[Feature, str]] = {
         "lora": "adapters beside gated delta nets are not supported",
         "fp8": "FP8 rollouts of gated delta nets were not tried",
@@ -49,8 +49,6 @@ class Qwen3Next(Family):
     }
 
     def read(self, fields: Fields) -> ModelShape:
-        if fields.has("tie_word_embeddings"):
-            fields.refuse("tie_word_embeddings is not supported: SGLang serves such a model with an unset head")
         experts = fields.softmax_experts(
             is_normalized=fields.get("norm_topk_prob") is not False,
             shared=fields.integer("shared_expert_intermediate_size"),

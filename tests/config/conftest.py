@@ -82,6 +82,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "no_shared_expert", **shared)
     write_model(folder / "shared_mixture", **shared, shared_expert_intermediate_size=96)
     write_model(folder / "no_qkv_bias", **shared, shared_expert_intermediate_size=96, qkv_bias=False)
+    write_model(folder / "tied_mixture", **MIXTURE, tie_word_embeddings=True)
     write_model(folder / "partly_dense", **{**MIXTURE, "mlp_only_layers": [0]})
     write_model(folder / "one_expert_each", **{**MIXTURE, "num_experts_per_tok": 1})
     latent = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"}

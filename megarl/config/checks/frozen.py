@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.checks.files import check_model_folder, shape_or_problem
 from megarl.config.checks.roles import check_role_split
-from megarl.config.checks.splits import check_engine_split
+from megarl.config.checks.splits import check_engine_split, check_head
 from megarl.config.reward import (
     EngineJudgeRewardConfig,
     RewardConfig,
@@ -16,7 +16,7 @@ from megarl.config.reward import (
     frozen_role,
     single_rewards,
 )
-from megarl.config.roles import RolesConfig, TeacherRanksConfig
+from megarl.config.roles import EngineRoleConfig, RolesConfig, TeacherRanksConfig
 from megarl.config.section import Device
 from megarl.errors import Problem
 from megarl.families.shape import ModelShape
@@ -104,10 +104,16 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
             yield Problem(key=key, message=problem.message)
         yield from _kind(role, config.model, shape)
         if config.pool is not None:
-            prefix, pads = f"roles.{role}.", device == "cpu"
-            yield from check_engine_split(
-                shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
-            )
+            yield from _served(shape, config, role=role, device=device)
+
+
+def _served(shape: ModelShape, config: EngineRoleConfig, *, role: str, device: Device) -> Iterator[Problem]:
+    """Yield what keeps engines from serving the model."""
+    prefix = f"roles.{role}."
+    yield from check_head(shape, key=f"{prefix}model")
+    yield from check_engine_split(
+        shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=device == "cpu", prefix=prefix
+    )
 
 
 def _kind(role: str, folder: Path, shape: ModelShape) -> Iterator[Problem]:
@@ -157,10 +163,7 @@ def check_teachers(
         else:
             num_tokens += 1  # SGLang wants room for one more
             if config.pool is not None:
-                prefix, pads = f"roles.{role}.", device == "cpu"
-                yield from check_engine_split(
-                    shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
-                )
+                yield from _served(shape, config, role=role, device=device)
         if num_tokens > shape.max_context_tokens:
             message = f"its context of {shape.max_context_tokens} tokens is below the {num_tokens} of prompt + response"
             yield Problem(key=key, message=f"{message}; lower sampling.max_response_tokens, or name another model")

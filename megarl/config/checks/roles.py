@@ -10,6 +10,7 @@ from megarl.config.checks.splits import (
     check_engine_experts,
     check_engine_split,
     check_expert_ranks,
+    check_head,
     check_megatron_split,
     check_stages,
 )
@@ -78,6 +79,7 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     if recipe.model.lora is not None:
         yield from check_lora(recipe.model.lora, shape)
     if recipe.roles.rollout is not None:
+        yield from check_head(shape, key="model.path")
         yield from _rollout_split(shape, recipe.roles.rollout, device=recipe.run.device)
         yield from check_blocks(shape, recipe.roles.actor, recipe.roles.rollout)
         if recipe.replays_routing(shape):

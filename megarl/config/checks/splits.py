@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megarl.errors import Problem
-from megarl.families import uniform_shapes
+from megarl.families import family_of, uniform_shapes
 from megarl.families.shape import ModelShape
 
 ENGINE_VOCAB_STEP = 64
@@ -108,6 +108,15 @@ def check_engine_split(
     padded = -(-shape.vocab // ENGINE_VOCAB_STEP) * ENGINE_VOCAB_STEP
     if not pads_vocabulary and padded % tensor:
         message = f"{tensor} does not divide the model's vocabulary of {shape.vocab}, padded to {padded}"
+        yield Problem(key=key, message=message)
+
+
+def check_head(shape: ModelShape, *, key: str) -> Iterator[Problem]:
+    """Yield what keeps engines from serving a model that has no head of its own."""
+    if shape.has_tied_embeddings and not family_of(shape).engine.ties_head:
+        message = (
+            "tie_word_embeddings: SGLang serves this family with a head of its own, which nobody would set; untie it"
+        )
         yield Problem(key=key, message=message)
 
 

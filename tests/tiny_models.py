@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -321,7 +322,8 @@ def load_adapted(model_folder: Path, adapter_folder: Path, *, is_trainable: bool
 
 def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int, *, adapter: Path | None = None) -> list[int]:
     """Return the likeliest continuation, computed by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder) if adapter is None else load_adapted(folder, adapter)
+    kind = AutoModelForImageTextToText if read_model_shape(folder).family in TOWERS else AutoModelForCausalLM
+    model = kind.from_pretrained(folder) if adapter is None else load_adapted(folder, adapter)
     ids = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(num_tokens):

@@ -24,7 +24,7 @@ from megarl.errors import EngineError
 from megarl.types import PolicyVersion
 
 _NUM_RUNS = 2
-"""Of which the faster one counts: the first one compiles kernels."""
+"""The faster one counts: the first one compiles kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

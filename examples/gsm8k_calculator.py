@@ -122,8 +122,8 @@ def to_continue(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     A small model rarely finds three calculations in a row, but often the last one. All of them are learned from the
     first step on, and a problem is over sooner. The end alone, which the template of the data gives, is left out.
     """
-    solution = row["reward_model"]["ground_truth"]
-    for turns, left in [*beginnings(solution)][: max(1, len(CALCULATION.findall(solution)))]:
+    *begun, end = beginnings(row["reward_model"]["ground_truth"])
+    for turns, left in begun or [end]:
         yield {**row, "prompt": row["prompt"] + turns, "reward_model": {**row["reward_model"], "ground_truth": left}}
 
 

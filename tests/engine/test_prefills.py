@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -13,7 +14,13 @@ from typing import Any
 
 import pytest
 
+from megarl.engine.client import GenerateRequest
 from megarl.engine.prefills import MOST_PASSES, TARGET, Company, taken_in
+from megarl.types import JsonValue
+from tests.engine.engines import ServedModel
+
+NUM_RUNNING, NUM_TOKENS, NUM_SHORT = 24, 300, 16
+"""Requests that run, their tokens, and requests for one token that come meanwhile."""
 
 
 def passes_until_in(company: Company, *, waiting: int, running: int) -> int:
@@ -146,7 +153,7 @@ def every(passes: int) -> Callable[[int, int], bool]:
 def test_episodes_take_about_as_long_as_with_the_best_fixed_interval(
     mean_tokens: int, num_turns: int, prompts_s: float
 ) -> None:
-    """As on a GPU, where graphs make passes over a few tokens of prompts the longer ones."""
+    """A pass over a few prompts takes longer than one with graphs over those that run, on a GPU."""
 
     def seconds(lets_in: Callable[[int, int], bool]) -> float:
         return seconds_of(lets_in, mean_tokens=mean_tokens, num_turns=num_turns, prompts_s=prompts_s)
@@ -154,6 +161,43 @@ def test_episodes_take_about_as_long_as_with_the_best_fixed_interval(
     ours, at_once = seconds(in_company()), seconds(every(1))
     assert ours < 1.15 * min(seconds(every(passes)) for passes in (2, 4, 8, 16))
     assert ours < 0.9 * at_once
+
+
+class Exact(GenerateRequest):
+    """A request for as many tokens as it says."""
+
+    def to_json(self) -> dict[str, JsonValue]:
+        fields = super().to_json()
+        sampling = fields["sampling_params"]
+        assert isinstance(sampling, dict)
+        return {**fields, "sampling_params": {**sampling, "ignore_eos": True}}
+
+
+async def test_requests_come_into_the_batch_of_a_real_engine_together(qwen2_tp1: ServedModel) -> None:
+    log = qwen2_tp1.process.spec.log_path
+
+    def batches() -> int:
+        return log.read_text().count("Prefill batch")
+
+    async with qwen2_tp1.fleet() as fleet:
+        client = fleet.engines[0].client
+
+        def ask(name: str, num_tokens: int) -> asyncio.Task[object]:
+            request = Exact(rid=f"company-{name}", input_ids=(5, 6, 7), max_new_tokens=num_tokens, temperature=1.0)
+            return asyncio.create_task(client.generate(request))
+
+        running = [ask(f"long-{index}", NUM_TOKENS) for index in range(NUM_RUNNING)]
+        await asyncio.sleep(0.1)
+        before = batches()
+        short = list[asyncio.Task[object]]()
+        for index in range(NUM_SHORT):
+            short.append(ask(f"short-{index}", 1))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*short)
+        seen = batches() - before
+        assert not any(task.done() for task in running), "the engine had others to hold up"
+        await asyncio.gather(*running)
+    assert 0 < seen <= NUM_SHORT // 2
 
 
 def test_the_function_that_is_hooked_is_there() -> None:
